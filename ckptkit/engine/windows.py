@@ -105,7 +105,7 @@ class PrefetchWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedReads:
+class ReadEstimate:
     """What the execution of a plan reads from distant sources.
 
     Attributes:
@@ -117,7 +117,7 @@ class PlannedReads:
     size_bytes: int
 
 
-def planned_reads(plan: Plan, origins: Mapping[str, Origin]) -> PlannedReads | None:
+def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> ReadEstimate | None:
     """Returns what a plan reads from distant sources; None where it has none."""
     far = {name for name, origin in origins.items() if distant(origin.source) is not None}
     if not far:
@@ -135,7 +135,7 @@ def planned_reads(plan: Plan, origins: Mapping[str, Origin]) -> PlannedReads | N
             asked = list(requests(coalesce(ranges)))
             count += len(asked)
             size += sum(request.size_bytes for request in asked)
-    return PlannedReads(count, size)
+    return ReadEstimate(count, size)
 
 
 def _reads_of(part: SegmentRange) -> Iterator[_Read]:

@@ -25,10 +25,10 @@ from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.training.agree.peers import name_ranks
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.pushing import HubSettings, HubStrategy, check_hub
-from ckptkit.training.resume.optimizer_fit import Unfit
 from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES
 from ckptkit.training.sidecar import check_sidecar
 from ckptkit.training.signals import signal_names
+from ckptkit.training.state.bound import Unfit
 from ckptkit.training.state.collect import Layout
 
 _SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}

@@ -13,7 +13,7 @@ from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
-from ckptkit.engine.windows import planned_reads
+from ckptkit.engine.windows import estimate_reads
 from ckptkit.plan.packed_weights import explain_random_weights
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.side_files import CONFIG
@@ -189,7 +189,7 @@ def plan_json(prepared: PlannedOutput, out: str) -> dict[str, Any]:
 
 
 def _requests_json(prepared: PlannedOutput) -> dict[str, Any]:
-    reads = planned_reads(prepared.plan, prepared.inputs.origins)
+    reads = estimate_reads(prepared.plan, prepared.inputs.origins)
     if reads is None:
         return {}
     sizes = {"bytes": reads.size_bytes, "most_bytes": REQUEST_BYTES, "gap_bytes": GAP_BYTES}
@@ -235,7 +235,7 @@ def _facts(prepared: PlannedOutput) -> Iterator[tuple[str, str]]:
     for tie in first_of(ties, _LISTED_TIES):
         yield "tied", escaped(tie)
     yield "reads", size_text(estimate.bytes_read)
-    reads = planned_reads(plan, prepared.inputs.origins)
+    reads = estimate_reads(plan, prepared.inputs.origins)
     if reads is not None:
         yield (
             "requests",

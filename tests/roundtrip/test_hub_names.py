@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ckptkit.hub_names.transformers.answers import answer_names  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
-from ckptkit.training.export.plan import ExportNames  # noqa: E402
+from ckptkit.training.export.output_plan import ExportNames  # noqa: E402
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "fsdp2_mixtral"
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
 from ckptkit.core.index import Box, Shape
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.export.write import boxes_of
+from ckptkit.training.export.tensor_writes import boxes_of
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk

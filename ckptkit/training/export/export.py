@@ -40,29 +40,34 @@ from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.shared import Row, find_filesystem_type, why_not_shared
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.environment import ranks_of_this_machine
-from ckptkit.training.export.commit import answer_of, commit, mark_of, part_of
-from ckptkit.training.export.compare_names import compare_with_model
-from ckptkit.training.export.plan import (
+from ckptkit.training.export.export_commit import (
+    answer_of,
+    commit,
+    compare_with_model,
+    mark_of,
+    part_of,
+)
+from ckptkit.training.export.output_plan import (
     ExportNames,
     ExportRequest,
     Table,
-    config_in,
     disk_names,
-    merged_tables,
+    merge_tables,
+    parse_config,
     places_of,
     plan_adapter,
     plan_model,
 )
-from ckptkit.training.export.write import (
+from ckptkit.training.export.tensor_writes import (
     BoxWrite,
     ExportView,
-    chosen_adapter,
+    adapter_options,
     is_adapter,
-    look_at,
-    packed_table,
+    pack_table,
     parts_of_model,
     side_files,
-    unpacked_table,
+    unpack_table,
+    view_model,
     write_literals,
     write_parts,
 )
@@ -182,7 +187,7 @@ class ExportAttempt:
                     where=str(self._request.out),
                     hint="leave dtype out, or export the adapter to another place",
                 )
-            self._next = _EXTRACT, chosen_adapter(bound)
+            self._next = _EXTRACT, adapter_options(bound)
         self._give_up()
         if self._peers.rank == 0:
             logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
@@ -196,7 +201,7 @@ class ExportAttempt:
         *,
         by_ranges: bool,
     ) -> _Written:
-        exported = look_at(bound)
+        exported = view_model(bound)
         plan, names = self._plan(exported, bound, side_files(bound, sidecar))
         parts = [
             BoxWrite(place, exported.table[source].dtype, box, local)
@@ -236,7 +241,7 @@ class ExportAttempt:
             return plan_adapter(table, side, options), ExportNames(None)
         names = ExportNames(None)
         if options.names != "live":
-            names = disk_names(parts_of_model(bound), table, config_in(side))
+            names = disk_names(parts_of_model(bound), table, parse_config(side))
         self._request = replace(self._request, versions=names.versions)
 
         def is_tied(one: Fqn, other: Fqn) -> bool:
@@ -256,9 +261,9 @@ class ExportAttempt:
             return exported.table
 
         def decide(tables: Sequence[str]) -> str:
-            return packed_table(merged_tables([unpacked_table(table) for table in tables]))
+            return pack_table(merge_tables([unpack_table(table) for table in tables]))
 
-        return unpacked_table(self._agree(packed_table(exported.table), decide))
+        return unpack_table(self._agree(pack_table(exported.table), decide))
 
     def _agreed(self) -> Mapping[str, Any]:
         """Tells all ranks that this one is done, and returns what was committed."""

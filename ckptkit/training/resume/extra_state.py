@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ckptkit.core.index import Key, KeyPath, TensorIndex
-from ckptkit.training.resume.objects import ValueLocation, unflatten
+from ckptkit.training.resume.load_pieces import list_first
+from ckptkit.training.resume.restore import ValueLocation, unflatten
 from ckptkit.training.resume.stored_step import StoredStep
-from ckptkit.training.resume.tensors import first_few
 from ckptkit.training.state.collect import BoundModel
 from ckptkit.training.state.dtensors import local_part
 from ckptkit.training.state.fsdp1 import has_flat_parameters
@@ -165,4 +165,4 @@ def _overrides(module: nn.Module, method: str) -> bool:
 
 def _warn(what: str, key: str, names: list[str]) -> None:
     if names:
-        logger.warning("%s: the extra state %s %s", key, first_few(names), what)
+        logger.warning("%s: the extra state %s %s", key, list_first(names), what)

@@ -16,31 +16,41 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
 from ckptkit.storage.places import Place
-from ckptkit.training.resume.extra_state import copied_changes, extra_keys, extra_state_changes
+from ckptkit.training.resume.extra_state import (
+    copied_changes,
+    extra_keys,
+    extra_state_changes,
+    without_extra,
+)
+from ckptkit.training.resume.load_pieces import (
+    FillReport,
+    list_first,
+    load_pieces,
+    match_entries,
+    names_of,
+    unexpected_keys,
+)
 from ckptkit.training.resume.materialise import materialise
-from ckptkit.training.resume.optimizer_fit import LOST_HINT, check_optimizer, unwrapped
+from ckptkit.training.resume.optimizer_state import (
+    LOST_HINT,
+    allocate,
+    check_optimizer,
+    check_state,
+    composed_places,
+)
 from ckptkit.training.resume.optimizer_values import (
     group_changes,
     stored_groups,
     unbound_changes,
     value_changes,
 )
-from ckptkit.training.resume.optimizers import allocate, check_state, composed_places
 from ckptkit.training.resume.restore import (
     loaders_alike,
     object_changes,
     random_changes,
-    tensor_pieces,
 )
 from ckptkit.training.resume.stored_step import StoredStep, bind_to_step
-from ckptkit.training.resume.tensors import (
-    FillReport,
-    first_few,
-    load_pieces,
-    match_entries,
-    names_of,
-    unexpected_keys,
-)
+from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, Layout, bind
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.fsdp1 import cast_buffers
@@ -96,7 +106,7 @@ class StepLoader:
     def stored(self) -> StoredStep:
         """The directory."""
         if self._stored is None:
-            self._stored = StoredStep.opened(self._folder)
+            self._stored = StoredStep.open(self._folder)
         return self._stored
 
     @property
@@ -220,7 +230,15 @@ class StepLoader:
             fresh: Optimizers whose state is not filled.
         """
         dropped: set[int] = set()
-        pieces = [p for p in tensor_pieces(self.bound, fresh) if p.unit not in self._absent]
+        starts = [(optimizer.unit, optimizer.path) for optimizer in fresh]
+        pieces = [
+            p
+            for p in self.bound.pieces()
+            if p.unit not in self._absent
+            and not any(p.unit == unit and p.key_path[: len(path)] == path for unit, path in starts)
+        ]
+        for model in self.bound.models:  # modules get these through `set_extra_state`
+            pieces = without_extra(pieces, model)
         for optimizer in self.bound.optimizers:
             if optimizer in fresh or self._is_built_otherwise(optimizer):
                 continue
@@ -283,7 +301,7 @@ class StepLoader:
 
         Then tensors in its state that the step lacks are no leftovers of later steps.
         """
-        defaults: Mapping[str, Any] = getattr(unwrapped(bound.optimizer), "defaults", {})
+        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
         flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
         return any(
             group.get(name, value) is not value
@@ -363,7 +381,7 @@ class StepLoader:
             if extra:
                 raise ResumeError(
                     f"{len(extra):,} tensors of the checkpoint are not in the model:"
-                    f" {first_few(extra)}",
+                    f" {list_first(extra)}",
                     where=model.key,
                     hint="build the model that was saved",
                 )

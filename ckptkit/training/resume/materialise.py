@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
-from ckptkit.training.resume.optimizer_fit import unwrapped
+from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.in_use import fsdp2_states
 from ckptkit.training.state.models import members_of
@@ -291,7 +291,7 @@ def step_without_effect(optimizer: Optimizer) -> None:
         group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
     try:
         with _uncompiled():
-            unwrapped(optimizer).step()
+            unwrap_optimizer(optimizer).step()
     except Exception as error:
         raise ResumeError(
             f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"

@@ -18,19 +18,18 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
+from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.resume.materialise import Slots, has_state
-from ckptkit.training.resume.objects import ValueLocation, read_tensors, set_nested, unflatten
-from ckptkit.training.resume.optimizer_fit import unwrapped
-from ckptkit.training.resume.optimizers import composed_places, has_layout, state_values
+from ckptkit.training.resume.optimizer_state import composed_places, has_layout, state_values
+from ckptkit.training.resume.restore import ValueLocation, read_tensors, set_nested, unflatten
 from ckptkit.training.resume.stored_step import StoredStep
-from ckptkit.training.resume.tensors import first_few
 from ckptkit.training.state import rank_bound
-from ckptkit.training.state.bound import BoundOptimizer
+from ckptkit.training.state.bound import BoundOptimizer, unwrap_optimizer
 from ckptkit.training.state.dtensors import Copies, DTensor
 from ckptkit.training.state.objects import is_same
 from ckptkit.training.state.optimizers import GROUPS, PARAMS, STATE, below
 from ckptkit.training.state.pieces import Piece, ShardLayout
-from ckptkit.training.state.structures import Nodes, adapt, leaf_paths, put_together
+from ckptkit.training.state.structures import Nodes, adapt, assemble, leaf_paths
 
 Apply = Callable[[], object]
 _NUMBERS = (torch.Tensor, int, float)
@@ -78,7 +77,7 @@ def group_changes(
                 where=bound.key,
                 hint="build the optimizer with the parameter groups that it was saved with",
             )
-        defaults: Mapping[str, Any] = getattr(unwrapped(bound.optimizer), "defaults", {})
+        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
         set_group = _set_exactly if exact else _set_group
         yield partial(set_group, group, values, defaults)
 
@@ -120,13 +119,13 @@ def _no_group(number: int, own: frozenset[str], groups: Sequence[Mapping[str, An
         saved = {name for group in groups for name in group[PARAMS]}
         missing = sorted(own - saved)
         differ = "were saved with different hyperparameters"
-        what = f"are not in the checkpoint: {first_few(missing)}" if missing else differ
+        what = f"are not in the checkpoint: {list_first(missing)}" if missing else differ
         return f"the {len(own):,} parameters of group {number} {what}"
     nearest = max((set(g[PARAMS]) for g in groups), key=lambda g: len(g & own), default=set())
     differing = sorted(own ^ nearest)
     return (
         f"no group of the checkpoint's {len(groups):,} has the {len(own):,} parameters of group"
-        f" {number}; the nearest differs in {first_few(differing)}"
+        f" {number}; the nearest differs in {list_first(differing)}"
     )
 
 
@@ -165,7 +164,7 @@ def _group_from(
     names = leaves.pop((PARAMS,), None)
     nodes = stored.structure(bound.unit, (*bound.path, GROUPS, key))
     where = f"{bound.key}, group {key}"
-    group = put_together(nodes, leaves, where=where) if leaves or nodes is not None else {}
+    group = assemble(nodes, leaves, where=where) if leaves or nodes is not None else {}
     _check_mapping(group, where)
     if isinstance(key, str):
         names = [key]
@@ -255,7 +254,7 @@ class _State:
             tensor = rank_bound.tensor_at(live, path)
             if tensor is not None:
                 leaves[path] = tensor
-        value = put_together(self.nodes, leaves, self.where)
+        value = assemble(self.nodes, leaves, self.where)
         if self.adapts:
             value = adapt(value, live)
         if self.nodes is None and isinstance(live, dict) and type(live) is type(value):

@@ -28,9 +28,9 @@ from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
 from ckptkit.training.resume.fill import FillPlan, LoadedStep, StepLoader
+from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.resume.proofs import cross_check, pack, unpack
 from ckptkit.training.resume.stored_step import StoredStep
-from ckptkit.training.resume.tensors import first_few
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.tiers.recover import NearPlace
@@ -182,7 +182,7 @@ def _check_alike(requests: Sequence[Mapping[str, Any]], other: str) -> None:
 
 def _step_in(folder: Path | Place) -> int:
     try:
-        with StoredStep.opened(folder) as stored:
+        with StoredStep.open(folder) as stored:
             manifest = stored.manifest
     except MissingFileError as error:
         raise ResumeError(
@@ -365,7 +365,7 @@ class _Attempt:
         read = size_text(sum(report.bytes_read for report in reports))
         logger.info("resumed from step %d: %s in %.2f s on rank 0", step, read, seconds)
         if unverified:
-            logger.info("no checksums were stored for %s", first_few(unverified))
+            logger.info("no checksums were stored for %s", list_first(unverified))
 
 
 def _problem(error: Exception) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import step_names
-from ckptkit.training.resume.tensors import first_few
+from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.state.bound import Layout, index_of, shown_name
 from ckptkit.training.state.collect import BoundModel, BoundObject, BoundOptimizer, BoundState
 from ckptkit.training.state.dtensors import Copies
@@ -129,7 +129,7 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
     missing = [_name(entry) for entry in mine if _of(entry, saved) is None]
     if missing:
         raise ResumeError(
-            f"{first_few(missing)} was not saved with this step, which holds"
+            f"{list_first(missing)} was not saved with this step, which holds"
             f" {_listed(entry.name for entry in entries)}",
             where=where,
             hint="resume with the names that the state was saved under",
@@ -241,7 +241,7 @@ class StoredStep(Closing):
         self._structures: dict[tuple[str, KeyPath], Nodes] | None = None
 
     @classmethod
-    def opened(cls, place: Path | Place) -> Self:
+    def open(cls, place: Path | Place) -> Self:
         """Opens a step with the manifest in it, if there is one."""
         stored = cls(place)
         try:

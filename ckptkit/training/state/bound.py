@@ -18,6 +18,7 @@ from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
 
 Layout = Literal["accelerate", "dcp", "trainer"]
 Kind = Literal["model", "optimizer", "scheduler", "scaler", "dataloader", "stateful", "plain"]
+Unfit = Literal["error", "reset"]
 _RESERVED = frozenset({RNG})
 _LOADER_HINT = "use torchdata's StatefulDataLoader, or leave the dataloader out"
 _PLAIN_HINT = "put values such as counters into a dict, which is saved and restored in place"
@@ -78,6 +79,15 @@ def kind_of(key: str, value: object) -> Kind:
             hint=_LOADER_HINT if isinstance(value, DataLoader) else _PLAIN_HINT,
         )
     return _kind_by_methods(value)
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def class_of(optimizer: Optimizer) -> str:
+    return type(unwrap_optimizer(optimizer)).__name__
 
 
 def taken_from(value: object) -> Literal["model", "optimizer"] | None:

@@ -16,7 +16,6 @@ import torch
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.training import step_names
-from ckptkit.training.resume.optimizer_fit import Unfit, class_of
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import (
@@ -25,6 +24,8 @@ from ckptkit.training.state.bound import (
     BoundObject,
     BoundOptimizer,
     Layout,
+    Unfit,
+    class_of,
     index_of,
     path_in_state,
     place_entries,
@@ -47,7 +48,7 @@ from ckptkit.training.state.pieces import (
     Piece,
     Replicas,
     ShardLayout,
-    SmallFile,
+    StepFile,
     whole_layout,
 )
 from ckptkit.training.state.structures import VERSION, Leaf, Structure, tables_of, take_apart
@@ -152,7 +153,7 @@ class BoundState:
     others: tuple[BoundObject, ...]
     _walks: tuple[ModelWalk, ...] = field(repr=False)
     _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
-    _files: tuple[SmallFile, ...] = ()
+    _files: tuple[StepFile, ...] = ()
     unfit_optimizer: Unfit = "error"
 
     def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
@@ -186,13 +187,13 @@ class BoundState:
             check_keys(collected.pieces, collected.objects)
         if collected.structures:
             data = torch_archive(tables_of(collected.structures))
-            files.append(SmallFile(step_names.values_file(self.rank), data))
+            files.append(StepFile(step_names.values_file(self.rank), data))
         return Holdings(
             tuple(collected.pieces), tuple(collected.objects), tuple(files), tuple(dispensable)
         )
 
     def _add_random_states(
-        self, step: int, objects: list[ObjectValue], files: list[SmallFile]
+        self, step: int, objects: list[ObjectValue], files: list[StepFile]
     ) -> None:
         states = rng.capture()
         if self.layout == "dcp":
@@ -201,10 +202,10 @@ class BoundState:
         elif self.layout == "accelerate":
             file = step_names.random_states_file(self.rank)
             if file not in {given.path for given in self._files}:  # accelerate counts otherwise
-                files.append(SmallFile(file, torch_archive({"step": step, **states})))
+                files.append(StepFile(file, torch_archive({"step": step, **states})))
         elif self.optimizers:  # a model alone is not trained on, says the Trainer
             file = step_names.trainer_random_states_file(self.rank, self.world_size)
-            files.append(SmallFile(file, torch_archive(rng.under_trainer_keys(states))))
+            files.append(StepFile(file, torch_archive(rng.under_trainer_keys(states))))
 
     def pieces(self) -> tuple[Piece, ...]:
         """Returns the tensors of models and optimizers on this rank: what a resume writes into."""
@@ -313,7 +314,7 @@ class BoundState:
         )
 
     def _take_other(
-        self, bound: BoundObject, collected: CollectedState, files: list[SmallFile]
+        self, bound: BoundObject, collected: CollectedState, files: list[StepFile]
     ) -> None:
         """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
@@ -324,7 +325,7 @@ class BoundState:
         elif bound.kind not in _PER_RANK and self._in_dcp(state):
             self._take_leaves(bound, state, collected)
         elif bound.kind in _PER_RANK or self.rank == 0:
-            files.append(SmallFile(bound.file, serialise_or_refuse(state, bound.where)))
+            files.append(StepFile(bound.file, serialise_or_refuse(state, bound.where)))
 
     def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
         leaves, nodes = take_apart(state, bound.where)
@@ -336,13 +337,13 @@ class BoundState:
         for leaf in leaves:
             path = (*bound.path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
-                slot = placed_slot(leaf, path, meshes, values)
+                slot = layout_of_leaf(leaf, path, meshes, values)
                 collected.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
             elif self.rank == 0:
                 collected.objects.append(make_object(bound.unit, path, leaf.value, leaf.where))
 
 
-def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> ShardLayout:
+def layout_of_leaf(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> ShardLayout:
     """Returns the layout of the tensor of a leaf."""
     name = ".".join(map(str, path))
     if isinstance(leaf.value, DTensor):

@@ -109,7 +109,7 @@ class ObjectValue:
 
 
 @dataclass(frozen=True, slots=True)
-class SmallFile:
+class StepFile:
     """A file of its own, next to the DCP directories.
 
     Attributes:
@@ -156,7 +156,7 @@ class Holdings:
 
     pieces: tuple[Piece, ...]
     objects: tuple[ObjectValue, ...] = ()
-    files: tuple[SmallFile, ...] = ()
+    files: tuple[StepFile, ...] = ()
     dispensable: tuple[OptionalEntry, ...] = ()
 
 

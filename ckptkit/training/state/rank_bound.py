@@ -37,7 +37,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.core.index import KeyPath
-from ckptkit.training.resume.optimizer_fit import unwrapped
+from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.dtensors import (
     Copies,
     DTensor,
@@ -98,7 +98,7 @@ def is_low_bit(optimizer: Optimizer) -> bool:
 
     Their libraries are not imported for that: their objects have attributes of their own.
     """
-    optimizer = unwrapped(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
     if "torchao" in packages:
         block: object = getattr(optimizer, "block_size", None)
@@ -109,7 +109,7 @@ def is_low_bit(optimizer: Optimizer) -> bool:
 
 
 def is_paged(optimizer: Optimizer) -> bool:
-    return bool(getattr(unwrapped(optimizer), "is_paged", False))
+    return bool(getattr(unwrap_optimizer(optimizer), "is_paged", False))
 
 
 def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:

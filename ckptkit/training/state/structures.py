@@ -284,7 +284,7 @@ def leaf_paths(nodes: Nodes, where: str) -> list[KeyPath]:
         raise FormatError(f"the structure of a value is damaged: {error}", where=where) from error
 
 
-def put_together(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str) -> Any:
+def assemble(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str) -> Any:
     """Returns the value that was taken apart.
 
     Args:

@@ -34,8 +34,8 @@ from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.target import StagedFile
 from ckptkit.training import Checkpointer
 from ckptkit.training.export import export as export_attempt
-from ckptkit.training.export.plan import merged_tables, plan_adapter
-from ckptkit.training.export.write import packed_table, side_files, unpacked_table
+from ckptkit.training.export.output_plan import merge_tables, plan_adapter
+from ckptkit.training.export.tensor_writes import pack_table, side_files, unpack_table
 from ckptkit.training.handle import ExportHandle, ExportReport
 from ckptkit.training.state.collect import bind
 
@@ -261,11 +261,11 @@ def test_tables_are_sent_as_text_and_joined() -> None:
     one = TensorSpec(Fqn("a"), BY_NAME["bfloat16"], (2, 3))
     other = TensorSpec(Fqn("b"), BY_NAME["int64"], ())
     table = {one.name: one, other.name: other}
-    assert unpacked_table(packed_table(table)) == table
-    assert merged_tables([{one.name: one}, table]) == table
+    assert unpack_table(pack_table(table)) == table
+    assert merge_tables([{one.name: one}, table]) == table
     wider = TensorSpec(Fqn("a"), BY_NAME["bfloat16"], (2, 4))
     with pytest.raises(UsageError, match=r"shape \[2, 4\] was found on rank 1"):
-        merged_tables([table, {wider.name: wider}])
+        merge_tables([table, {wider.name: wider}])
 
 
 def test_a_handle_tells_how_it_ends(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.shared_target import PartFile, SharedTarget
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES
-from ckptkit.training.export.plan import (
+from ckptkit.training.export.output_plan import (
     ADAPTER_CONFIG,
     BLOCK_BYTES,
     Block,
@@ -306,7 +306,7 @@ def is_adapter(bound: BoundState) -> bool:
     return adapter_names(parts_of_model(bound)[0]) is not None
 
 
-def chosen_adapter(bound: BoundState) -> tuple[str, ...]:
+def adapter_options(bound: BoundState) -> tuple[str, ...]:
     """Returns the options of a command that name the adapter to be exported, among several."""
     model: Any = innermost(parts_of_model(bound)[0])
     names = adapter_names(model)
@@ -315,7 +315,7 @@ def chosen_adapter(bound: BoundState) -> tuple[str, ...]:
     return "--adapter", names.adapter
 
 
-def look_at(bound: BoundState) -> ExportView:
+def view_model(bound: BoundState) -> ExportView:
     """Returns what of the model is on this rank, without any communication."""
     modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
     walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
@@ -367,12 +367,12 @@ def boxes_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
         at += count
 
 
-def packed_table(table: Table) -> str:
+def pack_table(table: Table) -> str:
     rows = [[spec.name, spec.dtype.name, spec.shape] for spec in table.values()]
     return base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode()
 
 
-def unpacked_table(text: str) -> dict[Fqn, TensorSpec]:
+def unpack_table(text: str) -> dict[Fqn, TensorSpec]:
     """Returns the table that was packed."""
     rows: list[Any] = json.loads(zlib.decompress(base64.b64decode(text)))
     return {

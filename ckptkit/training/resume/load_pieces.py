@@ -148,7 +148,7 @@ def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEnt
     if missing:
         raise ResumeError(
             f"{len(missing):,} of {len(pieces):,} tensors are not in the checkpoint: "
-            + first_few(missing),
+            + list_first(missing),
             hint="it was saved from another model or optimizer, or under other names",
         )
     entries = [entry for entry in candidates if entry is not None]
@@ -163,7 +163,7 @@ def unexpected_keys(index: TensorIndex, pieces: Sequence[Piece]) -> list[Key]:
     return sorted(key for key in index.tensors if key not in wanted)
 
 
-def first_few(names: Sequence[str]) -> str:
+def list_first(names: Sequence[str]) -> str:
     """Lists the first names, and says how many more there are."""
     more = len(names) - _SHOWN_NAMES
     return ", ".join(map(repr, names[:_SHOWN_NAMES])) + (f" and {more:,} more" if more > 0 else "")

@@ -3,26 +3,57 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
+from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.resume.materialise import Slots, allocate_state, step_without_effect
-from ckptkit.training.resume.objects import set_nested
-from ckptkit.training.resume.optimizer_fit import RESET_HINT, class_of
+from ckptkit.training.resume.restore import set_nested
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import rank_bound
-from ckptkit.training.state.bound import BoundOptimizer
+from ckptkit.training.state.bound import BoundOptimizer, class_of, unwrap_optimizer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.optimizers import STATE, below
 from ckptkit.training.state.pieces import ShardLayout
 from ckptkit.training.state.structures import leaves_by_key
 
+logger = logging.getLogger(__name__)
+
 Kinds = Sequence[tuple[Sequence[str | int], str]]
 """The tensors in a parameter's state: the place of each in it, and its class."""
+
+
+RESET_HINT = (
+    "resume with the ranks, the sharding and the optimizer that it was saved with, or start the"
+    " optimizer anew with Checkpointer(..., unfit_optimizer='reset')"
+)
+LOST_HINT = (
+    "resume from an older step, or start the optimizer anew with"
+    " Checkpointer(..., unfit_optimizer='reset')"
+)
+_HINT = "resume with the class of optimizer that was saved, or without the optimizer"
+# Ways to compute the same, and what schedulers and newer versions of torch add to every group.
+_NEUTRAL = frozenset(
+    (
+        "params",
+        "param_names",
+        "initial_lr",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "maximize",
+        "decoupled_weight_decay",
+    )
+)
+_FLAGS = (bool, type(None))
+_DECOUPLED = "decoupled_weight_decay"  # the flag by which AdamW differs from Adam since torch 2.7
 
 
 class _Live(NamedTuple):
@@ -39,6 +70,42 @@ class _Layout(NamedTuple):
 
     def kinds(self) -> dict[str, Kinds]:
         return {name: facts["kinds"] for name, facts in self.parameters.items()}
+
+
+def check_optimizer(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], *, made_by: str, where: str
+) -> None:
+    """Compares an optimizer's class and the names of its hyperparameters with the stored ones.
+
+    Args:
+        optimizer: The live one; it may never have stepped.
+        groups: The stored groups.
+        made_by: The class that was saved; empty where that is not known.
+        where: The entry of the state, for messages.
+    """
+    own = class_of(optimizer)
+    if made_by == own or not groups:
+        return
+    stored = {name for group in groups for name in group}
+    # Wrappers may have none. Newer versions of torch add flags, which an older one's steps lack.
+    defaults: Mapping[str, Any] = getattr(unwrap_optimizer(optimizer), "defaults", {})
+    needed = {name for name, value in defaults.items() if type(value) not in _FLAGS}
+    lacking = sorted(needed - stored - _NEUTRAL)
+    if made_by:
+        live = {name for group in optimizer.param_groups for name in group}
+        lacking += sorted(stored - live - _NEUTRAL)
+    if not lacking and _DECOUPLED in defaults:
+        decoupled = {group.get(_DECOUPLED) for group in groups} - {None}
+        lacking = [_DECOUPLED] * (decoupled == {not defaults[_DECOUPLED]})
+    if lacking:
+        raise ResumeError(
+            f"the state of another optimizer{made_by and f', {made_by},'} was found against {own};"
+            f" they differ in {list_first(lacking)}",
+            where=where,
+            hint=_HINT,
+        )
+    if made_by:
+        logger.warning("%s: it was saved as %s and is resumed as %s", where, made_by, own)
 
 
 def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:

@@ -285,7 +285,7 @@ class Block:
 
 
 def declared_ties(table: Table, side: Mapping[str, bytes]) -> Mapping[Fqn, Fqn]:
-    return find_tie_candidates(config_in(side), _extents(table))
+    return find_tie_candidates(parse_config(side), _extents(table))
 
 
 def plan_model(
@@ -310,7 +310,7 @@ def plan_model(
     Returns:
         The plan; its tensors are described and not yet bound to what they are copied from.
     """
-    config, entries = config_in(side), [_entry(spec) for spec in table.values()]
+    config, entries = parse_config(side), [_entry(spec) for spec in table.values()]
     refuse_random_weights(entries, location=where, config=config)
     refuse_casting_quantized(entries, options, config, location=where)
     same, broken = dict[Fqn, Fqn](), dict(find_tie_conflicts(config, _extents(table)))
@@ -366,7 +366,7 @@ def digest_of_plan(plan: Plan) -> str:
     return hashlib.sha256(json.dumps([rows, sorted(plan.dropped.items())]).encode()).hexdigest()
 
 
-def merged_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
+def merge_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
     """Joins what ranks hold that do not all hold the same, such as stages of a pipeline."""
     merged: dict[Fqn, TensorSpec] = {}
     for rank, table in enumerate(tables):
@@ -447,7 +447,7 @@ def _extents(table: Table) -> dict[Fqn, tuple[DType, Shape]]:
     return {name: (spec.dtype, spec.shape) for name, spec in table.items()}
 
 
-def config_in(side: Mapping[str, bytes]) -> dict[str, Any] | None:
+def parse_config(side: Mapping[str, bytes]) -> dict[str, Any] | None:
     data = side.get(CONFIG)
     return None if data is None else parse_model_config(data, where=CONFIG)
 

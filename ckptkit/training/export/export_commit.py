@@ -1,24 +1,48 @@
-"""What only rank 0 does at the end of an export: prove that all is there, and make it visible."""
+"""The end of an export on rank 0: compare it with its model, prove its parts, make it visible.
+
+The comparison runs while the other ranks wait for the commit in the background. A process of its
+own does it, though training may have imported transformers: building a model changes torch's
+default element type for a moment, and may communicate under ZeRO-3.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.core.checksums import CRC32_SCHEME, ChecksumShare, digest_of, is_whole
 from ckptkit.core.errors import OutputError, SaveError
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.options import changed_options
+from ckptkit.plan.load_report import EXPORT
 from ckptkit.plan.plan import Literal, OutputFile, Plan, Segment
+from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.shared import Row
 from ckptkit.training.agree.peers import name_ranks, poll_until
-from ckptkit.training.export.plan import ExportRequest, digest_of_plan
+from ckptkit.training.export.output_plan import ExportRequest, digest_of_plan
 from ckptkit.version import __version__
 
+logger = logging.getLogger(__name__)
 _KIND = {False: "model", True: "adapter"}
 _PROOF = "live"
+
+
+def compare_with_model(plan: Plan, request: ExportRequest) -> None:
+    """Compares names and shapes with the model of the configuration that is written."""
+    bodies = (file.segments[0].body for file in plan.files if file.path == CONFIG and file.segments)
+    data = next((body.data for body in bodies if isinstance(body, Literal)), b"null")
+    config = json.loads(data)
+    if not isinstance(config, dict) or request.options.names == "live":
+        return
+    tensors = {str(spec.name): (spec.dtype, spec.shape) for _, _, spec in plan.specs()}
+    subject = Subject(config, tensors, frozenset(), str(request.out), advice=EXPORT)
+    for note in compare_now(subject):
+        logger.warning("%s: %s", request.out, note)
 
 
 def answer_of(
@@ -29,7 +53,7 @@ def answer_of(
     out: str,
     rows: Sequence[Row],
 ) -> dict[str, Any]:
-    """Returns what a rank tells of its part, as JSON values.
+    """Returns what a rank reports of its part, as JSON values.
 
     Args:
         plan: Of the whole, as this rank has it.
@@ -48,7 +72,7 @@ def answer_of(
 
 
 def part_of(rank: int) -> str:
-    """Returns the file in the hidden folder by which a rank hands its bytes to rank 0."""
+    """Returns the file in the hidden folder that has the bytes of a rank for rank 0."""
     return f"part-{rank}"
 
 
@@ -70,13 +94,13 @@ def commit(
     Args:
         target: Where the parts are.
         plan: Of the whole.
-        request: What was asked for.
+        request: The request.
         answers: By rank, what `answer_of` returned.
         is_adapter: Whether it is an adapter.
         patience_seconds: How long to wait until the marks of the others are seen here.
 
     Returns:
-        What all ranks are told.
+        What all ranks get to know.
     """
     where = str(request.out)
     digest = digest_of_plan(plan)
@@ -153,7 +177,7 @@ def _joined(name: Fqn, segment: Segment, of_ranks: Sequence[Sequence[int]]) -> i
 
 
 def _digest(file: OutputFile) -> str:
-    """Returns the digest of a file that no tensor lies in."""
+    """Returns the digest of a file without tensors."""
     bodies = [segment.body for segment in file.segments]
     if len(bodies) == 1 and isinstance(bodies[0], Literal):
         return digest_of(memoryview(bodies[0].data))
