@@ -34,7 +34,7 @@ from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.settings import Settings, check_shared
 from ckptkit.training.sidecar import collect_sidecar, run_facts
 from ckptkit.training.state.collect import BoundState
-from ckptkit.training.state.pieces import StepFile
+from ckptkit.training.state.pieces import ObjectFile
 from ckptkit.training.tiers.url_run import UrlRun, check_place
 from ckptkit.version import __version__
 from ckptkit.writer.failures import as_failure
@@ -60,7 +60,7 @@ class SidecarFolders:
         self._count = 0
         self._objects: tuple[object, ...] = ()
         self._places: object = ()
-        self._files: Sequence[StepFile] = ()
+        self._files: Sequence[ObjectFile] = ()
 
     @property
     def folder(self) -> Path:
@@ -72,7 +72,7 @@ class SidecarFolders:
         is_same = list(map(id, objects)) == list(map(id, self._objects))
         return is_there and is_same and places == self._places
 
-    def put(self, objects: Sequence[object], places: object, files: Sequence[StepFile]) -> None:
+    def put(self, objects: Sequence[object], places: object, files: Sequence[ObjectFile]) -> None:
         """Makes a new one where the files differ, and removes those that no commit needs.
 
         Args:
@@ -94,7 +94,7 @@ class SidecarFolders:
             shutil.rmtree(parent, ignore_errors=True)
         self._kept.clear()
 
-    def _made(self, name: str, files: Sequence[StepFile]) -> Path:
+    def _made(self, name: str, files: Sequence[ObjectFile]) -> Path:
         problems: list[CkptkitError] = []
         for parent in self._parents:
             new = parent / name
@@ -109,7 +109,7 @@ class SidecarFolders:
         raise problems[-1]
 
 
-def _put(folder: Path, file: StepFile) -> None:
+def _put(folder: Path, file: ObjectFile) -> None:
     path = folder / file.path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(file.data)

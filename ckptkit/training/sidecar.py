@@ -22,7 +22,7 @@ from torch import nn
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.core.text import a_kind
-from ckptkit.training.state.pieces import StepFile
+from ckptkit.training.state.pieces import ObjectFile
 from ckptkit.training.step_names import innermost
 
 _CONFIG = "config.json"
@@ -78,7 +78,7 @@ def _check_kind(key: str, value: object) -> None:
 
 def collect_sidecar(
     models: Sequence[nn.Module], sidecar: Mapping[str, object]
-) -> tuple[StepFile, ...]:
+) -> tuple[ObjectFile, ...]:
     """Gathers the files that make a step describe itself.
 
     Of the first model that has a Transformers configuration come `config.json` and
@@ -108,10 +108,10 @@ def collect_sidecar(
             where="sidecar",
             hint="give the files of a tokenizer or processor, not a folder with weights",
         )
-    return tuple(StepFile(f"{SIDE_FOLDER}/{name}", files[name]) for name in sorted(files))
+    return tuple(ObjectFile(f"{SIDE_FOLDER}/{name}", files[name]) for name in sorted(files))
 
 
-def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> StepFile:
+def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> ObjectFile:
     """Returns the file that tells how the run was laid out.
 
     Args:
@@ -122,7 +122,7 @@ def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> 
             Hub, which `config.json` leaves out.
     """
     document = {**facts} | _origin(models)
-    return StepFile(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+    return ObjectFile(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
 
 
 def _origin(models: Sequence[nn.Module]) -> dict[str, object]:
@@ -270,7 +270,7 @@ class StepFile(bytes):
     """Bytes that an integration puts in the place of a file that the step would make itself."""
 
 
-def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[StepFile, ...]:
+def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[ObjectFile, ...]:
     """Returns files of the user's, to lie in a step's directory.
 
     Args:
@@ -294,7 +294,7 @@ def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tupl
                 where=f"files[{name!r}]",
                 hint="choose another",
             )
-    return tuple(StepFile(name, bytes(data)) for name, data in files.items())
+    return tuple(ObjectFile(name, bytes(data)) for name, data in files.items())
 
 
 def _folders_of(name: str) -> list[str]:

@@ -43,12 +43,12 @@ from ckptkit.training.state.objects import (
 from ckptkit.training.state.optimizers import CollectedState, OptimizerWalk
 from ckptkit.training.state.pieces import (
     Holdings,
+    ObjectFile,
     ObjectValue,
     OptionalEntry,
     Piece,
     Replicas,
     ShardLayout,
-    StepFile,
     whole_layout,
 )
 from ckptkit.training.state.structures import VERSION, Leaf, Structure, tables_of, take_apart
@@ -153,7 +153,7 @@ class BoundState:
     others: tuple[BoundObject, ...]
     _walks: tuple[ModelWalk, ...] = field(repr=False)
     _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
-    _files: tuple[StepFile, ...] = ()
+    _files: tuple[ObjectFile, ...] = ()
     unfit_optimizer: Unfit = "error"
 
     def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
@@ -187,13 +187,13 @@ class BoundState:
             check_keys(collected.pieces, collected.objects)
         if collected.structures:
             data = torch_archive(tables_of(collected.structures))
-            files.append(StepFile(step_names.values_file(self.rank), data))
+            files.append(ObjectFile(step_names.values_file(self.rank), data))
         return Holdings(
             tuple(collected.pieces), tuple(collected.objects), tuple(files), tuple(dispensable)
         )
 
     def _add_random_states(
-        self, step: int, objects: list[ObjectValue], files: list[StepFile]
+        self, step: int, objects: list[ObjectValue], files: list[ObjectFile]
     ) -> None:
         states = rng.capture()
         if self.layout == "dcp":
@@ -202,10 +202,10 @@ class BoundState:
         elif self.layout == "accelerate":
             file = step_names.random_states_file(self.rank)
             if file not in {given.path for given in self._files}:  # accelerate counts otherwise
-                files.append(StepFile(file, torch_archive({"step": step, **states})))
+                files.append(ObjectFile(file, torch_archive({"step": step, **states})))
         elif self.optimizers:  # a model alone is not trained on, says the Trainer
             file = step_names.trainer_random_states_file(self.rank, self.world_size)
-            files.append(StepFile(file, torch_archive(rng.under_trainer_keys(states))))
+            files.append(ObjectFile(file, torch_archive(rng.under_trainer_keys(states))))
 
     def pieces(self) -> tuple[Piece, ...]:
         """Returns the tensors of models and optimizers on this rank: what a resume writes into."""
@@ -314,7 +314,7 @@ class BoundState:
         )
 
     def _take_other(
-        self, bound: BoundObject, collected: CollectedState, files: list[StepFile]
+        self, bound: BoundObject, collected: CollectedState, files: list[ObjectFile]
     ) -> None:
         """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
@@ -325,7 +325,7 @@ class BoundState:
         elif bound.kind not in _PER_RANK and self._in_dcp(state):
             self._take_leaves(bound, state, collected)
         elif bound.kind in _PER_RANK or self.rank == 0:
-            files.append(StepFile(bound.file, serialise_or_refuse(state, bound.where)))
+            files.append(ObjectFile(bound.file, serialise_or_refuse(state, bound.where)))
 
     def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
         leaves, nodes = take_apart(state, bound.where)

@@ -109,7 +109,7 @@ class ObjectValue:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFile:
+class ObjectFile:
     """A file of its own, next to the DCP directories.
 
     Attributes:
@@ -156,7 +156,7 @@ class Holdings:
 
     pieces: tuple[Piece, ...]
     objects: tuple[ObjectValue, ...] = ()
-    files: tuple[StepFile, ...] = ()
+    files: tuple[ObjectFile, ...] = ()
     dispensable: tuple[OptionalEntry, ...] = ()
 
 
