@@ -90,25 +90,12 @@ class RangeChecksum:
         self._pieces: list[tuple[int, int, int]] = []
 
     def add(self, start: int, length_bytes: int, crc32: int) -> None:
-        """Notes a piece.
-
-        Args:
-            start: Its first byte, from the start of the range.
-            length_bytes: Its length; pieces of 0 bytes count for nothing.
-            crc32: Its CRC-32.
-        """
+        """Adds a piece: its first byte within the range, its length, and its CRC-32."""
         if length_bytes:
             self._pieces.append((start, length_bytes, crc32))
 
     def value(self, total_bytes: int) -> int:
-        """Joins the pieces to the CRC-32 of the range.
-
-        Args:
-            total_bytes: Length of the range, which starts at byte 0.
-
-        Returns:
-            The CRC-32 of bytes [0, `total_bytes`).
-        """
+        """Returns the CRC-32 of bytes `[0, total_bytes)`, which the pieces must fill."""
         position = combined = 0
         for start, length, crc in sorted(self._pieces):
             if start != position:
@@ -127,14 +114,7 @@ def leaf_ranges(size_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def leaf_digest(data: memoryview) -> bytes:
-    """Digests one leaf: XXH3-128 with seed 0 in canonical, big-endian form, 16 bytes.
-
-    Args:
-        data: The leaf, contiguous: `LEAF_BYTES` bytes, the last of a tensor fewer, none empty.
-
-    Returns:
-        The 16 bytes that `tree_digest` joins.
-    """
+    """Returns the XXH3-128 of a leaf: 16 bytes, seed 0, big-endian."""
     return xxhash.xxh3_128_digest(data)
 
 
@@ -167,26 +147,12 @@ def tree_digest(leaves: Sequence[bytes]) -> str:
 
 
 def join_leaves(leaves: Mapping[int, bytes]) -> str:
-    """Joins leaves that were digested in any order to the digest of the tensor.
-
-    Args:
-        leaves: What `leaf_digest` gave for each, by the number of the leaf.
-
-    Returns:
-        The same as `tree_digest` over them in order.
-    """
+    """Returns the digest of a tensor from its leaves by number, digested in any order."""
     return tree_digest([leaves[number] for number in sorted(leaves)])
 
 
 def digest_of(data: memoryview) -> str:
-    """Computes the digest of a tensor whose bytes are all in memory.
-
-    Args:
-        data: The bytes, one dimension, contiguous.
-
-    Returns:
-        The same as `tree_digest` over its leaves.
-    """
+    """Returns the digest of a tensor whose bytes are all in memory, contiguous."""
     flat = data.cast("B")
     return tree_digest([leaf_digest(flat[a:b]) for a, b in leaf_ranges(flat.nbytes)])
 

@@ -36,12 +36,9 @@ def row_major_strides(shape: Shape) -> Shape:
 
 
 def is_row_major(shape: Shape, strides: Shape) -> bool:
-    """Says whether the elements are dense and in row-major order.
+    """Says whether the elements are dense and in row-major order, or none.
 
     Strides of dimensions that hold a single element do not matter.
-
-    Returns:
-        True also for a tensor without elements.
     """
     expected = row_major_strides(shape)
     return 0 in shape or all(
@@ -122,8 +119,7 @@ def is_contiguous_in(sizes: Shape, outer: Shape) -> bool:
 def flat_hulls(table: ChunkTable, shape: Shape) -> tuple[Ints, Ints]:
     """Returns for each chunk the range of row-major elements from its first to its last.
 
-    Returns:
-        Two int64 arrays, start and stop, half-open; equal where the chunk is empty.
+    The two int64 arrays are start and stop, half-open; equal where the chunk is empty.
     """
     if table.flat:
         start = table.offsets[:, 0]
@@ -160,15 +156,7 @@ def without_replicas(table: ChunkTable) -> ChunkTable:
 
 
 def find_defect(table: ChunkTable, shape: Shape) -> Defect | None:
-    """Proves that non-empty, distinct chunks hold every element of a tensor exactly once.
-
-    Args:
-        table: The chunks, each inside the tensor.
-        shape: The tensor's shape, in elements.
-
-    Returns:
-        The first defect found, or None when the chunks tile the tensor.
-    """
+    """Returns where distinct, non-empty chunks do not hold each element once; None if they do."""
     if 0 in shape:
         return None
     start, stop = flat_hulls(table, shape)

@@ -139,11 +139,7 @@ def check_manifest_size(size_bytes: int, *, where: str) -> None:
 
 
 def parse_manifest(data: bytes, *, where: str) -> Manifest:
-    """Reads a manifest back.
-
-    Returns:
-        The manifest.
-    """
+    """Parses a manifest."""
     check_manifest_size(len(data), where=where)
     try:
         document = _table(json.loads(data), "the file")

@@ -89,15 +89,7 @@ def choose_copies(size_bytes: int, copyable: Sequence[CopiedRange]) -> tuple[Cop
 
 
 def cut_into_parts(size_bytes: int, copies: Sequence[CopiedRange] = ()) -> tuple[ObjectPart, ...]:
-    """Cuts an object into parts.
-
-    Args:
-        size_bytes: Of the object, at least 1.
-        copies: What `choose_copies` chose.
-
-    Returns:
-        The parts, in order, without holes.
-    """
+    """Cuts an object, of one byte at least, into parts without holes around chosen copies."""
     runs = list(_runs(size_bytes, copies))
     sent = sum(stop - start for start, stop, copied in runs if copied is None)
     step = part_bytes(sent, MOST_PARTS - 2 * len(runs))

@@ -78,12 +78,7 @@ class EarlierOutput:
 
     @classmethod
     def from_manifest(cls, data: bytes | None, where: str) -> EarlierOutput:
-        """Parses a manifest.
-
-        Args:
-            data: The content of the file, None where there is none.
-            where: The place, for messages.
-        """
+        """Parses the content of a manifest; None stands for no manifest."""
         if data is None:
             return cls()
         try:
@@ -132,12 +127,7 @@ def refuse_unnamed(
 
 
 def refuse_unnamed_in(out: Path, named_as: str) -> None:
-    """Refuses to replace a directory with checkpoints or weights that its manifest does not name.
-
-    Args:
-        out: The directory.
-        named_as: The directory, for messages.
-    """
+    """Refuses to replace checkpoints or weights that the manifest of a directory does not name."""
     path = out / MANIFEST_NAME
     try:
         check_manifest_size(path.stat().st_size, where=str(path))

@@ -58,14 +58,7 @@ class OutputClaim:
     def __init__(
         self, store: RemoteStore, root: str, location: str, translate_errors: ErrorTranslator
     ) -> None:
-        """Takes nothing yet.
-
-        Args:
-            store: The client.
-            root: The place, as the client names it.
-            location: The place, for messages.
-            translate_errors: A context that turns errors of the client into ours.
-        """
+        """Prepares a claim; `root` is the place for the client, `location` that for messages."""
         self._store = store
         self._path = f"{root}/{CLAIM_NAME}"
         self._root = root
@@ -88,11 +81,7 @@ class OutputClaim:
         return self._names
 
     def refuse_taken(self) -> frozenset[str]:
-        """Refuses a place where another run is putting its output.
-
-        Returns:
-            The files that interrupted commits may have left.
-        """
+        """Refuses a place where another run commits; returns files that dead runs may have left."""
         claim = self._read()
         if claim is not None and not claim.is_over:
             raise self._taken()
@@ -138,11 +127,7 @@ class OutputClaim:
             )
 
     def release(self, *, is_clean: bool) -> None:
-        """Releases the claim.
-
-        Args:
-            is_clean: Whether the place holds nothing unfinished; else the names of it are kept.
-        """
+        """Releases the claim; if the place holds unfinished files, it keeps their names."""
         ended, self._ended = self._ended, None
         if ended is None:
             return

@@ -49,12 +49,7 @@ class OverlaySource:
         return self._folders
 
     def lay_over(self, generated: Mapping[str, bytes], *, without: Sequence[str] = ()) -> None:
-        """Replaces files of the directories by generated ones.
-
-        Args:
-            generated: Their bytes, by path.
-            without: Folders whose files are no longer listed.
-        """
+        """Puts generated files over those of the directories, and hides some folders."""
         with self._lock:
             self._generated = {**self._generated, **generated}
             self._without = (*self._without, *(f"{folder}/" for folder in without))

@@ -139,11 +139,7 @@ class PlaceIdentity:
 
 
 def identify_place(place: PathLike) -> PlaceIdentity:
-    """Returns what a place is, to be compared with others.
-
-    Args:
-        place: A path, or a `Place` with the options of its storage.
-    """
+    """Returns the identity of a place, for comparisons with others."""
     return PlaceIdentity(place_of(place))
 
 

@@ -51,12 +51,7 @@ class SharedPlace:
     """A directory that all processes see, or a prefix on S3, connected to once."""
 
     def __init__(self, out: PathLike, option: str) -> None:
-        """Connects to it.
-
-        Args:
-            out: The output.
-            option: The option that asked for several processes, for messages.
-        """
+        """Connects to the output; `option` is the option that asked for several processes."""
         self.place = place_of(out)
         self._prefix = None
         if is_url(self.place):
@@ -83,12 +78,7 @@ class SharedPlace:
         return self._prefix is not None
 
     def open(self, attempt: OutputAttempt, cut: Cut) -> SharedOutput:
-        """Returns a view of the output.
-
-        Args:
-            attempt: What all processes have in common.
-            cut: Returns the parts of a file, as all processes cut it.
-        """
+        """Returns a view of the output; `cut` cuts a file into parts, alike in all processes."""
         if self._prefix is None:
             folder = local_path(self.place)
             return SharedTarget(

@@ -115,14 +115,7 @@ _STATUS_NAMES = ("status", "status_code", "code")
 def as_input_error(
     error: BaseException, *, where: str, options: Mapping[str, Any], attempts: int = 1
 ) -> CkptkitError:
-    """Returns the error of ours for a failed read.
-
-    Args:
-        error: What the client raised.
-        where: The file or place.
-        options: Of the storage; their values are taken out of the text.
-        attempts: How often the request was made.
-    """
+    """Returns the error of ours for a failed read; its text shows no option's value."""
     text = describe_error(error, options)
     kind, message, hint = _kind_of(error, text)
     if kind is StorageError and attempts > 1 and is_transient(error):
@@ -207,12 +200,7 @@ _WARNED_FAILURES = 3  # so many failures of one request are logged as a warning
 
 
 def error_translator(location: str, options: Mapping[str, Any]) -> ErrorTranslator:
-    """Returns a context that turns errors of the client of a store into ours.
-
-    Args:
-        location: The place, for messages.
-        options: The options of the client; no message shows their values.
-    """
+    """Returns a context that turns errors of a client into ours, which show no option's value."""
 
     @contextmanager
     def translate_errors() -> Iterator[None]:
@@ -260,14 +248,7 @@ def _output_error(error: Exception, location: str, options: Mapping[str, Any]) -
 def wait_before_retry(
     error: Exception, failures: int, policy: RetryPolicy, what: str
 ) -> float | None:
-    """Returns how long to wait before a request to a store is repeated; None if that is no use.
-
-    Args:
-        error: What the client raised.
-        failures: How often the request has failed.
-        policy: How often to repeat it.
-        what: The request, for the log.
-    """
+    """Returns how long to wait before a request to a store is repeated; None for no repetition."""
     if failures >= policy.attempts or not is_transient(error):
         return None
     wait = policy.wait_seconds(failures)

@@ -41,12 +41,7 @@ _THERE = frozenset({409, 412})  # another object is being written, or exists
 
 
 def make_s3_options(options: Mapping[str, Any], *, connections: int) -> dict[str, Any]:
-    """Returns options for s3fs that switch off the retries of the client.
-
-    Args:
-        options: The user's, which win.
-        connections: How many may be open at once.
-    """
+    """Returns options for s3fs that switch off the retries of the client; those of the user win."""
     config = dict(options.get("config_kwargs") or {})
     config.setdefault("retries", {"total_max_attempts": 1})
     config.setdefault("max_pool_connections", connections)
@@ -56,10 +51,7 @@ def make_s3_options(options: Mapping[str, Any], *, connections: int) -> dict[str
 def split_s3_path(filesystem: Any, path: str) -> tuple[str, str, str]:
     """Returns bucket, key, and version of an object; every character of a key is its own.
 
-    Args:
-        filesystem: An `s3fs.S3FileSystem`; `?versionId=` is a part of the key unless it is
-            version-aware.
-        path: Bucket and key.
+    Only a version-aware client takes `?versionId=` for more than a part of the key.
     """
     arn = _ACCESS_POINT.fullmatch(path)
     bucket, key = (arn[1], arn[2] or "") if arn is not None else path.partition("/")[::2]
@@ -70,12 +62,7 @@ def split_s3_path(filesystem: Any, path: str) -> tuple[str, str, str]:
 
 
 def list_s3_objects(filesystem: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields all keys below a prefix, relative to it, each with its entry in the listing.
-
-    Args:
-        filesystem: An `s3fs.S3FileSystem`.
-        path: Bucket and prefix, without the slash at its end.
-    """
+    """Yields all keys below a prefix without its slash, relative to it, with their entries."""
     bucket, key, _ = split_s3_path(filesystem, path)
     prefix = f"{key}/" if key else ""
     for item in _list_objects(filesystem.call_s3, bucket, prefix):
@@ -95,13 +82,7 @@ def _list_objects(
 
 
 def delete_s3_objects(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
-    """Removes the objects of exactly these keys; those that are not there do not matter.
-
-    Args:
-        filesystem: An `s3fs.S3FileSystem`.
-        bucket: Of the objects.
-        keys: Their names.
-    """
+    """Removes the objects of exactly these keys; missing ones do not matter."""
     # The body of a request for many is XML, whose readers change such characters.
     odd = [key for key in keys if _NOT_IN_XML.search(key)]
     for key in odd:
@@ -119,12 +100,7 @@ def delete_s3_objects(filesystem: Any, bucket: str, keys: Sequence[str]) -> None
 def read_s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
     """Fills `target` from byte `start` of an object on, directly from the connection.
 
-    Args:
-        filesystem: An `s3fs.S3FileSystem`.
-        path: Bucket and key.
-        start: First byte.
-        target: Where the bytes are written; as large as the range.
-        etag: The ETag that the object must have; empty for any.
+    The object must have the ETag `etag`, unless that is empty.
 
     Source:
         https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html
@@ -135,15 +111,7 @@ def read_s3_range(filesystem: Any, path: str, start: int, target: memoryview, et
 
 
 def head_s3_object(filesystem: Any, path: str) -> Mapping[str, Any]:
-    """Returns the entry of an object, also where listings do not show it yet.
-
-    Args:
-        filesystem: An `s3fs.S3FileSystem`.
-        path: Bucket and key.
-
-    Returns:
-        The same names as in a listing of fsspec's.
-    """
+    """Returns the entry of an object, as in a listing, also where listings do not show it yet."""
     bucket, key, version = split_s3_path(filesystem, path)
     arguments = {"VersionId": version} if version else {}
     head = filesystem.call_s3("head_object", Bucket=bucket, Key=key, **arguments)
@@ -212,11 +180,7 @@ class ObjectSums:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int]]) -> ObjectSums:
-        """Joins those of all parts.
-
-        Args:
-            parts: CRC-32 and size of each, in their order.
-        """
+        """Joins CRC-32 and size of each part, in order."""
         whole = of_parts = count = 0
         for checksum, size_bytes in parts:
             whole = crc32_combine(whole, checksum, size_bytes)
@@ -305,13 +269,7 @@ class S3Uploads:
     """
 
     def __init__(self, store: RemoteStore, root: str, *, writer: str = "") -> None:
-        """Connects.
-
-        Args:
-            store: The client.
-            root: Bucket and prefix of the place; nothing outside of it is removed.
-            writer: The name that all objects of one output carry in their metadata.
-        """
+        """Connects; nothing outside of `root`, bucket and prefix, is removed."""
         self.store = store
         self.root = root
         self.writer = writer
@@ -357,16 +315,10 @@ class S3Uploads:
         return str(self._call("put_object", Bucket=self._bucket, **body)["ETag"])
 
     def put_new(self, key: str, data: bytes, crc32: int, *, in_parts: bool) -> bool:
-        """Writes a small object unless there is one; returns whether it did.
+        """Writes a small, non-empty object unless there is one; returns whether it did.
 
-        Stores that ignore the condition write it in any case.
-
-        Args:
-            key: What it is called.
-            data: Its bytes, at least one.
-            crc32: Their checksum.
-            in_parts: Whether the condition is sent with the end of an upload in parts, since some
-                stores know it only there.
+        Stores that ignore the condition write it in any case; some know it only at the end of an
+        upload in parts, with `in_parts`.
         """
         try:
             if in_parts:
@@ -400,15 +352,10 @@ class S3Uploads:
         self.store.delete(root.rstrip("/"), [key[len(self.prefix) :] for key in keys])
 
     def begin(self, key: str, *, sums_parts: bool = True) -> str:
-        """Begins an upload in parts.
+        """Begins an upload in parts, and returns its name.
 
-        Args:
-            key: Of the object to be.
-            sums_parts: Whether its checksum is that of the checksums of its parts, all of which
-                `complete` has to know; else it is that of its bytes.
-
-        Returns:
-            What the store calls the upload.
+        The checksum of the object is that of the checksums of its parts, all of which `complete`
+        has to know; without `sums_parts` it is that of its bytes.
         """
         kind = OF_PARTS if sums_parts else WHOLE
         wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": kind}
@@ -431,15 +378,7 @@ class S3Uploads:
     def copy(
         self, key: str, upload: str, number: int, source: CopySource, span: tuple[int, int]
     ) -> SentPart:
-        """Has the store copy a range of another object into a part.
-
-        Args:
-            key: Of the object to be.
-            upload: As `begin` returned it.
-            number: Of the part.
-            source: The other object.
-            span: The range: its first byte, and the one after it.
-        """
+        """Lets the store copy the range `span` of another object, half-open, into a part."""
         bucket, _, name = source.path.partition("/")
         answer = self._call(
             "upload_part_copy",
@@ -462,17 +401,9 @@ class S3Uploads:
         whole: int | None = None,
         **conditions: str,
     ) -> str:
-        """Completes an upload; a store may refuse it if its checksum differs.
+        """Completes an upload, and returns the ETag; a store may refuse it for its checksum.
 
-        Args:
-            key: Of the object.
-            upload: As `begin` returned it.
-            parts: All parts.
-            whole: The CRC-32 of all bytes, where the object's checksum is to be that.
-            conditions: Other arguments of the request.
-
-        Returns:
-            The ETag of the object.
+        `whole` is the CRC-32 of all bytes, where that is the checksum of the object.
         """
         proof = {} if whole is None else self._proof(whole)
         if proof:

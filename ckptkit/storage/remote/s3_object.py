@@ -39,14 +39,9 @@ class PartBuffers:
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> Iterator[tuple[ObjectPart, BytesIO]]:
-        """Takes a write, and yields every part that it completes.
+        """Takes bytes, disjoint from those of other calls, and yields the parts that they complete.
 
-        Args:
-            start: Its first byte in the object.
-            data: Its bytes, one dimension; disjoint from those of all other writes.
-
-        Yields:
-            Parts with their bytes, which are valid until the next one is requested.
+        The bytes of a part are valid until the next one is requested.
         """
         stop = start + data.nbytes
         for part in self._between(start, stop):
@@ -125,11 +120,7 @@ def complete_upload(
 ) -> None:
     """Completes an upload, also if an earlier request did so and its answer was lost.
 
-    Args:
-        store: The bucket.
-        upload: The upload.
-        parts: All of its parts.
-        whole: The CRC-32 of all bytes, where the object's checksum is to be that.
+    `whole` is the CRC-32 of all bytes, where that is the checksum of the object.
     """
     try:
         store.complete(upload.key, upload.name, parts, whole)
@@ -141,11 +132,7 @@ def complete_upload(
 
 
 def check_object(store: S3Uploads, upload: MultipartUpload, expected: ObjectSums) -> ObjectHead:
-    """Compares an object with what was sent for it.
-
-    Returns:
-        What the store knows of it.
-    """
+    """Compares an object with what was sent for it, and returns what the store knows of it."""
     head = store.head(upload.key)
     stored = head.checksum
     agrees = stored is None or expected.agree_with(stored)

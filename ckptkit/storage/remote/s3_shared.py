@@ -66,24 +66,14 @@ class S3Notes:
     """
 
     def __init__(self, store: S3Uploads, prefix: str, translate_errors: ErrorTranslator) -> None:
-        """Takes a prefix.
-
-        Args:
-            store: The bucket.
-            prefix: Of the keys, with the slash at its end.
-            translate_errors: A context that turns errors of the client into ours.
-        """
+        """Takes a prefix of keys, with the slash at its end."""
         self._store = store
         self._prefix = prefix
         self._translate_errors = translate_errors
         self._in_parts: bool | None = None
 
     def put(self, name: str, data: bytes) -> bytes:
-        """Writes a note unless there is one of that name.
-
-        Returns:
-            The content of the note: `data`, or that of the process that was first.
-        """
+        """Writes a note unless there is one of that name; returns the content of the note."""
         if self.why_no_conditions():
             raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
         for _ in range(_ATTEMPTS):
@@ -157,14 +147,7 @@ class S3SharedObject:
         parts: Sequence[ObjectPart],
         upload: Callable[[], str],
     ) -> None:
-        """Takes what all processes know.
-
-        Args:
-            store: Where it will be.
-            key: What it will be called.
-            parts: How it is cut; none for an empty object.
-            upload: Returns the upload of all processes; asked once, with the first part.
-        """
+        """Takes the parts of an object, and a function that returns its common upload."""
         self.key = key
         self.etag = ""
         self._store = store
@@ -228,13 +211,7 @@ class S3SharedTarget:
     takes_parts = True
 
     def __init__(self, place: S3Prefix, attempt: OutputAttempt, cut: Cut) -> None:
-        """Looks at what is there.
-
-        Args:
-            place: Where the output is written.
-            attempt: What all processes have in common.
-            cut: Returns the parts of a file, as all processes cut it.
-        """
+        """Looks at the place; `cut` cuts a file into parts, alike in all processes."""
         store = S3Uploads(place.store.store, place.store.root, writer=attempt.nonce)
         self._place, self._attempt, self._cut = replace(place, store=store), attempt, cut
         self._store = store
@@ -315,12 +292,7 @@ class S3SharedTarget:
         return {path: parts for path, parts in missing.items() if parts}
 
     def commit(self, last: str, data: bytes) -> None:
-        """Makes the whole visible, the file `last` after all others; for one process.
-
-        Args:
-            last: The file that says that all is there.
-            data: Its content.
-        """
+        """Makes the output visible, the file `last` after all others; for one process."""
         if last != MANIFEST_NAME:
             raise ValueError(f"{last!r} is no manifest")
         agreed = parse_seen(self._common.get(_PLAN))

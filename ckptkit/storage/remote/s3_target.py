@@ -50,12 +50,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def encode_mark(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
-    """Returns the content of a mark, by which the next run finds uploads.
-
-    Args:
-        uploads: Key and name of each.
-        planned: Keys of uploads that are about to begin, whose names are not known yet.
-    """
+    """Returns the content of a mark: key and name of uploads, and keys of those not yet begun."""
     return json.dumps({UPLOADS: list(uploads), _PLANNED: sorted(planned)}).encode()
 
 
@@ -184,12 +179,7 @@ class S3Prefix:
 
 
 def open_s3_prefix(place: Place, *, writer: str = "") -> S3Prefix:
-    """Connects to the bucket of a place.
-
-    Args:
-        place: A URL with its options.
-        writer: The name that all written objects carry; empty for none.
-    """
+    """Connects to the bucket of a place; all written objects carry the name `writer`."""
     store = get_store(place)
     translate_errors = error_translator(place.location, store.options)
     with translate_errors():
@@ -203,12 +193,7 @@ class S3Commit:
     """The commit of one run to a place."""
 
     def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
-        """Looks at what is there.
-
-        Args:
-            place: Where the output is written.
-            overwrite: Whether an earlier output is replaced.
-        """
+        """Looks at the place, and refuses one that holds files unless they are replaced."""
         store, location, translate_errors = place.store, place.location, place.translate_errors
         self._store, self._location = store, location
         self._translate_errors = translate_errors
@@ -247,11 +232,7 @@ class S3Commit:
         self._seen[self._manifest] = etag
 
     def sweep(self, *, kept: str = "") -> None:
-        """Removes what earlier runs left of their uploads, and what runs under way have begun.
-
-        Args:
-            kept: The prefix of what stays.
-        """
+        """Removes the uploads of earlier runs and of runs in progress, except below `kept`."""
         with self._translate_errors():
             if not has_leftovers(self._store, self._store.prefix, kept=kept):
                 return
@@ -390,15 +371,10 @@ class S3Commit:
 
 
 def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
-    """Copies a few bytes into an object that is removed again.
+    """Copies a few bytes into an object `key` that is removed again.
 
-    Args:
-        store: The bucket.
-        key: Of that object.
-        source: An object of `PROBE_BYTES` at least.
-
-    Returns:
-        Why parts are not to be copied by the store; empty if they are.
+    Returns why the store cannot copy parts of `source`, which has at least `PROBE_BYTES`; empty if
+    it can.
     """
     if not store.has_checksums:
         return "checksums are switched off in the options of the store"
@@ -432,12 +408,7 @@ class S3Target:
     """A prefix of a bucket that holds a whole output once it is committed."""
 
     def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
-        """Looks at what is there, and removes what a killed run left of its uploads.
-
-        Args:
-            place: Where the output is written.
-            overwrite: Whether an earlier output is replaced by the commit.
-        """
+        """Looks at the place, and removes the uploads that killed runs left there."""
         store = place.store
         self._store, self._location = store, place.location
         self._translate_errors = place.translate_errors
@@ -461,13 +432,7 @@ class S3Target:
         self.create_copied(path, size_bytes, ())
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
-        """Prepares a file of which `copy` lets the store copy ranges.
-
-        Args:
-            path: The file.
-            size_bytes: Its size.
-            copies: The ranges, as `choose_copies` chose them; they are not to be written.
-        """
+        """Prepares a file of which `copy` lets the store copy ranges, which are not written."""
         check_relative(path, self._location)
         if path in self._objects:
             raise OutputError(f"the file {path!r} is there already", where=self._location)
@@ -490,11 +455,7 @@ class S3Target:
             self._objects[path].copy(part, source)
 
     def why_no_copies(self, source: CopySource) -> str:
-        """Tries to copy a few bytes; returns why the store cannot, empty if it can.
-
-        Args:
-            source: The object to copy from, of `PROBE_BYTES` at least.
-        """
+        """Tries to copy a few bytes of an object; returns why the store cannot, empty if it can."""
         if source.store is not self._store.store:
             return "source and output are not in one store, with the same options"
         return why_no_copies(self._store, f"{self._mark}-probe", source)

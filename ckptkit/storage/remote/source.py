@@ -47,13 +47,7 @@ class RemoteSource(Closing):
     def __init__(
         self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
     ) -> None:
-        """Opens the prefix; nothing is listed before it is needed.
-
-        Args:
-            place: A URL, with the options of its storage.
-            listed: The objects of the place, where these are known.
-            root: The place, as the client names it, where that is known.
-        """
+        """Opens the prefix, which is listed when that is needed, unless its objects are given."""
         self.place = place
         self._store = get_store(place)
         self._root = root or self._asked("", lambda: self._store.path_of(place))
@@ -163,12 +157,7 @@ class RemoteSource(Closing):
         return RemoteSource(place, listed=listed, root=posixpath.join(self._root, folder))
 
     def above(self, location: str, *, folders: Collection[str]) -> RemoteSource:
-        """Returns another prefix of the store, with the files right in it and in some folders.
-
-        Args:
-            location: Its URL.
-            folders: Names of folders right in it.
-        """
+        """Returns another prefix of the store, with the files right in it and in some folders."""
         other = RemoteSource(self.place.beside(location))
         listed = other._asked("", lambda: other._store.listing_of(other._root, folders))
         other._listed = other._finished(listed)

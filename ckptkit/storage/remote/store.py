@@ -45,13 +45,9 @@ _KINDS = {"dataset": "datasets/", "space": "spaces/"}
 
 
 def pin_revision(filesystem: Any, path: str) -> str:
-    """Returns a path in a repository with the commit that its revision names now.
+    """Returns a path such as `org/name@main/folder` with the commit that its revision names now.
 
     A branch may move between two requests; a commit does not.
-
-    Args:
-        filesystem: A `huggingface_hub.HfFileSystem`.
-        path: Such as `org/name@main/folder`.
     """
     from huggingface_hub import HfApi
 
@@ -114,15 +110,7 @@ class RemoteStore:
         self.filesystem = _filesystem(protocol, self.options, where)
 
     def retry(self, ask: Callable[[], T], what: str) -> T:
-        """Makes a request, and repeats it while it fails with transient errors.
-
-        Args:
-            ask: Makes it once.
-            what: The request, for the log.
-
-        Returns:
-            What `ask` returned.
-        """
+        """Returns what `ask` returns, which is repeated while it fails with transient errors."""
         wait = partial(wait_before_retry, policy=self.retry_policy, what=what)
         return call_with_retries(ask, wait)
 
@@ -213,14 +201,10 @@ class RemoteStore:
         self.retry(ask, f"write {path}")
 
     def put_if(self, path: str, data: bytes, expected: str) -> str | None:
-        """Writes a small object if the existing one is as expected, with a single request.
+        """Writes a small object if the existing one has the ETag `expected`, empty for none.
 
-        Stores without such conditions write in any case; `has_conditions` is false then.
-
-        Args:
-            path: The object.
-            data: Its bytes.
-            expected: The ETag of the existing object; empty if there must be none.
+        It makes a single request. Stores without such conditions write in any case;
+        `has_conditions` is false then.
 
         Returns:
             The new ETag, empty where the store has none; None if another object exists.
@@ -262,13 +246,9 @@ class RemoteStore:
         return ""
 
     def delete(self, root: str, names: Sequence[str]) -> None:
-        """Removes objects below a path, by exact names; missing ones are no error.
+        """Removes objects below bucket and prefix, by exact names; missing ones are no error.
 
         Everything that is removed from a store is removed here.
-
-        Args:
-            root: Bucket and prefix of the place.
-            names: Relative to it.
         """
         for name in names:
             check_below(name, root)

@@ -61,13 +61,7 @@ class Stream:
     """One file."""
 
     def __init__(self, opened: Callable[[], Any], size_bytes: int, room: PendingMemory) -> None:
-        """Prepares it.
-
-        Args:
-            opened: Opens the file for writing; called with the first bytes.
-            size_bytes: Its size.
-            room: For what comes early.
-        """
+        """Prepares a file; `opened` opens it for writing with its first bytes."""
         self._opened = opened
         self.size_bytes = size_bytes
         self._room = room
@@ -149,12 +143,7 @@ class StreamTarget:
     """
 
     def __init__(self, place: Place, *, overwrite: bool) -> None:
-        """Looks at what is there.
-
-        Args:
-            place: The URL and its options.
-            overwrite: Whether the commit replaces an earlier output.
-        """
+        """Looks at the place, and refuses one that holds files unless they are replaced."""
         # A client of its own: the files of a transaction are those of its file system.
         self._store = RemoteStore(place.protocol, place.options, place.location)
         self._filesystem = self._store.filesystem
@@ -317,12 +306,7 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
 
 
 def open_remote_target(place: Place, *, overwrite: bool) -> Target:
-    """Prepares a place in a store for an output.
-
-    Args:
-        place: A URL with its options.
-        overwrite: Whether the commit replaces an earlier output.
-    """
+    """Prepares a place in a store for an output."""
     if place.protocol not in S3_PROTOCOLS:
         return StreamTarget(place, overwrite=overwrite)
     prefix = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())
