@@ -24,7 +24,7 @@ from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import LocalTarget
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 from ckptkit.storage.places import Place as RemoteLocation
 from ckptkit.storage.places import open_target
 from ckptkit.storage.remote.source import RemoteSource

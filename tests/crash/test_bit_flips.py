@@ -23,7 +23,7 @@ from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Plan
 from ckptkit.plan.selection import make_products, select_model
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

@@ -23,7 +23,7 @@ from ckptkit.formats.pickle.torch_zip import locate_object, locate_tensor
 from ckptkit.formats.pickle.zip_directory import read_directory
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 JSON = st.recursive(

@@ -57,7 +57,7 @@ from ckptkit.plan.plan import (
     TensorSpec,
     lay_out_file,
 )
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
 Array = NDArray[Any]

@@ -47,7 +47,7 @@ from ckptkit.plan.layouts.torch import layout_torch_full
 from ckptkit.plan.plan import SOURCE, Plan
 from ckptkit.plan.selection import make_products
 from ckptkit.plan.shares import Share, tasks_of
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
 Array = NDArray[Any]

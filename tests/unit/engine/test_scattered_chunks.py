@@ -29,7 +29,7 @@ from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Plan
 from ckptkit.plan.selection import make_products
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
 ROWS, COLUMNS = 2_000, 1_500

@@ -26,7 +26,7 @@ from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.engine.windows import LEAST_BYTES, read_direct
 from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, lay_out_file
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 
 NAME = Key("weight")
 COLUMNS = 1024

@@ -24,7 +24,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Box, Key, TensorIndex
 from ckptkit.formats.safetensors.reader import SafetensorsReader
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 
 
 def image(header: object, data_bytes: int = 0) -> bytes:

@@ -27,7 +27,7 @@ from ckptkit.core.index import Box, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 
 
 def saved(value: object, **options: Any) -> bytes:

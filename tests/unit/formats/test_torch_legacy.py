@@ -25,7 +25,7 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.formats.pickle import torch_archives as torch_legacy
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 
 MAGIC = 0x1950A86A20F9469CFC6C
 FACTS = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"long": 4}}

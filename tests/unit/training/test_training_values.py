@@ -15,7 +15,7 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.formats.pickle.machine import InertObject
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.trees import detect_framework, detect_framework_by_paths
-from ckptkit.storage.memory import MemorySource
+from ckptkit.storage.overlay import MemorySource
 
 
 def read(value: object) -> TensorIndex:
