@@ -24,7 +24,7 @@ from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, describe_
 from ckptkit.conversion.source.places import check_path
 from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, SourceChangedError
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
-from ckptkit.core.object_parts import part_bytes
+from ckptkit.core.object_parts import choose_part_bytes
 from ckptkit.core.threads import memory_in_use_bytes, usable_cores
 from ckptkit.engine.budget import (
     DISTANT_WORKERS,
@@ -182,7 +182,7 @@ def choose_settings(
     is_far = any(distant(one.source) is not None for one in sources)
     needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
     if plan is not None and is_url(out):
-        sent = max((part_bytes(file.size_bytes) for file in plan.files), default=0)
+        sent = max((choose_part_bytes(file.size_bytes) for file in plan.files), default=0)
         needed += sent
         if is_far and _is_s3(out) and not _computes(plan, sources):
             # What was fetched beside the block is dropped before anything is sent.

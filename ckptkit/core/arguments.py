@@ -112,14 +112,14 @@ def check_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _check_names(function: Callable[..., Any], arguments: Iterable[str]) -> _Signature:
-    signature = _signature(function)
+    signature = _read_signature(function)
     if not signature.takes_any:
         refuse_unknown(arguments, signature.annotations, where=signature.where)
     return signature
 
 
 @functools.cache
-def _signature(function: Callable[..., Any]) -> _Signature:
+def _read_signature(function: Callable[..., Any]) -> _Signature:
     code, stated = function.__code__, function.__annotations__
     count = code.co_argcount + code.co_kwonlyargcount
     names = {name: stated.get(name, "") for name in code.co_varnames[:count]}
@@ -172,26 +172,27 @@ def _check_kind(name: str, value: object, annotation: str, where: str) -> None:
     if not annotation or _fits(value, annotation):
         return
     expected = " or ".join(
-        dict.fromkeys(_named(alternative) for alternative in _alternatives(annotation))
+        dict.fromkeys(_describe(alternative) for alternative in _split_union(annotation))
     )
     lone = (isinstance(value, str) or _has_path(value)) and "Sequence[" in annotation
     raise ArgumentError(
-        f"is {a_kind(value)}{_element(value, annotation)}, where {expected} was expected",
+        f"is {a_kind(value)}{_describe_element(value, annotation)}, where {expected} was expected",
         where=f"{where}: {name}",
         hint=f"pass {name}=[…]" if lone else "",
     )
 
 
-def _element(value: object, annotation: str) -> str:
+def _describe_element(value: object, annotation: str) -> str:
     """Names the first element that keeps a list from being what was expected."""
     if isinstance(value, Iterable) and _is_list(value) and "Sequence[" in annotation:
-        wrong = [element for element in value if not _fits(element, _inner(annotation))]
+        expected = _element_annotation(annotation)
+        wrong = [element for element in value if not _fits(element, expected)]
         return f" with {a_kind(wrong[0])} in it" if wrong else ""
     return ""
 
 
 def _fits(value: object, annotation: str) -> bool:
-    return any(_fits_one(value, alternative) for alternative in _alternatives(annotation))
+    return any(_fits_one(value, alternative) for alternative in _split_union(annotation))
 
 
 def _fits_one(value: object, annotation: str) -> bool:
@@ -201,11 +202,11 @@ def _fits_one(value: object, annotation: str) -> bool:
     if not _KINDS[head][0](value):
         return False
     if head == "Sequence" and isinstance(value, Sequence | set | frozenset):
-        return all(_fits(element, _inner(annotation)) for element in value)
+        return all(_fits(element, _element_annotation(annotation)) for element in value)
     return True
 
 
-def _inner(annotation: str) -> str:
+def _element_annotation(annotation: str) -> str:
     """Returns the text in the brackets after `Sequence`."""
     start = annotation.index("Sequence[") + len("Sequence[")
     depth, at = 1, start
@@ -215,20 +216,20 @@ def _inner(annotation: str) -> str:
     return annotation[start : at - 1]
 
 
-def _named(annotation: str) -> str:
+def _describe(annotation: str) -> str:
     head = annotation.partition("[")[0]
     named = _KINDS[head][1]
     if head != "Sequence":
         return named
     inner = " or ".join(
         _KINDS[alternative.partition("[")[0]][1].removeprefix("a ")
-        for alternative in _alternatives(_inner(annotation))
+        for alternative in _split_union(_element_annotation(annotation))
         if alternative.partition("[")[0] in _KINDS
     )
     return f"{named} of {inner}s" if inner and " or " not in inner else named
 
 
-def _alternatives(annotation: str) -> list[str]:
+def _split_union(annotation: str) -> list[str]:
     """Splits a union at the bars outside of brackets.
 
     >>> _alternatives("Sequence[str | int] | None")

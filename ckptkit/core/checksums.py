@@ -31,7 +31,7 @@ __all__ = [
     "crc32s_moved",
     "digest_of",
     "join_leaves",
-    "joined_pieces",
+    "join_pieces",
     "leaf_digest",
     "leaf_ranges",
     "tree_digest",
@@ -52,7 +52,7 @@ def crc32s_moved(crc32s: NDArray[np.uint32], length_bytes: int) -> NDArray[np.ui
 ChecksumPiece = tuple[int, int, int]  # start in what is checked, length in bytes, CRC-32
 
 
-def joined_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
+def join_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
     """Joins pieces where one ends as the next begins; what overlaps stays as it is.
 
     Args:
@@ -63,7 +63,7 @@ def joined_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
 
     Example:
         >>> import zlib
-        >>> joined_pieces([(2, 1, zlib.crc32(b"c")), (0, 2, zlib.crc32(b"ab"))]) == [
+        >>> join_pieces([(2, 1, zlib.crc32(b"c")), (0, 2, zlib.crc32(b"ab"))]) == [
         ...     (0, 3, zlib.crc32(b"abc"))
         ... ]
         True
@@ -180,7 +180,7 @@ class ChecksumShare(NamedTuple):
         return ChecksumShare(self.crc32 ^ other.crc32, (self.edges + other.edges) & _MASK)
 
 
-def share_of(
+def compute_share(
     starts: Ints, length_bytes: int, crc32s: NDArray[np.uint32], total_bytes: int
 ) -> ChecksumShare:
     """Returns the share of some ranges of one length.
@@ -192,12 +192,13 @@ def share_of(
         total_bytes: Length of the tensor.
     """
     stops = starts + length_bytes
-    edges = int(_marks(stops).sum(dtype=np.uint64)) - int(_marks(starts).sum(dtype=np.uint64))
-    crc32 = crc32_moved(_joined(starts, crc32s), total_bytes - int(stops[-1]))
+    ends, begins = (_mark_positions(at).sum(dtype=np.uint64) for at in (stops, starts))
+    edges = int(ends) - int(begins)
+    crc32 = crc32_moved(_join_ranges(starts, crc32s), total_bytes - int(stops[-1]))
     return ChecksumShare(crc32, edges & _MASK)
 
 
-def _joined(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
+def _join_ranges(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
     """Returns what ranges add to the CRC-32 of bytes that end with the last of them."""
     gaps = np.diff(starts)
     if len(starts) < _FEW or bool((gaps != gaps[0]).any()):
@@ -221,10 +222,10 @@ def is_whole(share: ChecksumShare, total_bytes: int) -> bool:
 
 
 def _mark(position: int) -> int:
-    return int(_marks(np.array([position], np.int64))[0])
+    return int(_mark_positions(np.array([position], np.int64))[0])
 
 
-def _marks(positions: Ints) -> NDArray[np.uint64]:
+def _mark_positions(positions: Ints) -> NDArray[np.uint64]:
     """Returns 64 bits for each position that look random, and are the same everywhere.
 
     Source:

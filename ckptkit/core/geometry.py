@@ -143,7 +143,7 @@ class Defect:
     copies: int
 
 
-def without_replicas(table: ChunkTable) -> ChunkTable:
+def drop_replicas(table: ChunkTable) -> ChunkTable:
     """Drops empty chunks, and all but the first of chunks that hold the same place."""
     rows = np.flatnonzero(table.elements() > 0)
     if len(rows) > 1:
@@ -310,7 +310,7 @@ def relative(box: Box, outer: Box) -> Box:
     return Box(tuple(b - o for b, o in zip(box.offsets, outer.offsets, strict=True)), box.sizes)
 
 
-def widened(box: Box, outer: Shape, least_elements: int) -> Box:
+def widen(box: Box, outer: Shape, least_elements: int) -> Box:
     """Returns the box, grown until its runs in a row-major block have some length.
 
     Runs that are shorter than the cost of a read are better read with the bytes between them.

@@ -101,8 +101,8 @@ class Manifest:
         document = {
             "ckptkit_manifest": MANIFEST_VERSION,
             "kind": self.kind,
-            "source": _finite(dict(self.source)),
-            "options": _finite(dict(self.options)),
+            "source": _make_finite(dict(self.source)),
+            "options": _make_finite(dict(self.options)),
             "versions": dict(self.versions),
             "tied": dict(self.tied),
             "files": {
@@ -142,9 +142,9 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
     """Parses a manifest."""
     check_manifest_size(len(data), where=where)
     try:
-        document = _table(json.loads(data), "the file")
+        document = _check_table(json.loads(data), "the file")
         version = document["ckptkit_manifest"]
-        manifest = _from_document(document) if version == MANIFEST_VERSION else None
+        manifest = _parse_document(document) if version == MANIFEST_VERSION else None
     except KeyError as error:
         raise FormatError(f"not a ckptkit manifest: it lacks {error}", where=where) from error
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
@@ -170,52 +170,55 @@ def _check_inside(path: str, where: str) -> None:
         )
 
 
-def _from_document(document: Mapping[str, Any]) -> Manifest:
-    files = _table(document["files"], "'files'")
-    tensors = _table(document["tensors"], "'tensors'")
+def _parse_document(document: Mapping[str, Any]) -> Manifest:
+    tied = _check_table(document["tied"], "'tied'")
+    files = _check_table(document["files"], "'files'")
+    tensors = _check_table(document["tensors"], "'tensors'")
     return Manifest(
         kind=str(document["kind"]),
-        source=_table(document["source"], "'source'"),
-        options=_table(document["options"], "'options'"),
-        versions=_table(document["versions"], "'versions'"),
-        tied={name: str(other) for name, other in _table(document["tied"], "'tied'").items()},
-        files={path: _file(_table(record, repr(path))) for path, record in files.items()},
-        tensors={name: _tensor(_table(record, repr(name))) for name, record in tensors.items()},
+        source=_check_table(document["source"], "'source'"),
+        options=_check_table(document["options"], "'options'"),
+        versions=_check_table(document["versions"], "'versions'"),
+        tied={name: str(other) for name, other in tied.items()},
+        files={path: _parse_file(path, record) for path, record in files.items()},
+        tensors={name: _parse_tensor(name, record) for name, record in tensors.items()},
     )
 
 
-def _file(record: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(_count(record["size_bytes"]), str(record.get("digest", "")))
+def _parse_file(path: str, value: object) -> FileRecord:
+    record = _check_table(value, repr(path))
+    return FileRecord(_check_count(record["size_bytes"]), str(record.get("digest", "")))
 
 
-def _tensor(record: Mapping[str, Any]) -> TensorRecord:
+def _parse_tensor(name: str, value: object) -> TensorRecord:
+    record = _check_table(value, repr(name))
     return TensorRecord(
         dtype=str(record["dtype"]),
-        shape=tuple(_count(size) for size in record["shape"]),
+        shape=tuple(_check_count(size) for size in record["shape"]),
         file=str(record["file"]),
         digest=str(record["digest"]),
         proof=str(record["proof"]),
     )
 
 
-def _table(value: object, what: str) -> dict[str, Any]:
+def _check_table(value: object, what: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     raise ValueError(f"{what} is {a_kind(value)} where an object was expected")
 
 
-def _count(value: object) -> int:
+def _check_count(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise ValueError(f"{value!r:.100} was found where a number of things was expected")
 
 
-def _finite(value: Any) -> Any:
+def _make_finite(value: Any) -> Any:
     """Returns JSON values with null for each number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _make_finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [_make_finite(inner) for inner in value]
     return value

@@ -37,7 +37,7 @@ def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
 
 def parse_model_config(data: bytes, *, where: str) -> dict[str, Any]:
     """Parses a model's `config.json` as Transformers does, tagged numbers included."""
-    decoded = _decoded(parse_json_object(data, where=where), where, 0)
+    decoded = _decode(parse_json_object(data, where=where), where, 0)
     if not isinstance(decoded, dict):
         raise FormatError(f"is the number {decoded} against an object", where=where)
     return decoded
@@ -48,7 +48,7 @@ def model_config_to_json(config: Mapping[str, Any]) -> bytes:
     version = config.get(_VERSION)
     major = _MAJOR.match(version) if isinstance(version, str) else None
     is_old = major is not None and int(major[0]) < _FIRST_TO_TAG
-    return to_json(config if is_old else _encoded(config))
+    return to_json(config if is_old else _encode(config))
 
 
 def to_json(document: Any) -> bytes:
@@ -59,22 +59,22 @@ def to_json(document: Any) -> bytes:
         return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def _decoded(value: Any, where: str, depth: int) -> Any:
+def _decode(value: Any, where: str, depth: int) -> Any:
     if depth > _DEEPEST:
         raise FormatError(f"is nested more than {_DEEPEST} deep", where=where)
     if isinstance(value, dict):
         tag = value.get(_TAG) if len(value) == 1 else None
         if isinstance(tag, str):
             return _NUMBERS.get(tag, value)
-        return {key: _decoded(inner, where, depth + 1) for key, inner in value.items()}
+        return {key: _decode(inner, where, depth + 1) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_decoded(inner, where, depth + 1) for inner in value]
+        return [_decode(inner, where, depth + 1) for inner in value]
     return value
 
 
-def _encoded(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {_TAG: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, Mapping):
-        return {key: _encoded(inner) for key, inner in value.items()}
-    return [_encoded(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: _encode(inner) for key, inner in value.items()}
+    return [_encode(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -81,7 +81,7 @@ def choose_copies(size_bytes: int, copyable: Sequence[CopiedRange]) -> tuple[Cop
     """
     least = MIN_PART_BYTES
     while True:
-        chosen = _without_short_gaps([copied for copied in copyable if copied.size_bytes >= least])
+        chosen = _drop_short_gaps([copied for copied in copyable if copied.size_bytes >= least])
         copies = sum(-(-copied.size_bytes // MOST_COPIED_BYTES) for copied in chosen)
         if len(chosen) <= _MOST_COPIES and copies + len(chosen) + 1 < MOST_PARTS and size_bytes:
             return tuple(chosen)
@@ -90,23 +90,23 @@ def choose_copies(size_bytes: int, copyable: Sequence[CopiedRange]) -> tuple[Cop
 
 def cut_into_parts(size_bytes: int, copies: Sequence[CopiedRange] = ()) -> tuple[ObjectPart, ...]:
     """Cuts an object, of one byte at least, into parts without holes around chosen copies."""
-    runs = list(_runs(size_bytes, copies))
+    runs = list(_split_runs(size_bytes, copies))
     sent = sum(stop - start for start, stop, copied in runs if copied is None)
-    step = part_bytes(sent, MOST_PARTS - 2 * len(runs))
+    step = choose_part_bytes(sent, MOST_PARTS - 2 * len(runs))
     parts: list[ObjectPart] = []
     for start, stop, copied in runs:
         largest = step if copied is None else MOST_COPIED_BYTES
-        for low, high in _pieces(start, stop, largest):
+        for low, high in _cut_run(start, stop, largest):
             parts.append(ObjectPart(len(parts) + 1, low, high, copied))
     return tuple(parts)
 
 
-def part_bytes(size_bytes: int, most_parts: int = MOST_PARTS - 2) -> int:
+def choose_part_bytes(size_bytes: int, most_parts: int = MOST_PARTS - 2) -> int:
     """Returns the size of the parts in which so many bytes are sent, but for the last of a run."""
     return max(PART_BYTES, -(-size_bytes // most_parts))
 
 
-def _without_short_gaps(copyable: Sequence[CopiedRange]) -> list[CopiedRange]:
+def _drop_short_gaps(copyable: Sequence[CopiedRange]) -> list[CopiedRange]:
     chosen: list[CopiedRange] = []
     for copied in copyable:
         while True:
@@ -120,7 +120,7 @@ def _without_short_gaps(copyable: Sequence[CopiedRange]) -> list[CopiedRange]:
     return chosen
 
 
-def _runs(
+def _split_runs(
     size_bytes: int, copies: Sequence[CopiedRange]
 ) -> Iterator[tuple[int, int, CopiedRange | None]]:
     at = 0
@@ -133,7 +133,7 @@ def _runs(
         yield at, size_bytes, None
 
 
-def _pieces(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
+def _cut_run(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
     """Cuts a run; an end that is too short for a part is added to the piece before."""
     while start < stop:
         end = min(start + largest, stop)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.errors import IncompleteCheckpointError, UnsupportedError
-from ckptkit.core.geometry import Overlap, find_defect, overlaps, without_replicas
+from ckptkit.core.geometry import Overlap, drop_replicas, find_defect, overlaps
 from ckptkit.core.index import Box, ChunkTable, FileRange, Key, Record, Shape, TensorEntry
 from ckptkit.core.threads import run_crew, usable_cores
 from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
@@ -82,7 +82,7 @@ class _Chunkings:
         grid = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
         if grid in self._proven:
             return _Chunking(chunks, grid)
-        distinct = without_replicas(chunks)
+        distinct = drop_replicas(chunks)
         defect = find_defect(distinct, entry.shape)
         if defect is not None:
             raise IncompleteCheckpointError(

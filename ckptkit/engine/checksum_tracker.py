@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, joined_pieces
+from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, join_pieces
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, CkptkitError
 from ckptkit.plan.plan import OutputFile, Segment, SegmentRange, ServerCopy, Trailer
@@ -78,7 +78,7 @@ class OpenRecord:
                 where=self.where,
                 hint="the file changed while it was read, or is another one on another machine",
             )
-        return replace(self, pieces=tuple(joined_pieces((*self.pieces, *other.pieces))))
+        return replace(self, pieces=tuple(join_pieces((*self.pieces, *other.pieces))))
 
     def to_json(self) -> list[Any]:
         pieces = [list(piece) for piece in self.pieces]
@@ -166,7 +166,7 @@ class ChecksumTracker:
     def _limit_pieces(self, record: TrackedRecord) -> None:
         if self._most_pieces is None or len(record.pieces) <= self._most_pieces:
             return
-        record.pieces = joined_pieces(record.pieces)
+        record.pieces = join_pieces(record.pieces)
         if len(record.pieces) > self._most_pieces // 2:
             record.is_given_up, record.pieces = True, []
 
@@ -184,7 +184,7 @@ class ChecksumTracker:
             return {
                 number: OpenRecord(
                     *(record.start, record.stop, record.expected, record.where),
-                    tuple(joined_pieces(record.pieces)),
+                    tuple(join_pieces(record.pieces)),
                 )
                 for number, record in self._open.items()
             }
@@ -314,7 +314,7 @@ class DeferredChecksums:
 
     def pieces(self) -> Mapping[Slot, Sequence[ChecksumPiece]]:
         with self._changed:
-            return {slot: joined_pieces(s.pieces) for slot, s in self._sums.items() if s.pieces}
+            return {slot: join_pieces(s.pieces) for slot, s in self._sums.items() if s.pieces}
 
     def value(self, slot: Slot) -> int | None:
         """Returns the checksum of a segment once it is whole; None if another worker has failed."""

@@ -19,6 +19,7 @@ import numpy as np
 from ckptkit.core.errors import FormatError
 from ckptkit.core.geometry import (
     Overlap,
+    drop_replicas,
     flat_hulls,
     flat_offset,
     intersect,
@@ -26,7 +27,6 @@ from ckptkit.core.geometry import (
     relative,
     row_major_strides,
     slabs,
-    without_replicas,
 )
 from ckptkit.core.index import Box, ChunkTable, Key, Record, Shape, Span, TensorEntry, TensorIndex
 from ckptkit.formats.pickle.torch_zip import TensorCache, locate_tensor
@@ -71,7 +71,7 @@ class ChunkLookup:
 
     def __init__(self, entry: TensorEntry) -> None:
         self.entry = entry
-        self.chunks = without_replicas(entry.chunks)
+        self.chunks = drop_replicas(entry.chunks)
         self._start, self._stop = flat_hulls(self.chunks, entry.shape)
 
     def overlaps(self, span: Span) -> Iterator[SpanOverlap]:

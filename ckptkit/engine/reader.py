@@ -27,7 +27,7 @@ from ckptkit.core.geometry import (
     intersect,
     relative,
     row_major_strides,
-    widened,
+    widen,
 )
 from ckptkit.core.index import Box, ChunkTable, FileRange, Key, Span, TensorEntry, TensorIndex
 from ckptkit.engine.casts import Caster, overflow_error
@@ -321,7 +321,7 @@ class TensorReader:
         """Reads a box of a chunk that is stored row-major, run by run."""
         chunk, box = overlap.chunk, overlap.source
         strides = row_major_strides(chunk)
-        wide = widened(box, chunk, _SHORT_RUN_BYTES // itemsize)
+        wide = widen(box, chunk, _SHORT_RUN_BYTES // itemsize)
         direct_reads: list[tuple[FileRange, memoryview]] = []
         for part in contiguous_parts(wide, chunk, RUN_BYTES // itemsize):
             start = located.origin + flat_offset(part.offsets, strides) * itemsize

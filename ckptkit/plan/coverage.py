@@ -14,7 +14,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import Defect, find_defect, without_replicas
+from ckptkit.core.geometry import Defect, drop_replicas, find_defect
 from ckptkit.core.index import Box, Key, Problem, Span, TensorEntry, TensorIndex
 
 _ERRORS: dict[str, type[InputError]] = {
@@ -102,7 +102,7 @@ def _others_missing(index: TensorIndex, sizes: np.ndarray, but: int) -> str:
 def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:
     where = f"tensor {entry.key!r}"
     try:
-        defect = find_defect(without_replicas(entry.chunks), entry.shape)
+        defect = find_defect(drop_replicas(entry.chunks), entry.shape)
     except LimitError as error:
         return Problem(error.code, where, error.message)
     if defect is None:

@@ -55,7 +55,7 @@ class MarkObjects:
         return self._store.protocol
 
     def listing(self, folder: str) -> dict[str, ObjectInfo]:
-        return self._read(folder, lambda: self._store.listing(self._at(folder)))
+        return self._read(folder, lambda: self._store.list_objects(self._at(folder)))
 
     def look_up(self, path: str) -> ObjectInfo | None:
         """Returns an object; None where it is not there."""
@@ -87,7 +87,7 @@ class MarkObjects:
             self._change("removed", paths[0], lambda: self._store.delete(self._root, paths))
 
     def folder_markers(self, folder: str) -> list[str]:
-        names = self._read(folder, lambda: self._store.folder_markers(self._at(folder)))
+        names = self._read(folder, lambda: self._store.list_folder_markers(self._at(folder)))
         return [f"{folder}/{name}" for name in names]
 
     def _at(self, path: str) -> str:

@@ -47,7 +47,7 @@ class Place(str):
             location: A local path, or a URL such as `s3://bucket/run`.
             options: For fsspec.
         """
-        place = super().__new__(cls, _plain(os.fspath(location)))
+        place = super().__new__(cls, _normalize(os.fspath(location)))
         place.options = dict(options or {})
         return place
 
@@ -126,12 +126,12 @@ class Sources:
 
 def is_url(place: PathLike) -> bool:
     """Says whether a place is a URL, and not a path of this machine."""
-    return _URL.fullmatch(_plain(os.fspath(place))) is not None
+    return _URL.fullmatch(_normalize(os.fspath(place))) is not None
 
 
 def local_path(place: PathLike) -> Path:
     """Returns the path of a place on this machine, which a `file://` URL is too."""
-    return Path(_plain(os.fspath(place)))
+    return Path(_normalize(os.fspath(place)))
 
 
 def store_kind(protocol: str) -> str:
@@ -154,7 +154,7 @@ def _check_usable(location: str) -> None:
         raise UsageError(f"{ascii(location)[:80]} {what}", hint="see where the path comes from")
 
 
-def _plain(location: str) -> str:
+def _normalize(location: str) -> str:
     """Returns a path for a `file://` URL, and other locations without slashes at the end."""
     _check_usable(location)
     local = _FILE.match(location)
@@ -207,7 +207,7 @@ def parse_options(pairs: Sequence[str], *, option: str) -> dict[str, Any]:
                 hint=f"pass {option} NAME=VALUE, such as {option}"
                 " client_kwargs.endpoint_url=http://localhost:9000",
             )
-        _put(options, path, _value(path[-1], text), option)
+        _put(options, path, _parse_value(path[-1], text), option)
     return options
 
 
@@ -222,7 +222,7 @@ def _put(options: dict[str, Any], path: Sequence[str], value: Any, option: str) 
     inner[path[-1]] = value
 
 
-def _value(name: str, text: str) -> Any:
+def _parse_value(name: str, text: str) -> Any:
     if name.lower().rpartition("_")[2] in _SECRETS:
         return text
     try:
@@ -231,19 +231,19 @@ def _value(name: str, text: str) -> Any:
         return text
 
 
-def without_values(text: str, options: Mapping[str, Any]) -> str:
+def hide_values(text: str, options: Mapping[str, Any]) -> str:
     """Returns a text in which the values of options are hidden."""
-    for value in sorted(_texts(options), key=len, reverse=True):
+    for value in sorted(_iterate_texts(options), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     return text
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from _iterate_texts(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _texts(inner)
+            yield from _iterate_texts(inner)
     elif isinstance(value, str) and len(value) >= _SHORTEST_SECRET:
         yield value

@@ -84,16 +84,16 @@ class OutputClaim:
         """Refuses a place where another run commits; returns files that dead runs may have left."""
         claim = self._read()
         if claim is not None and not claim.is_over:
-            raise self._taken()
+            raise self._taken_error()
         return frozenset() if claim is None else claim.names
 
     def take(self) -> None:
         """Claims the place. Waits briefly for another run, and takes over a dead one's claim."""
         for _ in range(_TRIES):
             claim = self._wait_for_end()
-            if self._try(claim):
+            if self._try_to_claim(claim):
                 return
-        raise self._taken()
+        raise self._taken_error()
 
     def _wait_for_end(self) -> _Claim | None:
         """Returns the claim that this run may take over, None if there is none."""
@@ -103,7 +103,7 @@ class OutputClaim:
             waited = time.monotonic() - began
             is_alive = claim.etag != first.etag or _is_here(claim.document)
             if is_alive and waited > _WAIT_SECONDS:
-                raise self._taken()
+                raise self._taken_error()
             if waited > _LEASE_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
@@ -140,15 +140,15 @@ class OutputClaim:
                 if is_clean or not self._names:
                     self._store.delete(self._root, [CLAIM_NAME])
                 else:
-                    self._write(self._document(writer=""), self._etag)
+                    self._write(self._encode_claim(writer=""), self._etag)
         except CkptkitError as error:
             _LOG.warning("the claim %s was left behind: %s", CLAIM_NAME, error)
 
-    def _try(self, earlier: _Claim | None) -> bool:
+    def _try_to_claim(self, earlier: _Claim | None) -> bool:
         """Writes the claim in place of what was found there; returns whether it is this run's."""
         if earlier is not None:
             self._names |= earlier.names
-        data = self._document()
+        data = self._encode_claim()
         with self._translate_errors():
             self._write(data, earlier.etag if earlier is not None else "")
             if self._store.get_small(self._path) != data:
@@ -181,7 +181,7 @@ class OutputClaim:
             if not self.is_held:
                 return
             asked = time.monotonic()
-            data = self._document()
+            data = self._encode_claim()
             etag = self._write(data, self._etag)
             if etag is None and self._store.get_small(self._path) == data:
                 entry = self._store.look_up(self._path)  # the answer to a first try was lost
@@ -210,18 +210,18 @@ class OutputClaim:
             lambda: self._store.put_if(self._path, data, expected), f"write {self._path}"
         )
 
-    def _document(self, *, writer: str | None = None) -> bytes:
+    def _encode_claim(self, *, writer: str | None = None) -> bytes:
         return json.dumps(
             {
                 "writer": self._writer if writer is None else writer,
-                "machine": _machine(),
-                "process": _process(os.getpid()),
+                "machine": _identify_machine(),
+                "process": _identify_process(os.getpid()),
                 "beat": time.monotonic_ns(),
                 "names": sorted(self._names),
             }
         ).encode()
 
-    def _taken(self) -> RefusedError:
+    def _taken_error(self) -> RefusedError:
         return RefusedError(
             "another run is putting its output there",
             where=self._location,
@@ -230,7 +230,7 @@ class OutputClaim:
         )
 
 
-def _machine() -> str:
+def _identify_machine() -> str:
     """Returns an identity of this machine and its namespace of processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -239,7 +239,7 @@ def _machine() -> str:
         return ""
 
 
-def _process(number: int) -> str:
+def _identify_process(number: int) -> str:
     """Returns an identity of a process on this machine; empty if it has ended."""
     try:
         stat = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
@@ -250,12 +250,13 @@ def _process(number: int) -> str:
 
 
 def _is_here(document: Mapping[str, Any]) -> bool:
-    return bool(_machine()) and document.get("machine") == _machine() and not _is_dead(document)
+    machine = _identify_machine()
+    return bool(machine) and document.get("machine") == machine and not _is_dead(document)
 
 
 def _is_dead(document: Mapping[str, Any]) -> bool:
     process = str(document.get("process", ""))
-    if not _machine() or document.get("machine") != _machine() or not process:
+    if not _identify_machine() or document.get("machine") != _identify_machine() or not process:
         return False
     number = process.partition(" ")[0]
-    return not number.isdecimal() or _process(int(number)) != process
+    return not number.isdecimal() or _identify_process(int(number)) != process

@@ -68,12 +68,12 @@ class PlaceIdentity:
         if self.kind != other.kind:
             return PlaceRelation.NONE
         if self.kind == _LOCAL:
-            named = _by_names(self.names, other.names)
-            return self._by_files(other) if named is PlaceRelation.NONE else named
+            named = _compare_names(self.names, other.names)
+            return self._compare_files(other) if named is PlaceRelation.NONE else named
         first, second = self.names, other.names
         if _ACCESS_POINT.fullmatch(first[0]) or _ACCESS_POINT.fullmatch(second[0]):
             first, second = first[1:], second[1:]  # an access point is an alias of a bucket
-        relation = _by_names(first, second)
+        relation = _compare_names(first, second)
         are_two_stores = relation is not PlaceRelation.NONE and self._differs(other)
         return PlaceRelation.NONE if are_two_stores else relation
 
@@ -100,7 +100,7 @@ class PlaceIdentity:
     def _endpoint(self) -> str:
         """The address of the store; empty where that is not known."""
         if self.kind == _S3:
-            return _s3_endpoint(self.place)
+            return _find_s3_endpoint(self.place)
         inner = self.place.options.get("client_kwargs")
         options = {**(inner if isinstance(inner, Mapping) else {}), **self.place.options}
         container = _CONTAINER.match(self.place.inner_path)
@@ -125,14 +125,14 @@ class PlaceIdentity:
         numbers = tuple((stat.st_dev, stat.st_ino) for stat in reversed(stats))
         return numbers, tuple(reversed(missing))
 
-    def _by_files(self, other: PlaceIdentity) -> PlaceRelation:
+    def _compare_files(self, other: PlaceIdentity) -> PlaceRelation:
         """Compares by the numbers of folders: file systems may take names of other case for one."""
         try:
             (mine, my_rest), (theirs, their_rest) = self._files, other._files
         except OSError:
             return PlaceRelation.NONE
         if mine[-1] == theirs[-1]:
-            return _by_names(my_rest, their_rest)
+            return _compare_names(my_rest, their_rest)
         if not their_rest and theirs[-1] in mine:
             return PlaceRelation.INSIDE
         return PlaceRelation.AROUND if not my_rest and mine[-1] in theirs else PlaceRelation.NONE
@@ -181,7 +181,7 @@ def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceR
         around.append(index)
 
 
-def _by_names(first: Sequence[str], second: Sequence[str]) -> PlaceRelation:
+def _compare_names(first: Sequence[str], second: Sequence[str]) -> PlaceRelation:
     if first == second:
         return PlaceRelation.SAME
     if first[: len(second)] == second:
@@ -211,7 +211,7 @@ def _local_names(path: Path) -> tuple[str, ...]:
     return (mount.device, *mount.root.parts, *real.relative_to(mount.place).parts)
 
 
-def _s3_endpoint(place: Place) -> str:
+def _find_s3_endpoint(place: Place) -> str:
     """Returns the URL that the client would ask, from options, environment or its own files."""
     from ckptkit.storage.remote.store import get_store  # late: it imports fsspec
 
@@ -226,7 +226,7 @@ def _s3_endpoint(place: Place) -> str:
 def _may_be_one(first: str, second: str) -> bool:
     """Says whether two endpoints may be those of one store."""
     try:
-        (host, port), (other, other_port) = _address(first), _address(second)
+        (host, port), (other, other_port) = _split_endpoint(first), _split_endpoint(second)
     except ValueError:
         return True
     amazon = _AMAZON.fullmatch(host), _AMAZON.fullmatch(other)
@@ -234,13 +234,13 @@ def _may_be_one(first: str, second: str) -> bool:
         return amazon[0][1] == amazon[1][1]
     if port != other_port:
         return False
-    return host == other or bool(_addresses(host) & _addresses(other))
+    return host == other or bool(_resolve_host(host) & _resolve_host(other))
 
 
 def _store_name(endpoint: str) -> str:
     """Returns one name for all spellings of an endpoint that need no lookup."""
     try:
-        host, port = _address(endpoint)
+        host, port = _split_endpoint(endpoint)
     except ValueError:
         return endpoint
     amazon = _AMAZON.fullmatch(host)
@@ -252,12 +252,12 @@ def _store_name(endpoint: str) -> str:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return _address_name(host) == _THIS_MACHINE
+        return _normalize_address(host) == _THIS_MACHINE
     except ValueError:
         return False
 
 
-def _address(endpoint: str) -> tuple[str, int]:
+def _split_endpoint(endpoint: str) -> tuple[str, int]:
     """Returns host and port; the port of `http` counts as that of `https`."""
     parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
     host = (parts.hostname or "").rstrip(".")
@@ -265,16 +265,16 @@ def _address(endpoint: str) -> tuple[str, int]:
     return host, 443 if port in _DEFAULT_PORTS.values() else port
 
 
-def _addresses(host: str) -> frozenset[str]:
+def _resolve_host(host: str) -> frozenset[str]:
     """Returns the addresses of a host, all those of this machine by one name."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
         return frozenset()
-    return frozenset(_address_name(entry) for entry in addresses)
+    return frozenset(_normalize_address(entry) for entry in addresses)
 
 
-def _address_name(text: str) -> str:
+def _normalize_address(text: str) -> str:
     address = ip_address(text.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None) or address
     is_here = mapped.is_loopback or mapped.is_unspecified

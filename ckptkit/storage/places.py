@@ -71,7 +71,7 @@ class SharedPlace:
             return manifest_digest(local_path(self.place))
         with self._prefix.translate_errors():
             key = self._prefix.store.prefix + MANIFEST_NAME
-            return self._prefix.store.objects(key).get(key, "")
+            return self._prefix.store.list_objects(key).get(key, "")
 
     @property
     def takes_parts(self) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.checksums import ChecksumShare, is_whole, share_of
+from ckptkit.core.checksums import ChecksumShare, compute_share, is_whole
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Box, Fqn, Shape
 from ckptkit.engine.casts import Caster
@@ -74,7 +74,7 @@ def test_blocks_of_all_parts_make_up_the_tensor_and_prove_it(
                 run = raw[number * block.run_bytes : (number + 1) * block.run_bytes]
                 written[at : at + len(run)] = run
                 sums[number] = zlib.crc32(run)
-            shares.append(share_of(block.at, block.run_bytes, sums, spec.size_bytes))
+            shares.append(compute_share(block.at, block.run_bytes, sums, spec.size_bytes))
     assert bytes(written) == whole.tobytes()
     joined = ChecksumShare()
     for share in reversed(shares):
@@ -93,9 +93,11 @@ def test_the_sums_of_many_equal_runs_are_joined_as_one_by_one(
     sums = np.array([zlib.crc32(run) for run in runs], np.uint32)
     one_by_one = ChecksumShare()
     for number in range(count):
-        alone = share_of(starts[number : number + 1], length, sums[number : number + 1], len(data))
+        alone = compute_share(
+            starts[number : number + 1], length, sums[number : number + 1], len(data)
+        )
         one_by_one = one_by_one.joined(alone)
-    assert share_of(starts, length, sums, len(data)) == one_by_one
+    assert compute_share(starts, length, sums, len(data)) == one_by_one
 
 
 def small_blocks(box: Box, place: OutputPlace, size: int) -> Any:
@@ -114,7 +116,7 @@ def test_a_share_is_whole_only_if_every_byte_was_written_once(
 ) -> None:
     joined, counts = ChecksumShare(), [0] * max([total, *(a + n for a, n in ranges)])
     for start, length in ranges:
-        one = share_of(np.array([start]), length, np.ones(1, np.uint32), total + 20)
+        one = compute_share(np.array([start]), length, np.ones(1, np.uint32), total + 20)
         joined = joined.joined(one)
         for at in range(start, start + length):
             counts[at] += 1

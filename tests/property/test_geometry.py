@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ckptkit.core import geometry
 from ckptkit.core.errors import LimitError
 from ckptkit.core.geometry import (
+    drop_replicas,
     find_defect,
     flat_hulls,
     intersect,
@@ -21,7 +22,6 @@ from ckptkit.core.geometry import (
     is_row_major,
     row_major_strides,
     slabs,
-    without_replicas,
 )
 from ckptkit.core.index import Box, Chunk, ChunkTable, Shape, Span
 
@@ -117,7 +117,7 @@ def test_a_box_is_contiguous_where_its_elements_follow_each_other(
 @given(tilings())
 def test_a_tiling_has_no_defect(tiling: tuple[Shape, list[Box]]) -> None:
     shape, boxes = tiling
-    assert find_defect(without_replicas(table(boxes, len(shape))), shape) is None
+    assert find_defect(drop_replicas(table(boxes, len(shape))), shape) is None
 
 
 @pytest.mark.parametrize("grid_cells", [1 << 22, 0], ids=["grid", "sweep"])
@@ -135,7 +135,7 @@ def test_what_is_missing_or_doubled_is_found_and_named(
             boxes[row] = data.draw(boxes_in(shape))
         else:
             del boxes[row]
-        unique = without_replicas(table(boxes, len(shape)))
+        unique = drop_replicas(table(boxes, len(shape)))
         counts = np.zeros(shape, int)
         for chunk in unique:
             assert isinstance(chunk.place, Box)
@@ -155,10 +155,10 @@ def test_what_is_missing_or_doubled_is_found_and_named(
 def test_spans_are_covered_when_they_follow_each_other(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), 31]
     spans = [Chunk(Span(a, b), 0) for a, b in itertools.pairwise(edges)]
-    assert find_defect(without_replicas(ChunkTable.of(spans[::-1], 1)), (31,)) is None
+    assert find_defect(drop_replicas(ChunkTable.of(spans[::-1], 1)), (31,)) is None
     whole = [chunk for chunk in spans if chunk.place != Span(edges[0], edges[1])]
     if edges[1] > 0:
-        defect = find_defect(without_replicas(ChunkTable.of(whole, 1)), (31,))
+        defect = find_defect(drop_replicas(ChunkTable.of(whole, 1)), (31,))
         assert defect is not None
         assert defect.copies == 0
 
@@ -183,4 +183,4 @@ def test_a_hostile_split_is_refused_instead_of_searched_for_ever(
     monkeypatch.setattr(geometry, "_SWEEP_STEPS", 10)
     boxes = [Box((2 * i, 2 * j, 2 * k), (2, 2, 2)) for i, j, k in np.ndindex(6, 6, 6)]
     with pytest.raises(LimitError, match="more irregularly than any real split"):
-        find_defect(without_replicas(table(boxes, 3)), (12, 12, 12))
+        find_defect(drop_replicas(table(boxes, 3)), (12, 12, 12))

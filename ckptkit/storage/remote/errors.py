@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy
 from ckptkit.core.text import without_url_secrets
-from ckptkit.storage.locations import without_values
+from ckptkit.storage.locations import hide_values
 
 _DENIED = frozenset({401, 403, 407})
 _GONE = frozenset({404, 410})
@@ -160,7 +160,7 @@ _LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options a
 def describe_error(error: BaseException, options: Mapping[str, Any]) -> str:
     """Returns the first line of an error's text, without secrets."""
     lines = str(error).strip().splitlines() or [""]
-    text = without_url_secrets(_QUERY.sub(r"\1?…", without_values(lines[0], options)))
+    text = without_url_secrets(_QUERY.sub(r"\1?…", hide_values(lines[0], options)))
     text = text.rstrip(". ")
     return text[:_LONGEST] or type(error).__name__
 

@@ -188,7 +188,7 @@ class ObjectSums:
             count += 1
         return cls(whole, of_parts, count)
 
-    def agree_with(self, stored: StoreChecksum) -> bool:
+    def matches(self, stored: StoreChecksum) -> bool:
         """Says whether the checksum of a store is that of this object; its kind may be unknown."""
         if stored.parts is not None and stored.parts != self.parts:
             return False
@@ -214,7 +214,7 @@ class StoreChecksum:
     parts: int | None = None
 
     @classmethod
-    def in_answer(cls, answer: Mapping[str, Any]) -> StoreChecksum | None:
+    def from_answer(cls, answer: Mapping[str, Any]) -> StoreChecksum | None:
         """Returns the checksum in an answer, None if it has none."""
         text = answer.get(CHECKSUM)
         if not text:
@@ -284,12 +284,12 @@ class S3Uploads:
     def url(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
 
-    def objects(self, prefix: str) -> dict[str, str]:
+    def list_objects(self, prefix: str) -> dict[str, str]:
         """Returns the keys that begin with a prefix, each with the ETag of its object."""
         listed = _list_objects(self._call, self._bucket, prefix)
         return {item["Key"]: str(item.get("ETag", "")) for item in listed}
 
-    def unfinished(self, prefix: str) -> Iterator[tuple[str, str]]:
+    def list_uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Yields key and name of uploads whose keys begin with a prefix."""
         more: dict[str, str] = {}
         while True:
@@ -311,8 +311,11 @@ class S3Uploads:
 
     def put(self, key: str, data: bytes, crc32: int) -> str:
         """Writes a small object, which is visible at once; returns its ETag."""
-        body = {"Key": key, "Body": data, **self._proof(crc32), **self._signed()}
-        return str(self._call("put_object", Bucket=self._bucket, **body)["ETag"])
+        return str(self._put(key, data, crc32)["ETag"])
+
+    def _put(self, key: str, data: bytes, crc32: int, **conditions: str) -> Any:
+        facts = {**self._make_checksum(crc32), **self._make_metadata(), **conditions}
+        return self._call("put_object", Bucket=self._bucket, Key=key, Body=data, **facts)
 
     def put_new(self, key: str, data: bytes, crc32: int, *, in_parts: bool) -> bool:
         """Writes a small, non-empty object unless there is one; returns whether it did.
@@ -324,8 +327,7 @@ class S3Uploads:
             if in_parts:
                 self._put_in_parts(key, data, crc32)
             else:
-                body = {"Key": key, "Body": data, **self._proof(crc32), **self._signed()}
-                self._call("put_object", Bucket=self._bucket, **body, IfNoneMatch="*")
+                self._put(key, data, crc32, IfNoneMatch="*")
         except OSError as error:
             if status_of(error) not in _THERE:
                 raise
@@ -359,7 +361,7 @@ class S3Uploads:
         """
         kind = OF_PARTS if sums_parts else WHOLE
         wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": kind}
-        checksums = (wanted if self.has_checksums else {}) | self._signed()
+        checksums = (wanted if self.has_checksums else {}) | self._make_metadata()
         answer = self._call("create_multipart_upload", Bucket=self._bucket, Key=key, **checksums)
         return str(answer["UploadId"])
 
@@ -370,7 +372,7 @@ class S3Uploads:
 
         def ask() -> Any:
             data.seek(0)
-            return call("upload_part", **part, Body=data, **self._proof(crc32))
+            return call("upload_part", **part, Body=data, **self._make_checksum(crc32))
 
         answer = self.store.retry(ask, f"upload_part {number} {key}")
         return SentPart(number, answer["ETag"], crc32 if self.has_checksums else None)
@@ -390,7 +392,7 @@ class S3Uploads:
             CopySourceIfMatch=source.etag,
             CopySourceRange=f"bytes={span[0]}-{span[1] - 1}",
         )["CopyPartResult"]
-        checksum = StoreChecksum.in_answer(answer)
+        checksum = StoreChecksum.from_answer(answer)
         return SentPart(number, answer["ETag"], checksum.crc32 if checksum else None)
 
     def complete(
@@ -405,7 +407,7 @@ class S3Uploads:
 
         `whole` is the CRC-32 of all bytes, where that is the checksum of the object.
         """
-        proof = {} if whole is None else self._proof(whole)
+        proof = {} if whole is None else self._make_checksum(whole)
         if proof:
             proof["ChecksumType"] = WHOLE
         listed = {"Parts": [part.to_request() for part in parts]}
@@ -434,7 +436,7 @@ class S3Uploads:
         writer = str((answer.get("Metadata") or {}).get(_WRITER, ""))
         etag = str(answer.get("ETag", ""))
         return ObjectHead(
-            int(answer["ContentLength"]), StoreChecksum.in_answer(answer), etag, writer
+            int(answer["ContentLength"]), StoreChecksum.from_answer(answer), etag, writer
         )
 
     def _call(self, request: str, **arguments: Any) -> Any:
@@ -442,8 +444,8 @@ class S3Uploads:
         what = f"{request} {arguments.get('Key', arguments.get('Prefix'))}"
         return self.store.retry(lambda: call(request, **arguments), what)
 
-    def _signed(self) -> dict[str, Any]:
+    def _make_metadata(self) -> dict[str, Any]:
         return {"Metadata": {_WRITER: self.writer}} if self.writer else {}
 
-    def _proof(self, crc32: int) -> dict[str, str]:
+    def _make_checksum(self, crc32: int) -> dict[str, str]:
         return {CHECKSUM: encode_crc32(crc32)} if self.has_checksums else {}

@@ -44,7 +44,7 @@ class PartBuffers:
         The bytes of a part are valid until the next one is requested.
         """
         stop = start + data.nbytes
-        for part in self._between(start, stop):
+        for part in self._parts_between(start, stop):
             low, high = max(start, part.start), min(stop, part.stop)
             whole = self._put(part, low, data[low - start : high - start])
             if whole is not None:
@@ -52,7 +52,7 @@ class PartBuffers:
                 with self._lock:
                     self._free.append(whole)
 
-    def _between(self, start: int, stop: int) -> Iterator[ObjectPart]:
+    def _parts_between(self, start: int, stop: int) -> Iterator[ObjectPart]:
         size = self._parts[-1].stop if self._parts else 0
         if start < 0 or stop > size:
             raise ValueError(f"bytes [{start}, {stop}) are not in an object of {size} bytes")
@@ -69,7 +69,7 @@ class PartBuffers:
         with self._lock:
             filling = self._filling.get(part.number)
             if filling is None:
-                filling = self._filling[part.number] = _Filling(self._buffer(size), size)
+                filling = self._filling[part.number] = _Filling(self._take_buffer(size), size)
         low = start - part.start
         with filling.data.getbuffer() as view:
             view[low : low + data.nbytes] = data
@@ -80,7 +80,7 @@ class PartBuffers:
             del self._filling[part.number]
         return filling.data
 
-    def _buffer(self, size_bytes: int) -> BytesIO:
+    def _take_buffer(self, size_bytes: int) -> BytesIO:
         """Returns a buffer of exactly that size, one that was used before if there is one."""
         for at, buffer in enumerate(self._free):
             if buffer.getbuffer().nbytes == size_bytes:
@@ -135,7 +135,7 @@ def check_object(store: S3Uploads, upload: MultipartUpload, expected: ObjectSums
     """Compares an object with what was sent for it, and returns what the store knows of it."""
     head = store.head(upload.key)
     stored = head.checksum
-    agrees = stored is None or expected.agree_with(stored)
+    agrees = stored is None or expected.matches(stored)
     if head.size_bytes != upload.size_bytes or not agrees:
         stored_crc = "unknown" if stored is None else f"{stored.crc32:08x}"
         kind = "" if stored is None or not stored.kind else f" ({stored.kind.lower()})"

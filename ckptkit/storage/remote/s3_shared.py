@@ -163,7 +163,7 @@ class S3SharedObject:
         for part, whole in self._buffers.add(start, data.cast("B")):
             with whole.getbuffer() as view:
                 checksum = crc32(view)
-            sent = self._store.send(self.key, self._begun(), part.number, whole, checksum)
+            sent = self._store.send(self.key, self._get_upload(), part.number, whole, checksum)
             self._rows[part.number] = part.number, sent.etag, checksum
 
     def rows(self) -> list[Sequence[Any]]:
@@ -189,11 +189,11 @@ class S3SharedObject:
             sums.append((checksum, part.stop - part.start))
             size = part.stop
             parts.append(SentPart(number, etag, checksum if self._store.has_checksums else None))
-        upload = MultipartUpload(self.key, self._begun(), size)
+        upload = MultipartUpload(self.key, self._get_upload(), size)
         complete_upload(self._store, upload, parts)
         self.etag = check_object(self._store, upload, ObjectSums.of(sums)).etag
 
-    def _begun(self) -> str:
+    def _get_upload(self) -> str:
         with self._lock:
             if not self._name:
                 self._name = self._upload()
@@ -262,7 +262,9 @@ class S3SharedTarget:
         check_relative(path, self.location)
         key = self._store.prefix + path
         parts = self._cut(path) if size_bytes else ()
-        self._objects[path] = S3SharedObject(self._store, key, parts, lambda: self._upload(path))
+        self._objects[path] = S3SharedObject(
+            self._store, key, parts, lambda: self._join_upload(path)
+        )
 
     def begin(self) -> None:
         """Begins the uploads of all created files, and writes their notes."""
@@ -323,28 +325,28 @@ class S3SharedTarget:
     def _has_uploads(self) -> bool:
         """Says whether the notes of the uploads exist: another run removes both together."""
         with_parts = [path for path, item in self._objects.items() if item.rows()]
-        return not with_parts or self._notes.get(_note_of(with_parts[0])) is not None
+        return not with_parts or self._notes.get(_note_name(with_parts[0])) is not None
 
     def _plan_one(self, path: str) -> None:
         """Notes an upload that is about to begin, for the next run after a kill."""
         key = self._store.prefix + path
-        self._notes.leave(f"{_note_of(path)}{_PLANNED}", encode_mark([], [key]))
+        self._notes.leave(f"{_note_name(path)}{_PLANNED}", encode_mark([], [key]))
 
     def _begin_one(self, path: str) -> None:
         with self._translate_errors():
             key = self._store.prefix + path
             self._plan_one(path)
             upload = self._store.begin(key)
-            self._notes.leave(_note_of(path), encode_mark([(key, upload)]))
+            self._notes.leave(_note_name(path), encode_mark([(key, upload)]))
 
-    def _upload(self, path: str) -> str:
+    def _join_upload(self, path: str) -> str:
         """Returns the upload of a file, which the first process that needs it begins."""
-        note = self._notes.get(_note_of(path))
+        note = self._notes.get(_note_name(path))
         if note is None and self._attempt.is_agreed:
             key = self._store.prefix + path
             self._plan_one(path)
             mine = self._store.begin(key)
-            note = self._notes.put(_note_of(path), encode_mark([(key, mine)]))
+            note = self._notes.put(_note_name(path), encode_mark([(key, mine)]))
             if note != encode_mark([(key, mine)]):
                 self._store.abort(key, mine)
         for _, upload in parse_uploads(note or b""):
@@ -356,5 +358,5 @@ class S3SharedTarget:
         )
 
 
-def _note_of(path: str) -> str:
+def _note_name(path: str) -> str:
     return f"{UPLOADS}/{path}"

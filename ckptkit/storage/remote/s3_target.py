@@ -72,10 +72,10 @@ def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
 
 def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
     """Says whether `sweep_uploads` would find something to remove."""
-    if any(not (kept and key.startswith(kept)) for key in _marks(store, prefix, prefix)):
+    if any(not (kept and key.startswith(kept)) for key in _list_marks(store, prefix, prefix)):
         return True
     work = f"{prefix}{WORK_INFIX}"
-    return any(not (kept and key.startswith(kept)) for key, _ in _unfinished(store, work))
+    return any(not (kept and key.startswith(kept)) for key, _ in _list_unfinished(store, work))
 
 
 def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
@@ -91,7 +91,7 @@ def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = 
     def is_removed(key: str) -> bool:
         return key.startswith(only) and not (kept and key.startswith(kept))
 
-    names = _marks(store, prefix, only or prefix)
+    names = _list_marks(store, prefix, only or prefix)
     marks = [key for key in names if is_removed(key)]
     planned: set[str] = set()
     for mark in marks:
@@ -99,28 +99,28 @@ def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = 
         if name is None or f"{UPLOADS}/" in name:
             planned |= _abort_all(store, mark, prefix)
     work = f"{prefix}{WORK_INFIX}"
-    for key, upload in _unfinished(store, prefix if planned else only or work):
+    for key, upload in _list_unfinished(store, prefix if planned else only or work):
         if key in planned or (key.startswith(work) and is_removed(key)):
             store.abort(key, upload)
     if marks:  # last: the next run finds the uploads by them
         store.delete(marks)
 
 
-def _marks(store: S3Uploads, prefix: str, below: str) -> dict[str, str | None]:
+def _list_marks(store: S3Uploads, prefix: str, below: str) -> dict[str, str | None]:
     """Returns the keys of marks, of notes and of what was tried, with the names of notes."""
     own = re.compile(
         re.escape(f"{prefix}{WORK_INFIX}")
         + f"[0-9a-f]{{{2 * NONCE_BYTES}}}(?:(?P<probe>-probe)|/(?P<name>.*))?",
         re.DOTALL,
     )
-    matches = ((key, own.fullmatch(key)) for key in store.objects(below))
+    matches = ((key, own.fullmatch(key)) for key in store.list_objects(below))
     return {key: match["probe"] or match["name"] for key, match in matches if match is not None}
 
 
-def _unfinished(store: S3Uploads, prefix: str) -> list[tuple[str, str]]:
+def _list_unfinished(store: S3Uploads, prefix: str) -> list[tuple[str, str]]:
     """Returns the uploads below a prefix; none where they may not be listed."""
     try:
-        return list(store.unfinished(prefix))
+        return list(store.list_uploads(prefix))
     except OSError as error:
         _LOG.debug("unfinished uploads were not looked for: %s", type(error).__name__)
         return []
@@ -203,15 +203,15 @@ class S3Commit:
         self._manifest = store.prefix + MANIFEST_NAME
         with translate_errors():
             self.claim.refuse_taken()
-            self._seen = self.objects()
+            self._seen = self.list_objects()
             self._refuse_filled(self._seen)
 
-    def objects(self) -> dict[str, str]:
+    def list_objects(self) -> dict[str, str]:
         """Returns keys and ETags of the objects of the place, without marks and folder markers."""
         start = len(self._store.prefix)
         return {
             key: etag
-            for key, etag in self._store.objects(self._store.prefix).items()
+            for key, etag in self._store.list_objects(self._store.prefix).items()
             if key[start:]
             and not key.endswith("/")
             and not is_work_folder(key[start:].partition("/")[0])
@@ -258,10 +258,10 @@ class S3Commit:
             self._manifest = last.key if not isinstance(last, bytes) else self._manifest
             self.claim.take()
             if not still_ours():
-                raise self._lost(
+                raise self._lost_error(
                     "another run for the same place has removed the uploads of this one"
                 )
-            old = self.objects()
+            old = self.list_objects()
             self._is_dirty = bool(self.claim.names)
             manifest, replaced = self._check_replaced(old)
             written = {self._manifest, *(item.key for item in items)}
@@ -276,12 +276,12 @@ class S3Commit:
     def release(self) -> None:
         """Releases the claim, if it is held."""
         if self.claim.is_held and self._is_dirty:
-            clean_up(self._translate_errors, self._look_for_rest)
+            clean_up(self._translate_errors, self._find_rest)
         self.claim.release(is_clean=not self._is_dirty)
 
-    def _look_for_rest(self) -> None:
+    def _find_rest(self) -> None:
         """Notes whether the place holds files that only the claim names as those of an output."""
-        objects = self.objects()
+        objects = self.list_objects()
         self._is_dirty = bool(objects) and self._manifest not in objects
 
     def _check_replaced(self, old: dict[str, str]) -> tuple[bytes | None, set[str]]:
@@ -308,7 +308,7 @@ class S3Commit:
         begun: list[bool] = []
         try:
             self._publish(items, begun)
-            self._see(items)
+            self._check_published(items)
             self.claim.check()
             self._put_last(last)
         except BaseException:
@@ -338,14 +338,14 @@ class S3Commit:
                 for future in futures:
                     future.cancel()
 
-    def _see(self, items: Sequence[Publishable]) -> None:
+    def _check_published(self, items: Sequence[Publishable]) -> None:
         """Checks that the objects of the place are those that this run wrote."""
-        now = self.objects()
+        now = self.list_objects()
         for item in items:
             if item.etag and now.get(item.key) != item.etag:
-                raise self._lost(f"{item.key!r} was replaced or removed by another writer")
+                raise self._lost_error(f"{item.key!r} was replaced or removed by another writer")
         if self._manifest in now:
-            raise self._lost("another run has put its manifest there")
+            raise self._lost_error("another run has put its manifest there")
 
     def _put_last(self, last: Last | bytes) -> None:
         if not isinstance(last, bytes):
@@ -355,14 +355,14 @@ class S3Commit:
         is_put = self._store.put_new(key, last, crc32(last), in_parts=False)
         path = f"{self._store.root}/{MANIFEST_NAME}"
         if not is_put and self._store.store.get_small(path) != last:  # an answer may be lost
-            raise self._lost("another run has put its manifest there")
+            raise self._lost_error("another run has put its manifest there")
 
     def _delete(self, keys: Sequence[str]) -> None:
         if keys:
             self.claim.check()
             self._store.delete(keys)
 
-    def _lost(self, why: str) -> OutputError:
+    def _lost_error(self, why: str) -> OutputError:
         return OutputError(
             why,
             where=self._location,
@@ -390,7 +390,7 @@ def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
         _LOG.debug("the store was asked for a copy: %s", type(error).__name__)
         _abort(store, key, upload)
         return f"the store does not copy parts of objects ({type(error).__name__})"
-    if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).agree_with(checksum):
+    if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
         return "the store reports no CRC-32 of what it copied"
     return ""
 

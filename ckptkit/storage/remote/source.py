@@ -50,7 +50,7 @@ class RemoteSource(Closing):
         """Opens the prefix, which is listed when that is needed, unless its objects are given."""
         self.place = place
         self._store = get_store(place)
-        self._root = root or self._asked("", lambda: self._store.path_of(place))
+        self._root = root or self._ask_store("", lambda: self._store.path_of(place))
         self._listed = listed
         self._looked_up: dict[str, ObjectInfo | None] = {}
         self._kept = _KeptRanges()
@@ -71,18 +71,18 @@ class RemoteSource(Closing):
         yield from sorted(path for path in self._objects() if path.count("/") <= depth)
 
     def stat(self, path: str) -> FileRef:
-        entry = self._known(path)
+        entry = self._get_entry(path)
         return FileRef(path, entry.size_bytes, entry.identity, entry.modified)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns exactly the bytes `[start, stop)`."""
-        entry = self._known(path)
+        entry = self._get_entry(path)
         if stop > entry.size_bytes:
             raise truncated_error(self._where(path), start, stop, entry.size_bytes)
         kept = self._kept.find(path, start, stop)
         if kept is not None:
             return kept
-        first, last = _widened(start, stop, entry.size_bytes)
+        first, last = _widen(start, stop, entry.size_bytes)
         data = bytearray(last - first)
         self._fill(path, first, memoryview(data))
         if len(data) <= _KEPT_BYTES:
@@ -94,7 +94,7 @@ class RemoteSource(Closing):
         if not target.nbytes:
             return
         view = target.cast("B")
-        entry = self._known(path)
+        entry = self._get_entry(path)
         if start + len(view) > entry.size_bytes:
             raise truncated_error(self._where(path), start, start + len(view), entry.size_bytes)
         self._fill(path, start, view)
@@ -123,7 +123,7 @@ class RemoteSource(Closing):
             future.exception()  # raised again when the bytes are read
 
     def copy_source(self, path: str) -> CopySource | None:
-        entry = self._known(path)
+        entry = self._get_entry(path)
         return CopySource(self._store, posixpath.join(self._root, path), entry.etag)
 
     def _prefetch_one(self, wanted: FileRange) -> None:
@@ -159,8 +159,8 @@ class RemoteSource(Closing):
     def above(self, location: str, *, folders: Collection[str]) -> RemoteSource:
         """Returns another prefix of the store, with the files right in it and in some folders."""
         other = RemoteSource(self.place.beside(location))
-        listed = other._asked("", lambda: other._store.listing_of(other._root, folders))
-        other._listed = other._finished(listed)
+        listed = other._ask_store("", lambda: other._store.list_folders(other._root, folders))
+        other._listed = other._drop_unfinished(listed)
         return other
 
     def close(self) -> None:
@@ -173,10 +173,10 @@ class RemoteSource(Closing):
         return self._listed
 
     def _list(self) -> Mapping[str, ObjectInfo]:
-        listed = self._asked("", lambda: self._store.listing(self._root))
-        return self._finished(listed)
+        listed = self._ask_store("", lambda: self._store.list_objects(self._root))
+        return self._drop_unfinished(listed)
 
-    def _finished(self, listed: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
+    def _drop_unfinished(self, listed: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
         """Leaves out outputs that are being committed, which may be incomplete."""
         claims = (path for path in listed if path.rpartition("/")[2] == CLAIM_NAME)
         folders = [path.removesuffix(CLAIM_NAME) for path in claims]
@@ -193,7 +193,7 @@ class RemoteSource(Closing):
             if _is_ours(path) and not path.startswith(begun)
         }
 
-    def _known(self, path: str) -> ObjectInfo:
+    def _get_entry(self, path: str) -> ObjectInfo:
         check_relative(path, self.location)
         entry = self._objects().get(path)
         if entry is None:
@@ -207,13 +207,13 @@ class RemoteSource(Closing):
     def _look_up(self, path: str) -> ObjectInfo | None:
         full = posixpath.join(self._root, path)
         try:
-            return self._asked(path, lambda: self._store.look_up(full))
+            return self._ask_store(path, lambda: self._store.look_up(full))
         except AccessError:
             return None  # the answer of S3 for an absent key where only a part may be listed
 
     def _fill(self, path: str, start: int, view: memoryview) -> None:
-        full, entry = posixpath.join(self._root, path), self._known(path)
-        self._asked(path, lambda: self._store.read_into(full, start, view, entry))
+        full, entry = posixpath.join(self._root, path), self._get_entry(path)
+        self._ask_store(path, lambda: self._store.read_into(full, start, view, entry))
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -221,7 +221,7 @@ class RemoteSource(Closing):
                 self._crew = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ckptkit-reads")
             return self._crew
 
-    def _asked(self, path: str, ask: Callable[[], Answer]) -> Answer:
+    def _ask_store(self, path: str, ask: Callable[[], Answer]) -> Answer:
         try:
             return ask()
         except CkptkitError:
@@ -238,7 +238,7 @@ class RemoteSource(Closing):
         return posixpath.join(self.location, path) if path else self.location
 
 
-def _widened(start: int, stop: int, size_bytes: int) -> tuple[int, int]:
+def _widen(start: int, stop: int, size_bytes: int) -> tuple[int, int]:
     """Returns the range to ask for where a header, or a directory at a file's end, is read.
 
     Its length is next to it: one request reads both. A small file is read as a whole, since its

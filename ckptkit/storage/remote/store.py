@@ -107,7 +107,7 @@ class RemoteStore:
         self.has_conditions = True
         # Other clients retry by themselves.
         self.retry_policy = RetryPolicy() if self.is_s3 else RetryPolicy(attempts=2)
-        self.filesystem = _filesystem(protocol, self.options, where)
+        self.filesystem = _open_filesystem(protocol, self.options, where)
 
     def retry(self, ask: Callable[[], T], what: str) -> T:
         """Returns what `ask` returns, which is repeated while it fails with transient errors."""
@@ -123,17 +123,17 @@ class RemoteStore:
             return self.retry(lambda: pin_revision(self.filesystem, path), location)
         return path.rstrip("/")
 
-    def listing(self, path: str) -> dict[str, ObjectInfo]:
-        return {name: entry for name, entry in self._listed(path).items() if not _is_marker(name)}
+    def list_objects(self, path: str) -> dict[str, ObjectInfo]:
+        return {name: entry for name, entry in self._list_all(path).items() if not _is_marker(name)}
 
-    def folder_markers(self, path: str) -> list[str]:
-        entries = self._listed(path).items() if self.is_s3 else ()
+    def list_folder_markers(self, path: str) -> list[str]:
+        entries = self._list_all(path).items() if self.is_s3 else ()
         return [name for name, entry in entries if _is_marker(name) and not entry.size_bytes]
 
-    def _listed(self, path: str) -> dict[str, ObjectInfo]:
+    def _list_all(self, path: str) -> dict[str, ObjectInfo]:
         def ask() -> dict[str, ObjectInfo]:
             if self.is_s3:
-                return {n: _object_of(info) for n, info in list_s3_objects(self.filesystem, path)}
+                return {n: _parse_info(info) for n, info in list_s3_objects(self.filesystem, path)}
             self.filesystem.invalidate_cache()
             try:
                 infos: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
@@ -143,14 +143,14 @@ class RemoteStore:
                 return {}
             prefix = f"{path}/".lstrip("/")
             return {
-                name.lstrip("/").removeprefix(prefix): _object_of(info)
+                name.lstrip("/").removeprefix(prefix): _parse_info(info)
                 for name, info in infos.items()
                 if name.lstrip("/").startswith(prefix) and info.get("type") == "file"
             }
 
         return self.retry(ask, f"list {path}")
 
-    def listing_of(self, path: str, folders: Collection[str]) -> dict[str, ObjectInfo]:
+    def list_folders(self, path: str, folders: Collection[str]) -> dict[str, ObjectInfo]:
         """Returns the objects right below a path, and those in some folders there."""
 
         def ask() -> list[Mapping[str, Any]]:
@@ -169,9 +169,9 @@ class RemoteStore:
             if info["name"].rstrip("/") == path:
                 continue  # the marker of the folder itself
             if info.get("type") == "file" and not _is_marker(info["name"]):
-                objects[name] = _object_of(info)
+                objects[name] = _parse_info(info)
             elif name in folders:
-                inside = self.listing(f"{path}/{name}")
+                inside = self.list_objects(f"{path}/{name}")
                 objects |= {f"{name}/{inner}": entry for inner, entry in inside.items()}
         return objects
 
@@ -274,7 +274,7 @@ class RemoteStore:
                 info = head(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return _object_of(info) if info.get("type") == "file" else None
+            return _parse_info(info) if info.get("type") == "file" else None
 
         return self.retry(ask, f"look up {path}")
 
@@ -316,7 +316,7 @@ def _is_marker(name: str) -> bool:
     return not name or name.endswith("/")
 
 
-def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
+def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
     import fsspec
 
     arguments = dict(options)
@@ -344,16 +344,16 @@ def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
     return filesystem
 
 
-def _object_of(info: Mapping[str, Any]) -> ObjectInfo:
+def _parse_info(info: Mapping[str, Any]) -> ObjectInfo:
     etag = str(info.get("ETag") or info.get("etag") or "")
     size = int(info.get("size") or 0)
     hub = info.get("xet_hash") or info.get("blob_id")
     marks = [str(hub)] if hub else [str(info[mark]) for mark in _MARKS if info.get(mark)]
     identity = f"{(etag or '-'.join(marks)).strip(chr(34))}-{size:x}"
-    return ObjectInfo(size, identity, etag, _seconds(info))
+    return ObjectInfo(size, identity, etag, _parse_modified(info))
 
 
-def _seconds(info: Mapping[str, Any]) -> float:
+def _parse_modified(info: Mapping[str, Any]) -> float:
     for mark in ("LastModified", "last_modified", "mtime", "created"):
         value = info.get(mark)
         if isinstance(value, datetime):

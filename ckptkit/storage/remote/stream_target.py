@@ -256,7 +256,7 @@ class StreamTarget:
         self._store.delete(self._path, [path])
 
     def _objects(self) -> dict[str, ObjectInfo]:
-        listed = self._store.listing(self._path).items()
+        listed = self._store.list_objects(self._path).items()
         return {path: entry for path, entry in listed if not is_work_folder(path.split("/")[0])}
 
     def _refuse_filled(self, paths: Collection[str]) -> None:
@@ -292,7 +292,8 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
                 where=place.location,
                 hint="name a prefix in it",
             )
-        names = [name for name in store.listing(path) if not is_work_folder(name.split("/")[0])]
+        objects = store.list_objects(path)
+        names = [name for name in objects if not is_work_folder(name.split("/")[0])]
         if not overwrite and names:
             raise output_exists_error(place.location)
         claim = OutputClaim(

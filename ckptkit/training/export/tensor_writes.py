@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ckptkit.core.checksums import ChecksumShare, share_of
+from ckptkit.core.checksums import ChecksumShare, compute_share
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
 from ckptkit.core.errors import NoSpaceError, UnsupportedError, UsageError
@@ -209,7 +209,7 @@ class _Desk:
         length, name = block.run_bytes, place.spec.name
         runs = (crc32(data[start : start + length]) for start in range(0, size, length))
         sums = np.fromiter(runs, np.uint32, len(block.at))
-        share = share_of(block.at, length, sums, place.spec.size_bytes)
+        share = compute_share(block.at, length, sums, place.spec.size_bytes)
         self.shares[name] = self.shares[name].joined(share)
         return (block.at + place.start).tolist(), data
 

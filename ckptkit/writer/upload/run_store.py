@@ -182,7 +182,7 @@ class Store:
         self.perform(where, partial(self._store.delete, self._root, names))
 
     def folder_markers(self, folder: str) -> list[str]:
-        ask = partial(self._store.folder_markers, self.address(folder))
+        ask = partial(self._store.list_folder_markers, self.address(folder))
         return [f"{folder}/{name}" for name in self.perform(folder, ask)]
 
     def abort_unfinished(self) -> int:
@@ -193,7 +193,7 @@ class Store:
         s3 = self.s3
         if s3 is None:
             return 0
-        uploads = self.perform("", lambda: list(s3.unfinished(s3.prefix)))
+        uploads = self.perform("", lambda: list(s3.list_uploads(s3.prefix)))
         for key, upload in uploads:
             self.perform("", partial(s3.abort, key, upload))
         return len(uploads)

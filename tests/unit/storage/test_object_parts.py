@@ -16,8 +16,8 @@ from ckptkit.core.object_parts import (
     CopiedRange,
     ObjectPart,
     choose_copies,
+    choose_part_bytes,
     cut_into_parts,
-    part_bytes,
 )
 from ckptkit.storage.remote.s3_object import PartBuffers
 from ckptkit.storage.remote.stream_target import PendingMemory, Stream
@@ -70,7 +70,9 @@ def test_an_object_of_any_size_has_no_more_parts_than_allowed() -> None:
     for size in (1, PART_BYTES, 60 << 30, 5 << 40):
         parts = cut_into_parts(size)
         assert len(parts) <= MOST_PARTS
-        assert max(part.stop - part.start for part in parts) < part_bytes(size) + MIN_PART_BYTES
+        assert (
+            max(part.stop - part.start for part in parts) < choose_part_bytes(size) + MIN_PART_BYTES
+        )
 
 
 def test_many_small_copies_give_way_to_fewer_large_ones() -> None:

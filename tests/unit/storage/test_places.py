@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import UsageError
-from ckptkit.storage.locations import parse_options, without_values
+from ckptkit.storage.locations import hide_values, parse_options
 from ckptkit.storage.places import Place, Sources, is_url, local_path, place_of
 
 SECRET = {"secret": "s3cr3t-value", "client_kwargs": {"endpoint_url": "http://in.house"}}
@@ -105,5 +105,5 @@ def test_a_name_is_given_once(pairs: list[str]) -> None:
 
 
 def test_values_are_taken_out_of_texts() -> None:
-    text = without_values("no s3cr3t-value at http://in.house/bucket", SECRET)
+    text = hide_values("no s3cr3t-value at http://in.house/bucket", SECRET)
     assert text == "no *** at ***/bucket"

@@ -49,18 +49,18 @@ def test_the_sums_are_those_of_the_bytes_and_of_the_checksums_of_the_parts() -> 
     ],
 )
 def test_a_sum_is_compared_with_the_one_of_its_kind(told: StoreChecksum, agrees: bool) -> None:
-    assert SUMS.agree_with(told) is agrees
+    assert SUMS.matches(told) is agrees
 
 
 def test_what_a_store_answers_is_read_in_all_its_forms() -> None:
     text = encode_crc32(SUMS.whole)
-    assert StoreChecksum.in_answer({}) is None
-    assert StoreChecksum.in_answer({"ChecksumCRC32": text}) == StoreChecksum(SUMS.whole)
-    assert StoreChecksum.in_answer({"ChecksumCRC32": f"{text}-7"}) == StoreChecksum(
+    assert StoreChecksum.from_answer({}) is None
+    assert StoreChecksum.from_answer({"ChecksumCRC32": text}) == StoreChecksum(SUMS.whole)
+    assert StoreChecksum.from_answer({"ChecksumCRC32": f"{text}-7"}) == StoreChecksum(
         SUMS.whole, OF_PARTS, 7
     )
     whole = {"ChecksumCRC32": text, "ChecksumType": WHOLE}
-    assert StoreChecksum.in_answer(whole) == StoreChecksum(SUMS.whole, WHOLE)
+    assert StoreChecksum.from_answer(whole) == StoreChecksum(SUMS.whole, WHOLE)
 
 
 @dataclass
