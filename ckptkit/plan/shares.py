@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.errors import UsageError
-from ckptkit.core.object_parts import ObjectPart, part_bytes
+from ckptkit.core.object_parts import ObjectPart, choose_part_bytes
 from ckptkit.plan.plan import TASK_BYTES, OutputFile, Plan, Task, cut_into_tasks
 
 # Large enough to make the cost of starting a share negligible, small enough to repeat one elsewhere
@@ -63,7 +63,7 @@ def tasks_of(plan: Plan, share: Share) -> Iterator[Task]:
     at = 0
     for number, file in enumerate(plan.files):
         if at < high and low < at + file.size_bytes:
-            least_bytes = part_bytes(file.size_bytes) if share.in_parts else 1
+            least_bytes = choose_part_bytes(file.size_bytes) if share.in_parts else 1
             for group in _groups(cut_into_tasks(number, file), least_bytes):
                 if low <= at + group[0].start < high:
                     yield from group
@@ -72,7 +72,7 @@ def tasks_of(plan: Plan, share: Share) -> Iterator[Task]:
 
 def cut_object_parts(file: OutputFile) -> tuple[ObjectPart, ...]:
     """Cuts a file into the parts of an object, none of which has the bytes of two shares."""
-    groups = _groups(cut_into_tasks(0, file), part_bytes(file.size_bytes))
+    groups = _groups(cut_into_tasks(0, file), choose_part_bytes(file.size_bytes))
     return tuple(
         ObjectPart(number, group[0].start, group[-1].stop) for number, group in enumerate(groups, 1)
     )

@@ -133,13 +133,13 @@ class Store:
 
     def entries(self, folder: str = "") -> dict[str, Entry]:
         """Returns all objects below a folder, by their paths below the root."""
-        listing = partial(self._store.listing, self.address(folder))
+        listing = partial(self._store.list_objects, self.address(folder))
         objects = self.perform(folder, listing)
         return {posixpath.join(folder, path): _entry(entry) for path, entry in objects.items()}
 
     def has_younger(self, folder: str, seconds: float) -> bool:
         """Returns whether an object below a folder was written within the last seconds."""
-        objects = self.perform(folder, partial(self._store.listing, self.address(folder)))
+        objects = self.perform(folder, partial(self._store.list_objects, self.address(folder)))
         oldest = time.time() - seconds
         return any(not entry.modified or entry.modified > oldest for entry in objects.values())
 
