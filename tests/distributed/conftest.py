@@ -1,12 +1,15 @@
-"""Starting scripts on several ranks, as torchrun does."""
+"""Starting scripts on several ranks, as torchrun does, or with torchrun itself."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,16 +18,63 @@ SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS"
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def _run_ranks(
-    script: Path,
-    processes: int,
-    *arguments: object,
-    status: int | None = 0,
-    limit_seconds: float = LIMIT_SECONDS,
+class RankHost:
+    """A process that has imported torch, of which ranks are forks: see `rank_host.py`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(
+        self, script: Path, processes: int, *arguments: object, limit_seconds: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a script on several ranks."""
+        words = [str(script), *map(str, arguments)]
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            command = {
+                "arguments": words,
+                "processes": processes,
+                "environment": os.environ | SETTINGS,
+                "folder": folder,
+                "limit_seconds": limit_seconds,
+            }
+            status = self._ask(command)
+            output = [
+                (Path(folder) / name).read_text(errors="replace") for name in ("stdout", "stderr")
+            ]
+        return subprocess.CompletedProcess(words, status, *output)
+
+    def _ask(self, command: dict[str, Any]) -> int:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("rank_host.py"))],
+                env=os.environ | SETTINGS,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._answer()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def _answer(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
+def _run_torchrun(
+    script: Path | str, processes: int, *arguments: object, limit_seconds: float
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={processes}", str(script), *map(str, arguments)]
-    done = subprocess.run(
+    return subprocess.run(
         command,
         env=os.environ | SETTINGS,
         timeout=limit_seconds,
@@ -32,16 +82,39 @@ def _run_ranks(
         text=True,
         check=False,
     )
-    if status is not None:
-        assert done.returncode == status, done.stdout[-4_000:] + done.stderr[-8_000:]
-    return done
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> RunRanks:
+def rank_host() -> Iterator[RankHost]:
+    host = RankHost()
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(rank_host: RankHost) -> RunRanks:
     """Runs a script on several ranks over the loopback, and checks how it ended.
 
     The function takes the script, the number of processes and the script's arguments; `status`
-    is the expected exit status, None for any.
+    is the expected exit status, None for any. `-m` as the script, or `torchrun=True`, takes
+    torchrun itself.
     """
-    return _run_ranks
+
+    def run(
+        script: Path | str,
+        processes: int,
+        *arguments: object,
+        status: int | None = 0,
+        limit_seconds: float = LIMIT_SECONDS,
+        torchrun: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        if torchrun or script == "-m":
+            start: Callable[..., subprocess.CompletedProcess[str]] = _run_torchrun
+        else:
+            start = rank_host.run
+        done = start(script, processes, *arguments, limit_seconds=limit_seconds)
+        if status is not None:
+            assert done.returncode == status, done.stdout[-4_000:] + done.stderr[-8_000:]
+        return done
+
+    return run
