@@ -1,7 +1,7 @@
 """`python -m ckptkit.run`: runs an unmodified script with its sharded saves going through ckptkit.
 
-The script runs as if it had been started itself: its arguments, its folder on the path, its
-name `__main__`, its traceback and its exit status. At its end saves under way are waited for.
+The script runs as if it were started directly: with its arguments, its folder on the path, its name
+`__main__`, its traceback and its exit status. At its end the program waits for saves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptkit.integrations.patches import (
     saves_whole_models,
 )
 
-logger = logging.getLogger("ckptkit.run")  # by whatever name it runs
+logger = logging.getLogger("ckptkit.run")  # __name__ is "__main__" here
 
 _USAGE = """\
 usage: python -m ckptkit.run SCRIPT [ARGUMENT...]
@@ -38,13 +38,12 @@ usage: python -m ckptkit.run SCRIPT [ARGUMENT...]
 
 Runs an unmodified training script. What accelerate's save_state and the Trainer save in shards
 (FSDP with SHARDED_STATE_DICT) is saved by ckptkit, in the background and in the same files, and
-loaded by it; save_model of both writes without a gather, and get_state_dict of accelerate puts
-the whole together without one; all else stays as it is.
+loaded by it; save_model of both writes without a gather, and get_state_dict of accelerate collects
+the state without one; all else stays as it is.
 
 CKPTKIT_RUN=on     the default
-CKPTKIT_RUN=wait   each save is durable before training goes on, for scripts that look into the
-                   folder or add to it right after
-CKPTKIT_RUN=off    the script runs as if it had been started itself
+CKPTKIT_RUN=wait   training waits for each save, for scripts that use the folder right after it
+CKPTKIT_RUN=off    the script runs as if it were started directly
 """
 _VARIABLE = "CKPTKIT_RUN"
 _CHOICES = ("on", "wait", "off")
@@ -56,12 +55,12 @@ _OPEN_RUNS = "ckptkit.integrations.open_runs"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is to be run.
+    """The script or module to run.
 
     Attributes:
         name: The path of a script, or the name of a module.
-        is_module: Which of these it is.
-        arguments: What comes after it.
+        is_module: Whether it is a module.
+        arguments: Its arguments.
     """
 
     name: str
@@ -73,20 +72,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a script.
 
     Args:
-        arguments: What follows the program's name; taken from the process when left out.
+        arguments: The arguments after the program's name; those of the process if left out.
 
     Returns:
-        The exit status, where the script has not raised `SystemExit` itself.
+        The exit status, if the script has not raised `SystemExit`.
 
     Raises:
-        SystemExit: As the script did.
+        SystemExit: If the script raises it.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] in (["-h"], ["--help"]):
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] in (["-h"], ["--help"]):
         sys.stdout.write(_USAGE)
         return 0
     try:
-        script, choice = parse(given), _choice()
+        script, choice = parse(words), _choice()
     except UsageError as error:
         sys.stderr.write(f"ckptkit.run: {error}\n{_USAGE}")
         return error.exit_status
@@ -99,45 +98,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Script:
-    """Returns what the arguments ask to run.
+    """Parses the arguments.
 
     Raises:
-        UsageError: If they name nothing that could be.
+        UsageError: If they name no script or module.
 
     >>> parse(["-m", "trl.scripts.sft", "--bf16"])
     Script(name='trl.scripts.sft', is_module=True, arguments=('--bf16',))
     """
-    given = list(arguments)
-    is_module = given[:1] == ["-m"]
+    words = list(arguments)
+    is_module = words[:1] == ["-m"]
     if is_module:
-        del given[0]
-    if not given:
+        del words[0]
+    if not words:
         raise UsageError(f"no {'module' if is_module else 'script'} to run was given")
-    name, *rest = given
+    name, *rest = words
     if name.startswith("-"):
         raise UsageError("no such option; options of the script come after it", where=name)
     if not is_module and not Path(name).exists():
-        raise UsageError("no such script was found", where=name)
+        raise UsageError("no such script", where=name)
     return Script(name, is_module, tuple(rest))
 
 
 def _choice() -> str:
-    """Returns what the environment chooses.
+    """Returns the choice of the environment variable.
 
     Raises:
-        UsageError: If that is no choice.
+        UsageError: If it has another value.
     """
-    found = os.environ.get(_VARIABLE, "")
-    choice = _OTHER_WORDS.get(found.lower(), found.lower())
+    value = os.environ.get(_VARIABLE, "")
+    choice = _OTHER_WORDS.get(value.lower(), value.lower())
     if choice not in _CHOICES:
         raise UsageError(
-            f"is {found!r}, where one of {', '.join(_CHOICES)} was expected", where=_VARIABLE
+            f"is {value!r}, where one of {', '.join(_CHOICES)} was expected", where=_VARIABLE
         )
     return choice
 
 
 class _UnlessConfigured(logging.StreamHandler[TextIO]):
-    """Shows the log of ckptkit for as long as the script has not set up any of its own."""
+    """Shows the log of ckptkit unless the script configures logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record."""
@@ -160,24 +159,24 @@ def _patch_accelerate(module: ModuleType, patcher: ImportPatcher) -> None:
     """
 
     def save_state(self: Any, *arguments: Any, **options: Any) -> Any:
-        from ckptkit.integrations.accelerate import saved_like_stock
+        from ckptkit.integrations.accelerate import save_like_stock
 
-        return saved_like_stock(self, *arguments, waits=patcher.waits, **options)
+        return save_like_stock(self, *arguments, waits=patcher.waits, **options)
 
     def load_state(self: Any, *arguments: Any, **options: Any) -> None:
-        from ckptkit.integrations.accelerate import loaded_like_stock
+        from ckptkit.integrations.accelerate import load_like_stock
 
-        loaded_like_stock(self, *arguments, **options)
+        load_like_stock(self, *arguments, **options)
 
     def save_model(self: Any, *arguments: Any, **options: Any) -> None:
-        from ckptkit.integrations.accelerate import model_saved_like_stock
+        from ckptkit.integrations.accelerate import save_model_like_stock
 
-        model_saved_like_stock(self, *arguments, **options)
+        save_model_like_stock(self, *arguments, **options)
 
     def get_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
-        from ckptkit.integrations.accelerate import state_like_stock
+        from ckptkit.integrations.accelerate import get_state_like_stock
 
-        return state_like_stock(self, *arguments, **options)
+        return get_state_like_stock(self, *arguments, **options)
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         getattr(init, STOCK)(self, *arguments, **options)
@@ -223,7 +222,7 @@ _LIBRARIES = (
 
 
 def _status_of(script: Script) -> int:
-    """Runs the script and waits for its saves; its own ending comes before theirs."""
+    """Runs the script, then waits for its saves; its own exit status has priority."""
     try:
         _execute(script)
     except SystemExit as ending:
@@ -249,7 +248,7 @@ def _execute(script: Script) -> None:
         sys.path[0] = str(path.resolve().parent)
     if path.suffix == ".py" and path.is_file():
         _execute_file(path.absolute())
-    else:  # a directory, an archive, or what was compiled before
+    else:  # a directory, an archive or a compiled file
         runpy.run_path(script.name, run_name="__main__")
 
 
@@ -265,7 +264,7 @@ def _execute_file(path: Path) -> None:
 
 
 def _wait_for_saves() -> int:
-    """Returns the exit status that follows from the saves."""
+    """Waits for all saves, and returns the exit status for their errors."""
     if _OPEN_RUNS not in sys.modules:  # nothing was saved
         return 0
     from ckptkit.integrations.open_runs import close_all

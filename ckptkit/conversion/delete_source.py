@@ -48,7 +48,7 @@ from ckptkit.formats.discovery import (
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
 from ckptkit.runs.marks import claim
-from ckptkit.runs.run_paths import marker, open_run, recorded_pushes
+from ckptkit.runs.run_paths import marker, open_run, read_pushes
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.storage.base import Folder, is_there
 from ckptkit.storage.local.disk import LOCAL_DISK
@@ -485,7 +485,7 @@ def _refuse_step_in_use(root: Place, files: tuple[FileRef, ...]) -> None:
 
 
 def _refuse_used(run: Place, name: str) -> None:
-    pushes = recorded_pushes(run, None)
+    pushes = read_pushes(run, None)
     if any(push.state == "pushing" and push.step == parse_step(name) for push in pushes):
         raise RefusedError(
             "its push has begun and is not done", where=run.location, hint="wait until it is"

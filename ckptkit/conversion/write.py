@@ -42,7 +42,7 @@ from ckptkit.engine.store_copies import with_store_copies
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Body, Compute, Copy, Plan, Segment, ServerCopy
-from ckptkit.runs.run_paths import read_at_store
+from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_empty
@@ -317,7 +317,7 @@ class SingleProcess(WriteStrategy[Manifest]):
 def mark_as_read(planned: PlannedOutput) -> AbstractContextManager[None]:
     """Marks those sources as being read that are steps of the hooks on an object store."""
     saved = [source for source in planned.sources if source.manifest is not None]
-    return read_at_store([place_of(source.location).beside(source.path) for source in saved])
+    return hold_at_stores([place_of(source.location).beside(source.path) for source in saved])
 
 
 class Room(Protocol):

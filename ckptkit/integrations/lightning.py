@@ -1,9 +1,7 @@
 """Sharded saves of Lightning, Fabric and Trainer, that do not stop training.
 
-Both strategies stand in for Lightning's own `ModelParallelStrategy` (FSDP2, tensor parallel). What
-they write is what Lightning writes, a DCP directory with `meta.pt`, so that each reads the other's.
-
-The saves of one Lightning strategy: one Checkpointer at a time, and removals that can wait.
+Both strategies replace Lightning's own `ModelParallelStrategy` (FSDP2, tensor parallel). They write
+what Lightning writes, a DCP directory with `meta.pt`, so that each reads the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -43,13 +41,13 @@ _NOT_HERE = frozenset({
     "layout", "prefix", "every", "keep_last", "keep_every", "keep_best", "best_mode", "signals",
     "slurm_margin_seconds",
 })  # fmt: skip
-_HINT = "what is saved when, and what stays, is told by your loop or by Lightning's ModelCheckpoint"
+_HINT = "your loop or Lightning's ModelCheckpoint decides what is saved when, and what stays"
 
 
 class StrategySaves:
-    """Saves to paths that Lightning chooses.
+    """The saves of one strategy to paths that Lightning chooses: one Checkpointer at a time.
 
-    All ranks make the same calls in the same order, but for `remove`, which rank 0 calls.
+    All ranks make the same calls in the same order, except for `remove`, which rank 0 calls.
     """
 
     def __init__(self, options: Options) -> None:
@@ -57,7 +55,7 @@ class StrategySaves:
         refused = sorted(_NOT_HERE & options.keys())
         if refused:
             raise UsageError(
-                f"the option {refused[0]!r} was found, which Lightning decides about",
+                f"the option {refused[0]!r} cannot be passed, since Lightning decides about it",
                 where="checkpointer",
                 hint=_HINT,
             )
@@ -66,12 +64,12 @@ class StrategySaves:
             **options,
             "layout": "dcp",
             "slurm_margin_seconds": 0.0,
-            "listener": self._heard,
+            "listener": self._on_saved,
         }
         self.timeout_seconds = check_options(options).timeout_seconds
         self._run = OpenRun()
         self._handles: list[SaveHandle] = []
-        self._lock = threading.Lock()  # what follows is used by the thread that saves as well
+        self._lock = threading.Lock()  # the thread that saves uses the following attributes too
         self._count = 0
         self._numbers: dict[Path, int] = {}  # of the last save to each path
         self._newest_complete = 0
@@ -85,13 +83,13 @@ class StrategySaves:
         files: Mapping[str, bytes] | None,
         step: int | None,
     ) -> None:
-        """Copies this rank's part of the state, and has it written to a path in the background.
+        """Copies this rank's part of the state, and writes it to a path in the background.
 
         Args:
-            path: The directory that is to be; one that is complete already is replaced.
+            path: The directory to write; a complete one is replaced.
             state: Models and optimizers.
-            files: Small files to lie in it.
-            step: The training step, where it is known.
+            files: Small files to add to it.
+            step: The training step, where known.
         """
         path = path.absolute()
         with self._lock:
@@ -101,31 +99,31 @@ class StrategySaves:
         number = prefix = None
         if is_step_folder(path.name):
             number = parse_step(path.name)
-            prefix = next(one for one in STEP_PREFIXES if path.name.startswith(one))
+            prefix = next(known for known in STEP_PREFIXES if path.name.startswith(known))
         checkpointer = self._run.of(path.parent, self._options, prefix=prefix)
         if number is not None:
             handle = checkpointer.save(number, state, files=files)
         else:
-            known = self._count if step is None else step
-            handle = checkpointer.save(known, state, name=path.name, files=files)
-        self._handles = [*(one for one in self._handles if not one.done()), handle]
+            count = self._count if step is None else step
+            handle = checkpointer.save(count, state, name=path.name, files=files)
+        self._handles = [*(h for h in self._handles if not h.done()), handle]
 
     def remove(self, path: Path) -> None:
-        """Removes a checkpoint once the save that was begun last, or a later one, is complete."""
+        """Removes a checkpoint once the last save, or a later one, is complete."""
         with self._lock:
             self._unwanted.append((self._count, path.absolute()))
         self._remove_unwanted()
 
     def wait(self) -> None:
-        """Waits for all saves to end, well or not."""
+        """Waits for all saves to end or fail."""
         for handle in self._handles:
             handle.wait()
 
     def close(self) -> None:
-        """Waits for the last save, and ends threads and processes; a later save begins anew."""
+        """Waits for the last save, and ends threads and processes; a later save starts new ones."""
         self._run.close()
 
-    def _heard(self, report: SaveReport) -> None:
+    def _on_saved(self, report: SaveReport) -> None:
         with self._lock:
             number = self._numbers.get(report.path, 0)
             self._newest_complete = max(self._newest_complete, number)
@@ -137,7 +135,7 @@ class StrategySaves:
         with self._lock:
             newest = self._newest_complete
             due = [path for number, path in self._unwanted if number <= newest]
-            self._unwanted = [one for one in self._unwanted if one[0] > newest]
+            self._unwanted = [entry for entry in self._unwanted if entry[0] > newest]
             for path in due:
                 self._numbers.pop(path, None)
         for path in due:
@@ -147,12 +145,12 @@ class StrategySaves:
 def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> None:
     """Loads a directory into models and optimizers in place, on all ranks.
 
-    The directory need not be writable, nor be of ours.
+    The directory need not be writable, and Lightning may have written it.
 
     Args:
         state: Models and optimizers, by their keys in the directory.
         path: A DCP directory.
-        timeout_seconds: How long other ranks are waited for.
+        timeout_seconds: How long to wait for other ranks.
     """
     peers = open_peers(path, timeout_seconds=timeout_seconds)
     try:
@@ -176,9 +174,9 @@ def _remove(path: Path) -> None:
 
 
 META = "meta.pt"
-"""Where Lightning keeps what is no model and no optimizer; it knows its directories by it."""
+"""The file with everything except models and optimizers, which marks Lightning's directories."""
 
-_TAKEN = "Lightning's own checkpoint lies there; move it away, or save under another name"
+_TAKEN = "the path holds Lightning's own checkpoint; move it away, or save under another name"
 _CHANGED = "a hook has changed the weights in the checkpoint"
 _STEP_NAMES = ("global_step", "step", "iteration", "iter_num", "step_count")
 _State = dict[str, Any]
@@ -192,21 +190,21 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         fabric.load("runs/a/step-500.ckpt", state)
 
     `save` returns once the local copy is taken; the directory appears when it is complete and
-    durable. Saves into one directory share their buffers, so give each a name of its own there.
+    durable. Saves below one directory share their buffers, so use a different name for each.
     The random numbers of all ranks are saved and loaded too.
 
-    A `filter`, `storage_options`, `save_distributed_checkpoint=False` and saving over a checkpoint
-    of Lightning's own are Lightning's business as before, and so is loading with `strict=False` or
-    from a single file.
+    Lightning itself saves with a `filter`, with `storage_options`, with
+    `save_distributed_checkpoint=False`, and over a checkpoint of its own. It loads with
+    `strict=False` and from a single file.
     """
 
     def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
-        """Takes what Lightning's strategy takes.
+        """Takes the arguments of Lightning's strategy.
 
         Args:
-            *args: As there.
+            *args: As for Lightning's strategy.
             checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
-            **kwargs: As there.
+            **kwargs: As for Lightning's strategy.
         """
         super().__init__(*args, **kwargs)
         self._saves = StrategySaves(checkpointer or {})
@@ -218,7 +216,7 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         storage_options: Any = None,
         filter: Any = None,  # noqa: A002  Lightning's name
     ) -> None:
-        """Saves as `fabric.save` says, in the background."""
+        """Saves as `fabric.save`, in the background."""
         if storage_options is not None or filter is not None or not _is_sharded(self):
             super().save_checkpoint(path, state, storage_options, filter)
             return
@@ -239,12 +237,12 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         strict: bool = True,  # noqa: FBT001, FBT002  Lightning's signature
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """Loads as `fabric.load` says; saves under way are waited for."""
+        """Loads as `fabric.load`, after all saves have ended."""
         path = Path(self.broadcast(path))
         self._saves.wait()
         if not (isinstance(state, dict) and state and strict and _holds_shards(path)):
             rest: dict[str, Any] = super().load_checkpoint(
-                path, state, strict, **_where_given(weights_only)
+                path, state, strict, **_load_options(weights_only)
             )
             return rest
         parts = {key: value for key, value in state.items() if _is_part(value)}
@@ -252,7 +250,7 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         missing = state.keys() - parts.keys() - rest.keys()
         if missing:
             raise ResumeError(
-                f"{', '.join(map(repr, sorted(missing)))} was not saved there",
+                f"{', '.join(map(repr, sorted(missing)))} is not in the checkpoint",
                 where=str(path),
                 hint="pass strict=False to load the others",
             )
@@ -261,14 +259,14 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         return rest
 
     def wait_for_saves(self) -> None:
-        """Waits until all saves have ended, well or not."""
+        """Waits until all saves have ended or failed."""
         self._saves.wait()
 
     def finish_saves(self) -> None:
-        """Waits for the last save, and ends what saves; call it after the last step.
+        """Waits for the last save, and ends its processes; call it after the last step.
 
-        Fabric tells its strategies of no end. Without this call the program waits as it ends, and
-        what went wrong is in the log only.
+        Fabric does not notify its strategies of the end of training. Without this call the program
+        waits when it exits, and errors are only in the log.
         """
         self._saves.close()
 
@@ -279,22 +277,20 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         trainer = Trainer(strategy=TrainerModelParallelStrategy(), callbacks=[ModelCheckpoint(…)])
         trainer.fit(model, ckpt_path="runs/a/epoch=3-step=400.ckpt")
 
-    A checkpoint that `ModelCheckpoint` wants gone stays until one that was begun later is
-    complete, so that there is a whole one at any moment. The random numbers of all ranks are saved
-    and loaded too.
+    A checkpoint that `ModelCheckpoint` removes stays until a later one is complete, so that one
+    complete checkpoint always exists. The random numbers of all ranks are saved and loaded too.
 
-    Where a hook has put other weights into the checkpoint (averaged ones, for example), over a
-    checkpoint of Lightning's own, and with `save_distributed_checkpoint=False`, Lightning saves as
-    before.
+    Lightning itself saves if a hook has put other weights into the checkpoint (averaged ones, for
+    example), over a checkpoint of its own, and with `save_distributed_checkpoint=False`.
     """
 
     def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
-        """Takes what Lightning's strategy takes.
+        """Takes the arguments of Lightning's strategy.
 
         Args:
-            *args: As there.
+            *args: As for Lightning's strategy.
             checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
-            **kwargs: As there.
+            **kwargs: As for Lightning's strategy.
         """
         super().__init__(*args, **kwargs)
         self._saves = StrategySaves(checkpointer or {})
@@ -302,7 +298,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         self._was_interrupted = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the live weights, which hooks may look at; nothing is copied."""
+        """Returns the live weights, without a copy, for hooks to examine."""
         if not _is_sharded(self):
             whole: dict[str, Any] = super().lightning_module_state_dict()
             return whole
@@ -322,7 +318,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Saves what `Trainer.save_checkpoint` has gathered, in the background."""
+        """Saves the checkpoint of `Trainer.save_checkpoint` in the background."""
         if storage_options is not None or not _is_sharded(self):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -342,12 +338,12 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         checkpoint_path: str | Path,
         weights_only: bool | None = None,  # noqa: FBT001  Lightning's signature
     ) -> dict[str, Any]:
-        """Loads models and optimizers in place; saves under way are waited for."""
+        """Loads models and optimizers in place, after all saves have ended."""
         path = Path(self.broadcast(checkpoint_path))
         self._saves.wait()
         assert self.lightning_module is not None  # noqa: S101  the Trainer sets it up first
         if not (self.lightning_module.strict_loading and _holds_shards(path)):
-            rest: dict[str, Any] = super().load_checkpoint(path, **_where_given(weights_only))
+            rest: dict[str, Any] = super().load_checkpoint(path, **_load_options(weights_only))
             return rest
         rest = _read_meta(path, weights_only=weights_only)
         state = self._parts(len(self.optimizers))
@@ -362,7 +358,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
             self._saves.remove(Path(filepath))
 
     def wait_for_saves(self) -> None:
-        """Waits until all saves have ended, well or not."""
+        """Waits until all saves have ended or failed."""
         self._saves.wait()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -370,7 +366,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Waits for the last save, and raises what went wrong in one that nobody asked about."""
+        """Waits for the last save, and raises the error of a failed one."""
         was_interrupted, self._was_interrupted = self._was_interrupted, False
         try:
             self._saves.close()
@@ -381,9 +377,9 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
             super().teardown()
 
     def _parts(self, optimizers: int) -> _State:
-        """Returns the model and its first optimizers, by the names that Lightning gives them."""
+        """Returns the model and its first optimizers, by Lightning's names."""
         numbered = enumerate(self.optimizers[:optimizers])
-        return {"state_dict": self.model, **{f"optimizer_{n}": one for n, one in numbered}}
+        return {"state_dict": self.model, **{f"optimizer_{n}": o for n, o in numbered}}
 
     def _save_stock(self, checkpoint: dict[str, Any], path: Path) -> None:
         self._saves.wait()
@@ -397,28 +393,26 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
 
 
 def _is_sharded(strategy: StockFabricStrategy | StockTrainerStrategy) -> bool:
-    """Returns whether a strategy saves shards; neither of them says so in public."""
+    """Returns whether a strategy saves shards, which has no public attribute."""
     return bool(strategy._save_distributed_checkpoint)  # noqa: SLF001
 
 
 def _target_of(
     strategy: StockFabricStrategy | StockTrainerStrategy, path: str | Path
 ) -> tuple[Path, bool]:
-    """Returns where rank 0 saves, and whether something lies there that only Lightning replaces."""
+    """Returns the path of rank 0, and whether only Lightning can replace what is there."""
     target = Path(path)
     is_whole = target.is_file()
     is_foreign = _holds_shards(target) and not (target / MANIFEST_NAME).exists()
-    found: tuple[Path, bool] = strategy.broadcast((target, is_whole or is_foreign))
-    return found
+    result: tuple[Path, bool] = strategy.broadcast((target, is_whole or is_foreign))
+    return result
 
 
 def _warn_of_stock(
     strategy: StockFabricStrategy | StockTrainerStrategy, path: Path, reason: str
 ) -> None:
     if strategy.global_rank == 0:
-        logger.warning(
-            "%s: Lightning itself saves, which stops training meanwhile: %s", path, reason
-        )
+        logger.warning("%s: Lightning itself saves, and training waits for it: %s", path, reason)
 
 
 def _holds_shards(path: Path) -> bool:
@@ -429,7 +423,7 @@ def _is_part(value: object) -> bool:
     return isinstance(value, nn.Module | Optimizer)
 
 
-def _where_given(weights_only: bool | None) -> dict[str, bool]:  # noqa: FBT001  Lightning's
+def _load_options(weights_only: bool | None) -> dict[str, bool]:  # noqa: FBT001  Lightning's
     return {} if weights_only is None else {"weights_only": weights_only}
 
 
@@ -445,25 +439,25 @@ def _archived(values: Mapping[str, Any]) -> bytes:
 
 
 def _read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Reads what lies beside the shards, without running it.
+    """Reads the file next to the shards without executing its pickle.
 
-    Objects of other classes are left to Lightning, where the user has asked for that.
+    Lightning reads it if the user allows objects of other classes.
     """
     if weights_only is False:
-        found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path / META, weights_only=False)
-        return found
+        meta: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path / META, weights_only=False)
+        return meta
     with LocalSource(path) as source:
         try:
-            found = read_torch_file(source, META)
+            meta = read_torch_file(source, META)
         except ResumeError as error:
             hint = "pass weights_only=False to let Lightning make such objects, if you trust them"
             raise ResumeError(error.message, where=error.where, hint=hint) from error
-    return found
+    return meta
 
 
 def _step_in(values: Mapping[str, Any]) -> int | None:
-    found = (values.get(name) for name in _STEP_NAMES)
-    return next((step for step in found if type(step) is int and step >= 0), None)
+    steps = (values.get(name) for name in _STEP_NAMES)
+    return next((step for step in steps if type(step) is int and step >= 0), None)
 
 
 def _is_as_offered(checkpoint: Mapping[str, Any], offered: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Sharded models written into folders that may hold other things, without a gather."""
+"""Writes sharded models into folders that may hold other files, without a gather."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = "model.safetensors"
 _PARTS = "model-?????-of-?????.safetensors"
 _INDEX = f"{_WEIGHTS}.index.json"
-_HIDDEN = ".ckptkit-model"  # where the model is whole before its files go to their place
+_HIDDEN = ".ckptkit-model"  # the model is complete here before its files are moved
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Returns whether ranks hold parts of a model, by FSDP or as DTensors."""
+    """Returns whether a model is sharded over ranks, by FSDP or as DTensors."""
     return any(isinstance(part, FullyShardedDataParallel) for part in model.modules()) or any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
@@ -46,38 +46,38 @@ def export_into(
 ) -> None:
     """Writes a model, or the adapter of a PEFT model, from all ranks at once, and waits for it.
 
-    What else lies in the folder stays, but for the weights of an earlier model. The files are in
-    place once the first rank has returned.
+    Other files in the folder stay, except for the weights of an earlier model. The files are
+    complete once the first rank has returned.
 
     Args:
         checkpointer: Of any run.
-        out: The folder; made where it is not there.
-        model: Whose parameters are sharded.
+        out: The folder; created if it does not exist.
+        model: A sharded model.
         is_first: Whether this is rank 0.
         **options: As for `Checkpointer.export`.
     """
-    options = {**options, "overwrite": True}  # what an export that was killed has left
+    options = {**options, "overwrite": True}  # replaces an export that a kill interrupted
     handle = checkpointer.export(out / _HIDDEN, state={"model": model}, **options)
     report = handle.report()
     if not is_first:
         return
     if report.command:
-        logger.warning("%s: the model is there in shards; run %s", out, _command(report, out))
+        logger.warning("%s: the model was written in shards; run %s", out, _command(report, out))
     else:
         try:
             _move_into(out)
         except OSError as error:
             raise OutputError(
-                f"the model is whole in {_HIDDEN!r} and could not be moved from there:"
+                f"the model is complete in {_HIDDEN!r} and could not be moved:"
                 f" {error.strerror or error}",
                 where=str(out),
-                hint="make room for its files and move them, or save it to another folder",
+                hint="free some space and move its files, or save it to another folder",
             ) from error
         logger.info("moved to %s", out)
 
 
 def _command(report: ExportReport, out: Path) -> str:
-    """Returns the command that makes the folder, or one beside it where it holds other things."""
+    """Returns the command that writes the folder, or a new one if it holds other files."""
     is_free = not out.exists() or is_empty(out)
     target = out if is_free else out.with_name(f"{out.name}-model")
     words = [word for word in shlex.split(report.command) if word != "--overwrite"]
@@ -85,7 +85,7 @@ def _command(report: ExportReport, out: Path) -> str:
 
 
 def _move_into(out: Path) -> None:
-    """Moves a model to where it belongs, in place of an earlier one.
+    """Moves the files of a model into the folder, and removes an earlier model.
 
     The manifest of a step that training resumes from stays where it is.
     """
@@ -94,7 +94,7 @@ def _move_into(out: Path) -> None:
     if _is_step(out):
         names = [name for name in names if str(name) != MANIFEST_NAME]
     is_whole_model = any(str(name) in {_WEIGHTS, _INDEX} for name in names)
-    if is_whole_model:  # or the old index would join old parts to new ones
+    if is_whole_model:  # the old index would combine old and new shards
         (out / _INDEX).unlink(missing_ok=True)
     for name in _weights_first(names):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _is_step(folder: Path) -> bool:
 
 
 def _weights_first(names: Iterable[Path]) -> list[Path]:
-    """Returns the names in an order in which nothing looks whole before it is."""
+    """Returns the names in an order in which the folder looks complete only at the end."""
     last = (_INDEX, MANIFEST_NAME)
     return sorted(
         names,

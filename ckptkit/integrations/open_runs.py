@@ -1,4 +1,4 @@
-"""The Checkpointers that integrations have opened, and that have to end before the program does."""
+"""The open Checkpointers of integrations, which are closed before the program ends."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ckptkit.training.settings import Options
 _OPEN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
-def opened(checkpointer: Checkpointer) -> None:
-    """Notes a Checkpointer that `close_all` is to close; it may be closed before."""
+def register(checkpointer: Checkpointer) -> None:
+    """Registers a Checkpointer for `close_all`; it may be closed before."""
     _OPEN.add(checkpointer)
 
 
 def close_all() -> list[CkptkitError]:
-    """Closes all that were opened, each after its saves under way.
+    """Closes all registered Checkpointers after their saves.
 
     Returns:
-        The failures of saves that nobody has asked for.
+        The errors of saves that no call has raised.
     """
     failures: list[CkptkitError] = []
     while _OPEN:
@@ -35,9 +35,9 @@ def close_all() -> list[CkptkitError]:
 
 
 class OpenRun:
-    """At most one Checkpointer, opened when it is needed and again for another run.
+    """At most one Checkpointer, opened when needed, and again for another run.
 
-    Each has a copy of the local state, so that two at a time would be one too many.
+    Each holds a copy of the local state, so only one is open at a time.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class OpenRun:
         return self._checkpointer
 
     def of(self, run: Path, options: Options, *, prefix: str | None = None) -> Checkpointer:
-        """Returns a Checkpointer for a run, the one that is open where it serves.
+        """Returns a Checkpointer for a run; the open one if it fits.
 
         Args:
             run: The run's directory.
             options: For the Checkpointer.
-            prefix: What the names of its steps begin with, None where that does not matter.
+            prefix: The prefix of step folders, None for any.
         """
         wanted: dict[str, Any] = dict(options)
         if prefix is not None:
@@ -66,12 +66,12 @@ class OpenRun:
         if self._checkpointer is None or (self._run, self._options) != (run, wanted):
             self.end()
             self._checkpointer = Checkpointer(run, **wanted)
-            opened(self._checkpointer)
+            register(self._checkpointer)
             self._run, self._options = run, wanted
         return self._checkpointer
 
     def end(self) -> None:
-        """Closes what is open; what failed is kept for `close`."""
+        """Closes the Checkpointer; an error is kept for `close`."""
         if self._checkpointer is not None:
             checkpointer, self._checkpointer = self._checkpointer, None
             try:
@@ -80,7 +80,7 @@ class OpenRun:
                 self._failed.append(error)
 
     def close(self) -> None:
-        """Closes what is open; it may be opened again."""
+        """Closes the Checkpointer, and raises the first error; it may be opened again."""
         self.end()
         failed, self._failed = self._failed, []
         if failed:

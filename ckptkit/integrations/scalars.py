@@ -1,4 +1,4 @@
-"""What saves cost, written where people look: TensorBoard, wandb and others of their kind."""
+"""Writes the cost of saves to TensorBoard, wandb and similar loggers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _Write = Callable[[Mapping[str, float], int], object]
 
 @check_names
 def scalars(writer: Any, *, prefix: str = "ckptkit/") -> Callable[[SaveReport], None] | None:
-    """Returns a listener for a `Checkpointer` that writes what every save cost.
+    """Returns a listener for a `Checkpointer` that writes the cost of every save.
 
-    Written are `blocked_ms`, `durable_s`, `committed_s`, `copy_GB_per_s`, `write_GB_per_s` (of
+    It writes `blocked_ms`, `durable_s`, `committed_s`, `copy_GB_per_s`, `write_GB_per_s` (of
     this rank) and `size_GB` (of the whole step), at the training step that was saved. A save is
     reported when it is committed, some steps after it began.
 
         checkpointer = Checkpointer("runs/a", listener=scalars(SummaryWriter("logs")))
 
     Args:
-        writer: Something with `add_scalar(name, value, step)`, as TensorBoard's SummaryWriter
-            has; with `log_metrics(values, step)`, as loggers of Lightning and mlflow have; or
-            with `log(values, step)`, as wandb, accelerate and others have. None writes
-            nothing, on the ranks that have no writer.
-        prefix: What the names begin with.
+        writer: An object with `add_scalar(name, value, step)`, such as TensorBoard's
+            SummaryWriter; with `log_metrics(values, step)`, such as loggers of Lightning and
+            mlflow; or with `log(values, step)`, such as wandb and accelerate. None writes
+            nothing, for ranks without a writer.
+        prefix: The prefix of the names.
 
     Returns:
-        The listener, None where there is no writer.
+        The listener, None without a writer.
 
     Raises:
-        UsageError: If the writer has none of these.
+        UsageError: If the writer has none of these methods.
     """
     if writer is None:
         return None
@@ -49,7 +49,7 @@ def scalars(writer: Any, *, prefix: str = "ckptkit/") -> Callable[[SaveReport], 
 
 
 def values_of(report: SaveReport) -> dict[str, float]:
-    """Returns the numbers of a report that are worth a curve, by names that tell the unit."""
+    """Returns the numbers of a report by names that include the unit."""
     durable = report.durable_seconds
     return {
         "blocked_ms": report.blocked_seconds * 1e3,
@@ -74,8 +74,8 @@ def _write_of(writer: Any, prefix: str) -> _Write:
     log = getattr(writer, "log_metrics", None) or getattr(writer, "log", None)
     if not callable(log) or not _takes_step(log):
         raise UsageError(
-            f"{a_kind(writer)} was found where something with add_scalar(), or with log_metrics()"
-            " or log() that take a step, was expected",
+            f"found {a_kind(writer)}, expected an object with add_scalar(), or with log_metrics()"
+            " or log() that take a step",
             where="scalars",
             hint="pass a SummaryWriter, a wandb run, or a logger of Lightning",
         )
@@ -83,10 +83,10 @@ def _write_of(writer: Any, prefix: str) -> _Write:
 
 
 def _takes_step(log: Callable[..., object]) -> bool:
-    """Returns whether a step can be given by name, which the Trainer's `log`, for one, has not."""
+    """Returns whether a function has an argument `step`, which the Trainer's `log` lacks."""
     try:
         parameters = inspect.signature(log).parameters
-    except ValueError:  # it is not written in Python
+    except ValueError:  # a builtin without signature
         return True
     return "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -94,10 +94,10 @@ def _takes_step(log: Callable[..., object]) -> bool:
 def _wandb(run: Any, prefix: str) -> _Write:
     """Gives the scalars a step axis of their own.
 
-    A save ends some steps after it began, and wandb drops what is logged for a step that has
-    passed. `commit=False` adds the values to the row that the training loop is about to write: to
-    end that row here would cost the loop what it has yet to log at the same step. Of two saves
-    that end within one row the later one is seen.
+    A save ends some steps after it began, and wandb drops values of past steps. `commit=False` adds
+    the values to the row that the training loop writes next; committing the row here would drop
+    what the loop logs later at the same step. Of two saves that end within one row, the later one
+    is shown.
     """
     axis = f"{prefix}step"
     run.define_metric(axis, hidden=True)

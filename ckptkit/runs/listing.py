@@ -1,4 +1,4 @@
-"""`ckptkit.list_run`: the steps of a run, whole or not, and what is known of each."""
+"""`ckptkit.list_run`: the complete and incomplete steps of a run, with their files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ckptkit.formats.discovery import parse_step
 from ckptkit.formats.registry import describe_missing, recognise
 from ckptkit.runs.local import RunStore, StoredFile
 from ckptkit.runs.marks import is_step_folder
-from ckptkit.runs.run_paths import marker, open_run, recorded_pushes, runs_nearby
+from ckptkit.runs.run_paths import find_runs_nearby, marker, open_run, read_pushes
 from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
-from ckptkit.runs.step_manifests import StepManifests, listed_files
+from ckptkit.runs.step_manifests import StepManifests, list_files
 from ckptkit.runs.steps import RunStep, parse_metrics, series_of, step_of_manifest
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
@@ -31,14 +31,14 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class RunListing:
-    """What lies in a run.
+    """The steps of a run.
 
     Attributes:
-        location: The run as it was given.
-        live: Whether a job is writing to it; None where nobody can know.
+        location: The path or URL of the run, as passed.
+        live: Whether a job is writing to it; None if unknown.
         steps: All steps, the lowest number first.
         best: Names of the steps that the Trainer would load as the best.
-        notes: What was left alone, and why.
+        notes: What was ignored, and why.
     """
 
     location: str
@@ -52,7 +52,7 @@ class RunListing:
 
     @property
     def size_bytes(self) -> int:
-        """What the steps take together; files that several steps share count once."""
+        """The size of all steps; files that several steps share count once."""
         return bytes_of(file for step in self.steps for file in step.files)
 
     def to_json(self, *, now: float) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class RunListing:
 
 
 def bytes_of(files: Iterable[StoredFile]) -> int:
-    """Returns what files take together, each one once, however many names it has."""
+    """Returns the size of files together; one with several names counts once."""
     sizes = {file.inode or file.path: file.size_bytes for file in files}
     return sum(sizes.values())
 
@@ -77,11 +77,11 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     """Lists the steps of a run, on any storage; headers alone are read.
 
     Args:
-        run: The directory that the steps lie in.
-        state: Where a watch of the run keeps its state, if not in the run itself.
+        run: The directory or URL of the run.
+        state: The folder with the state of a watch, if it is not in the run.
 
     Returns:
-        What lies there.
+        The steps.
     """
     store = open_run(run)
     with open_source(run) as source:
@@ -89,7 +89,7 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
 
 
 class _Listing:
-    """Looks at the steps of one run."""
+    """Lists the steps of one run."""
 
     def __init__(
         self, source: Folder, store: RunStore, run: PathLike, state: PathLike | None
@@ -97,10 +97,10 @@ class _Listing:
         self._source = source
         self._store = store
         self._run = run
-        self._pushes = recorded_pushes(run, state)
-        candidates = recognise(listed_files(source))
+        self._pushes = read_pushes(run, state)
+        candidates = recognise(list_files(source))
         self._manifests = StepManifests(source, candidates)
-        self._candidates = _by_folder(self._manifests.apart(candidates))
+        self._candidates = _by_folder(self._manifests.without_side_folders(candidates))
         files = store.files()
         self._paths = {file.path for file in files}
         self._files = _by_folder_of_files(files)
@@ -108,7 +108,7 @@ class _Listing:
     def listing(self) -> RunListing:
         names = [n for n in self._files if n in self._candidates or is_step_folder(n)]
         if not names:
-            raise self._nothing()
+            raise self._no_steps()
         steps = self._ordered([self._step(name) for name in names])
         steps.sort(key=lambda step: (step.step, step.name))
         links = [n for n in self._source.linked_folders() if parse_step(n) is not None]
@@ -171,16 +171,16 @@ class _Listing:
     def _problem(self, name: str, candidates: Sequence[Candidate]) -> str:
         """Returns why a step that ckptkit has not saved is not complete; empty where it is."""
         if not candidates:
-            return "no checkpoint of a known format lies here"
+            return "it holds no checkpoint of a known format"
         unfinished = self._unfinished(name)
         if unfinished:
             return unfinished
-        # Of a model that has its optimizer beside it, both have to be there.
+        # If a model comes with its optimizer, both have to be complete.
         lacking = (self._lacks(candidate) for candidate in _main(candidates))
         return next(filter(None, lacking), "")
 
     def _unfinished(self, name: str) -> str:
-        """Returns whether a framework left a step before its end."""
+        """Returns why a step was not finished by its framework; empty if it was."""
         if self._has(name, _SENTINEL):
             return "the Trainer has not finished it"
         series = series_of(name)
@@ -206,9 +206,9 @@ class _Listing:
         return metrics
 
     def _best_of_trainer(self, steps: Sequence[RunStep]) -> Iterator[str]:
-        """Yields the step that the newest state of a Trainer calls the best.
+        """Yields the best step according to the newest state of a Trainer.
 
-        Where times and numbers disagree on which state that is, both count.
+        If times and numbers disagree on which state is the newest, both count.
         """
         ordered = sorted(steps, key=lambda step: (step.save_number, step.step), reverse=True)
         orders = [ordered]
@@ -220,47 +220,47 @@ class _Listing:
             if isinstance(best, str):
                 yield posixpath.basename(best.replace("\\", "/").rstrip("/"))
 
-    def _nothing(self) -> NotACheckpointError:
+    def _no_steps(self) -> NotACheckpointError:
         location = self._store.location
-        found = "no step of a run lies here"
+        message = "it holds no step of a run"
         if parse_step(posixpath.basename(location.rstrip("/"))) is not None:
-            hint = "that is a step itself; give the directory above it"
-            return NotACheckpointError(found, where=location, hint=hint)
+            hint = "this is a step itself; pass the directory above it"
+            return NotACheckpointError(message, where=location, hint=hint)
         links = [name for name in self._source.linked_folders() if parse_step(name) is not None]
-        found += f"; {', '.join(links[:_NAMED])}: links, which are not followed" if links else ""
-        nearby = runs_nearby(self._run)
-        hint = "give the directory that holds the checkpoint-N folders"
+        message += f"; {', '.join(links[:_NAMED])}: links, which are not followed" if links else ""
+        nearby = find_runs_nearby(self._run)
+        hint = "pass the directory with the checkpoint-N folders"
         if nearby:
             hint += f": {' or '.join(nearby)}"
         else:
             apart = sorted(name for name in self._candidates if parse_step(name) is None)
             if apart:
                 names = ", ".join(name or "." for name in apart[:_NAMED])
-                found += f"; checkpoints whose names have no step: {names}"
+                message += f"; checkpoints whose names have no step: {names}"
             walked = (path.split("/", 1)[0] for path in self._source.walk(2) if "/" in path)
             below = sorted({name for name in walked if not name.startswith(".")})
             hint += f"; below it are {', '.join(below[:_NAMED])}" if below else ""
-        return NotACheckpointError(found, where=location, hint=hint)
+        return NotACheckpointError(message, where=location, hint=hint)
 
 
 def _main(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Leaves out loose torch files, which accompany a model and need not be checkpoints."""
-    kept = [c for c in candidates if c.format not in {"torch", "foreign"}]
-    return kept or list(candidates)
+    """Leaves out single torch files, which often accompany a model without being checkpoints."""
+    main = [c for c in candidates if c.format not in {"torch", "foreign"}]
+    return main or list(candidates)
 
 
 def _by_folder(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    found: dict[str, list[Candidate]] = {}
+    folders: dict[str, list[Candidate]] = {}
     for candidate in candidates:
-        found.setdefault(candidate.folder.split("/", 1)[0], []).append(candidate)
-    return found
+        folders.setdefault(candidate.folder.split("/", 1)[0], []).append(candidate)
+    return folders
 
 
 def _by_folder_of_files(files: Sequence[StoredFile]) -> dict[str, list[StoredFile]]:
-    found: dict[str, list[StoredFile]] = {}
+    folders: dict[str, list[StoredFile]] = {}
     for file in files:
-        found.setdefault(file.path.split("/", 1)[0], []).append(file)
-    return found
+        folders.setdefault(file.path.split("/", 1)[0], []).append(file)
+    return folders
 
 
 def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -> str:

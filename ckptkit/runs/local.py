@@ -1,7 +1,4 @@
-"""A run on a local or mounted file system.
-
-The directory of a run as a whole: what lies in it, who uses it, and removal step by step.
-"""
+"""The store of a run, and its implementation for a local or mounted file system."""
 
 from __future__ import annotations
 
@@ -42,11 +39,14 @@ class StoredFile:
 
 
 class RunStore(Protocol):
-    """A run on some storage. Steps are called by the names of their folders."""
+    """A run on any storage: its files, marks of readers, and removal of steps.
+
+    Steps are identified by the names of their folders.
+    """
 
     @property
     def location(self) -> str:
-        """The place as the user named it, for messages."""
+        """The path or URL as the user passed it, for messages."""
         ...
 
     def files(self) -> Sequence[StoredFile]:
@@ -54,64 +54,64 @@ class RunStore(Protocol):
         ...
 
     def is_live(self) -> bool | None:
-        """Returns whether a job is writing to the run; None where nobody can know."""
+        """Returns whether a job is writing to the run; None if unknown."""
         ...
 
     def is_there(self, path: str) -> bool:
-        """Returns whether a file is there at this moment."""
+        """Returns whether a file exists now."""
         ...
 
     def hold(self, step: str, markers: Collection[str]) -> AbstractContextManager[object]:
-        """Marks a step as being read, until the result is left.
+        """Marks a step as being read until the context is left.
 
         Args:
             step: The name of its folder.
-            markers: Files of the step by which its readers are known, relative to the run.
+            markers: The files of the step that its readers lock, relative to the run.
         """
         ...
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:
-        """Returns whether somebody reads a step now; changes nothing."""
+        """Returns whether a step is being read now; changes nothing."""
         ...
 
     def claim(
         self, step: str, markers: Collection[str], files: Sequence[StoredFile]
     ) -> AbstractContextManager[object] | None:
-        """Keeps new readers from a step that is to be removed, until the result is left.
+        """Keeps new readers from a step that is to be removed until the context is left.
 
         Args:
             step: The name of its folder.
-            markers: Files of the step by which its readers are known, relative to the run.
-            files: What is to be removed.
+            markers: The files of the step that its readers lock, relative to the run.
+            files: The files to remove.
 
         Returns:
-            What keeps them out, or None where somebody reads it now.
+            The context, or None if the step is being read now.
         """
         ...
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
-        """Removes a step; at no moment does half of it look like a whole one.
+        """Removes a step; at no moment do the remaining files look like a complete step.
 
         Args:
             step: The name of its folder.
-            files: What was seen in it, and no file that came later.
+            files: The files that were listed; newer ones are not removed.
         """
         ...
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Removes what removals left behind that were interrupted.
+        """Finishes removals that were interrupted.
 
         Args:
-            remove: Whether it goes; otherwise it is only named.
+            remove: Whether to remove the files; otherwise the steps are only returned.
 
         Returns:
-            The steps concerned, by name.
+            The names of these steps.
         """
         ...
 
 
-_AGAIN = "was written again, or changed, since it was listed"
-_JUDGED_ANEW = "run again; it is judged anew"
+_AGAIN = "was replaced or changed since it was listed"
+_JUDGED_ANEW = "run again to judge it anew"
 _HIDDEN = re.compile(rf"\.(?P<step>.+?){re.escape(WORK_INFIX)}{TRASH}-[0-9a-f]+")
 
 
@@ -119,11 +119,11 @@ class LocalRun:
     """A directory with steps in it; see `RunStore`."""
 
     def __init__(self, root: Path, is_step: Callable[[str], bool]) -> None:
-        """Looks at nothing but whether it is there.
+        """Checks that the directory exists.
 
         Args:
-            root: The directory; its name is kept for messages as it is given.
-            is_step: Tells from the name of a folder whether it is that of a step.
+            root: The directory, as it appears in messages.
+            is_step: Returns whether the name of a folder is that of a step.
         """
         if not root.is_dir():
             raise NotACheckpointError("no such directory", where=str(root))
@@ -145,7 +145,7 @@ class LocalRun:
         return [file for step in steps for file in self._below(step)]
 
     def is_live(self) -> bool | None:
-        """Returns whether a job has the lock of the run; None where nobody can know."""
+        """Returns whether a job has the lock of the run; None if unknown."""
         try:
             return run_is_live(self._root)
         except OSError:
@@ -158,7 +158,7 @@ class LocalRun:
         return hold(self._root / path for path in sorted(markers))
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:
-        """Returns whether somebody has one of the locks of a step's markers."""
+        """Returns whether another process has one of the locks of a step's markers."""
         mark = self.claim(step, markers, ())
         if mark is None:
             return True
@@ -171,13 +171,13 @@ class LocalRun:
         markers: Collection[str],
         files: Sequence[StoredFile],  # noqa: ARG002
     ) -> StepMark | None:
-        """Takes the locks of a step's markers for removal; None where somebody has one."""
+        """Takes the locks of a step's markers for removal; None if a reader has one."""
         return claim(self._root / path for path in sorted(markers))
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
-        """Takes a step's name away, durably, and then removes it.
+        """Renames a step, durably, and then removes it.
 
-        A job may replace the step at any time; what is not what was seen gets its name back.
+        A job may replace the step at any time; a folder with other files gets its name back.
         """
         folder = self._root / step
         trash = new_hidden_path(folder, TRASH)
@@ -192,34 +192,34 @@ class LocalRun:
             remove_tree(trash)
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Removes folders that have lost their names."""
-        found = []
+        """Removes folders that `remove` has renamed."""
+        steps = []
         with _readable(self._root):
             left = sorted(self._root.iterdir())
         for path in left:
             match = _HIDDEN.fullmatch(path.name)
             if match is None or path.is_symlink() or not path.is_dir():
                 continue
-            found.append(match["step"])
+            steps.append(match["step"])
             if remove:
                 with _removable(path):
                     remove_tree(path)
-        return found
+        return steps
 
     def _holds(self, folder: str, step: str, files: Sequence[StoredFile]) -> bool:
-        """Returns whether a folder has the files that were seen in a step, and no others."""
+        """Returns whether a folder has the files that were listed in a step, and no others."""
         seen = {file.path.removeprefix(step): file.identity for file in files}
         return seen == {f.path.removeprefix(folder): f.identity for f in self._below(folder)}
 
     def _below(self, folder: str) -> Iterator[StoredFile]:
         try:
             with os.scandir(self._root / folder) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+                listed = sorted(entries, key=lambda entry: entry.name)
         except FileNotFoundError:  # removed meanwhile
             return
         except OSError as error:
             raise _unreadable(self._root / folder, error) from error
-        for entry in found:
+        for entry in listed:
             if entry.is_dir(follow_symlinks=False):
                 if not is_work_folder(entry.name):
                     yield from self._below(f"{folder}/{entry.name}")
@@ -259,10 +259,10 @@ def _removable(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        return  # somebody else was faster
+        return  # another process has removed it
     except OSError as error:
         raise OutputError(
             f"cannot be removed: {error.strerror or error}",
             where=str(path),
-            hint="see whose it is, and whether the file system was mounted read-only",
+            hint="check its owner, and whether the file system is mounted read-only",
         ) from error

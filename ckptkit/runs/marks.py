@@ -1,13 +1,11 @@
-"""The small files by which a running job and other processes find each other.
+"""Small files and locks through which the processes that use a run coordinate.
 
-RUN/.ckptkit/lock       locked while a job writes to RUN; says which host and process
-RUN/.ckptkit/save-now   asks the job for a save
-RUN/.ckptkit/identity   tells the run from all others, also from an earlier one of its path
+RUN/.ckptkit/lock       locked while a job writes to RUN; holds its host and process
+RUN/.ckptkit/save-now   requests a save from the job
+RUN/.ckptkit/identity   identifies the run, also against an earlier one at its path
 
-Marks of steps in use: who reads a step holds a lock that whoever removes it has to take.
-
-The lock is that of a file of the step, shared among readers; it ends with its process, so that a
-kill leaves nothing behind.
+A reader of a step holds a shared lock on a file of the step, which a process has to take before it
+removes the step. Locks end with their process, so that a kill leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _REQUEST = "save-now"
 _IDENTITY = "identity"
 _IDENTITY_BYTES = 8
 STEP_PREFIXES = ("checkpoint-", "checkpoint_")
-"""What comes before a step's number: the Trainer's way, and that of accelerate's own naming."""
+"""The prefixes of step folders: those of the Trainer, and of accelerate's automatic naming."""
 
 _STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
 _MOST_BYTES = 4096
@@ -48,7 +46,7 @@ _TRY_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that left a mark; `host` is empty where the mark does not say."""
+    """The process that left a mark; `host` is empty if the mark does not name it."""
 
     host: str = ""
     pid: int = 0
@@ -63,12 +61,12 @@ class RunLock:
     def __init__(self, file: OpenFile) -> None:
         self._file = file
         if hasattr(os, "register_at_fork"):
-            # A forked child, such as a worker of a DataLoader, shares the lock for as long as it
-            # has the descriptor, and may live on when this process was killed.
+            # A forked child, such as a worker of a DataLoader, shares the lock while it has the
+            # descriptor, and may outlive this process.
             os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
 
     def close(self) -> None:
-        """Gives the lock back; a second call does nothing."""
+        """Releases the lock; a second call does nothing."""
         self._file.close()
 
 
@@ -82,7 +80,7 @@ def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
     """Takes the lock of a run for this process.
 
     Returns:
-        The lock, or None where the file system knows no locks.
+        The lock, or None if the file system has no locks.
     """
     path = run / MARKS_FOLDER / _LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +94,7 @@ def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
 
 
 def _locked(path: Path, disk: Disk) -> OpenFile | None:
-    """Tries more than once: who only looks whether the lock is taken has it for a moment."""
+    """Tries more than once: a process that only checks the lock has it for a moment."""
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_TRY_SECONDS)
@@ -108,9 +106,12 @@ def _locked(path: Path, disk: Disk) -> OpenFile | None:
             raise
         if file is not None:
             return file
-    owner, hint = _owner(path), "give every job a directory of its own, or wait until it has ended"
+    owner, hint = (
+        _owner(path),
+        "use a directory of its own for each job, or wait until the other has ended",
+    )
     if owner == Owner(socket.gethostname(), os.getpid()):
-        hint = "it is this very process: save through what has opened the run already"
+        hint = "this process has opened the run already; save through that Checkpointer"
     raise RefusedError(
         f"another job is writing to the run: {owner}",
         where=str(path.parent.parent),
@@ -138,7 +139,7 @@ def run_is_live(run: Path, disk: Disk = LOCAL_DISK) -> bool | None:
 
 
 def ask_for_save(run: Path) -> None:
-    """Leaves a request that the job takes up within about a second."""
+    """Requests a save, which the job begins within about a second."""
     folder = run / MARKS_FOLDER
     folder.mkdir(exist_ok=True)
     host, pid = socket.gethostname(), os.getpid()
@@ -148,7 +149,7 @@ def ask_for_save(run: Path) -> None:
 
 
 def take_request(run: Path) -> Owner | None:
-    """Removes a request to save, and returns whose it was; None if there is none."""
+    """Removes a request to save, and returns its owner; None if there is none."""
     path = run / MARKS_FOLDER / _REQUEST
     if not path.exists():
         return None
@@ -158,9 +159,9 @@ def take_request(run: Path) -> Owner | None:
 
 
 def run_identity(run: Path, disk: Disk = LOCAL_DISK) -> str:
-    """Returns what tells a run from all others; a run that has none is given one, durably.
+    """Returns the identity of a run; writes one, durably, if it has none.
 
-    Only who has the lock of the run may call this.
+    Only the process with the lock of the run may call this.
     """
     path = run / MARKS_FOLDER / _IDENTITY
     found = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
@@ -172,34 +173,34 @@ def run_identity(run: Path, disk: Disk = LOCAL_DISK) -> str:
 
 
 def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int, Path]:
-    """Returns the folders of a run's steps, whole or not, by number, oldest first.
+    """Returns the folders of a run's steps, complete or not, by number.
 
     Args:
         run: The run's directory.
-        prefixes: What may come before the number.
+        prefixes: The prefixes of their names.
     """
-    found = {
+    folders = {
         int(match[2]): path
         for path in run.iterdir()
         if (match := _STEP_FOLDER.fullmatch(path.name)) and match[1] in prefixes and path.is_dir()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(folders.items()))
 
 
 def is_step_folder(name: str) -> bool:
-    """Returns whether a folder's name is that of a step of a run; no such number begins with 0."""
+    """Returns whether a name is that of a step's folder; the number has no leading zero."""
     return _STEP_FOLDER.fullmatch(name) is not None
 
 
 def committed_steps(run: Path) -> dict[int, tuple[Path, int]]:
-    """Returns the steps that have a manifest, with a number that changes with each commit."""
-    found = {}
+    """Returns the steps with a manifest, each with a number that changes with each commit."""
+    steps = {}
     for step, path in step_folders(run).items():
         try:
-            found[step] = path, (path / MANIFEST_NAME).stat().st_mtime_ns
+            steps[step] = path, (path / MANIFEST_NAME).stat().st_mtime_ns
         except FileNotFoundError:
             continue
-    return found
+    return steps
 
 
 def _owner(path: Path) -> Owner:
@@ -218,21 +219,21 @@ _MARK_TRY_SECONDS = 0.05
 
 
 class StepMark(Closing):
-    """Locks of files, held until it is closed or the process ends. Use it as a context manager."""
+    """Locks of files, held until it is closed or the process ends; a context manager."""
 
     def __init__(self, files: Iterable[OpenFile] = ()) -> None:
         self._files = tuple(files)
 
     def close(self) -> None:
-        """Gives the locks back; a second call does nothing."""
+        """Releases the locks; a second call does nothing."""
         for file in self._files:
             file.close()
 
 
 def hold(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark:
-    """Marks files as being read; others may read them too, and nobody removes them.
+    """Marks files as being read: others may read them too, and no process removes them.
 
-    Where the file system has no locks, or allows none to this user, nothing is marked.
+    Nothing is marked if the file system has no locks, or allows none to this user.
     """
     held: list[OpenFile] = []
     try:
@@ -247,11 +248,11 @@ def hold(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark:
 
 
 def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark | None:
-    """Takes files for removal, without waiting.
+    """Locks files for removal, without waiting.
 
     Returns:
-        The mark, which keeps readers out, or None where somebody reads one of the files. Where
-        the file system has no locks, there is nothing to take, and it is not None.
+        The mark, which keeps readers out; None if one of the files is being read. If the file
+        system has no locks, the mark is empty.
     """
     taken: list[OpenFile] = []
     for path in paths if disk.locks else ():
@@ -266,7 +267,7 @@ def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark | None:
 
 
 def _opened_for_claim(path: Path, disk: Disk) -> OpenFile | None:
-    """Opens a file, for writing where that is allowed: NFS gives no other lock to such a one."""
+    """Opens a file, for writing if allowed: NFS gives an exclusive lock to no other one."""
     for flags in (os.O_RDWR, os.O_RDONLY):
         try:
             return disk.open(path.resolve(), flags)
@@ -276,7 +277,7 @@ def _opened_for_claim(path: Path, disk: Disk) -> OpenFile | None:
 
 
 def _held(path: Path, disk: Disk) -> OpenFile | None:
-    """Tries more than once: who only asks whether a step is in use has the lock for a moment."""
+    """Tries more than once: a process that checks whether a step is in use has the lock briefly."""
     for attempt in range(_MARK_TRIES):
         if attempt:
             time.sleep(_MARK_TRY_SECONDS)
@@ -297,9 +298,9 @@ def _held(path: Path, disk: Disk) -> OpenFile | None:
 
 
 def _locks(file: OpenFile, path: Path, *, shared: bool) -> bool | None:
-    """Takes a lock; None where there is no such thing, False where somebody else has it.
+    """Takes a lock; None if there are no locks, False if another process has it.
 
-    A lock is worth nothing once its file has lost its name.
+    A lock is useless once its file has lost its name.
     """
     try:
         if not file.lock(shared=shared):

@@ -1,4 +1,4 @@
-"""`ckptkit.prune`: removes the steps of a run that no rule keeps, and nothing that is needed."""
+"""`ckptkit.prune`: removes the steps of a run that no rule keeps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NEWEST = "the newest complete step"
 
 @dataclass(frozen=True, slots=True)
 class PrunedStep:
-    """What became of a step.
+    """The decision on a step, and its result.
 
     Attributes:
         step: The step.
-        action: `remove` for one that is gone, or would be in a dry run; `failed` for one that
-            should be, and is not.
-        why: The reason, in words.
+        action: `remove` if it was removed, or would be in a dry run; `failed` if its removal
+            failed.
+        why: The reason, as a text.
     """
 
     step: RunStep
@@ -39,15 +39,15 @@ class PrunedStep:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What became of a run.
+    """The result of pruning a run.
 
     Attributes:
         location: The run as it was given.
-        dry_run: Whether nothing was removed, only said.
+        dry_run: Whether nothing was removed.
         steps: All steps, the lowest number first.
-        freed_bytes: What the removed steps took; files that remaining steps share do not count.
-        cleared: Names of steps whose interrupted removal was brought to its end.
-        notes: What the user should know.
+        freed_bytes: The size of the removed files; files that remaining steps share do not count.
+        cleared: Names of steps whose interrupted removal was finished.
+        notes: Messages for the user.
     """
 
     location: str
@@ -62,12 +62,12 @@ class Pruned:
 
     @property
     def removed(self) -> tuple[RunStep, ...]:
-        return tuple(one.step for one in self.steps if one.action == "remove")
+        return tuple(pruned.step for pruned in self.steps if pruned.action == "remove")
 
     @property
     def failed(self) -> tuple[PrunedStep, ...]:
-        """The steps that should be gone, and are not."""
-        return tuple(one for one in self.steps if one.action == "failed")
+        """The steps whose removal failed."""
+        return tuple(pruned for pruned in self.steps if pruned.action == "failed")
 
     def to_json(self, *, now: float) -> dict[str, Any]:
         """Returns the report as plain values."""
@@ -75,12 +75,12 @@ class Pruned:
             "run": self.location,
             "dry_run": self.dry_run,
             "removed": [step.step for step in self.removed],
-            "failed": [one.step.step for one in self.failed],
+            "failed": [pruned.step.step for pruned in self.failed],
             "freed_bytes": self.freed_bytes,
             "cleared": list(self.cleared),
             "steps": [
-                one.step.to_json(now=now) | {"action": one.action, "why": one.why}
-                for one in self.steps
+                pruned.step.to_json(now=now) | {"action": pruned.action, "why": pruned.why}
+                for pruned in self.steps
             ],
             "notes": list(self.notes),
         }
@@ -96,19 +96,19 @@ def prune_run(
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps.
 
-    Whatever the rules say, these stay: the newest complete step, steps that are not complete,
-    steps that somebody reads or pushes at this moment, and the one that a Trainer calls its best.
-    A kill at any moment leaves each step whole or gone, and the next pruning clears up after it.
+    Whatever the rules say, these stay: the newest complete step, incomplete steps, steps that are
+    being read or pushed, and the best step of a Trainer. After a kill each step is complete or
+    gone, and the next pruning finishes the removal.
 
     Args:
-        run: The directory that the steps lie in, on any storage.
-        retention: The rules; steps of one kind of name are counted together.
+        run: The directory or URL of the run.
+        retention: The rules; steps whose names differ in numbers only are counted together.
         protected: Numbers of further steps that stay.
-        dry_run: Whether to say only what would be done.
-        state: Where a watch of the run keeps its state, if not in the run itself.
+        dry_run: Whether to report only what would be done.
+        state: The folder with the state of a watch, if it is not in the run.
 
     Returns:
-        What became of each step.
+        The result for each step.
     """
     if retention.keeps_all:
         raise UsageError(
@@ -121,7 +121,7 @@ def prune_run(
 
 
 class _Verdicts:
-    """Says of each step whether it stays, and why."""
+    """Decides for each step whether it stays, and why."""
 
     def __init__(
         self, listing: RunListing, retention: Retention, protected: frozenset[int]
@@ -136,8 +136,8 @@ class _Verdicts:
         series: dict[str, list[RunStep]] = {}
         for step in self._listing.steps:
             series.setdefault(step.series, []).append(step)
-        found = [verdict for steps in series.values() for verdict in self._of_series(steps)]
-        return sorted(found, key=lambda one: (one.step.step, one.step.name))
+        verdicts = [verdict for steps in series.values() for verdict in self._of_series(steps)]
+        return sorted(verdicts, key=lambda verdict: (verdict.step.step, verdict.step.name))
 
     def _of_series(self, steps: Sequence[RunStep]) -> Iterator[PrunedStep]:
         judged = [replace(step, protected=bool(self._protection(step))) for step in steps]
@@ -168,7 +168,7 @@ class _Verdicts:
         return "it was asked for" if step.step in self._protected else ""
 
     def _rules(self) -> Iterator[tuple[str, Retention]]:
-        """Yields each rule by itself, so that it can be named."""
+        """Yields each rule on its own, with its text."""
         wanted = self._retention
         yield NEWEST, Retention(keep_last=1)
         if wanted.keep_last is not None:
@@ -183,19 +183,19 @@ class _Verdicts:
         steps = self._listing.steps
         if not missing_metric(steps, self._retention):
             return
-        known = sorted({name for step in steps for name in step.metrics})
+        names = sorted({name for step in steps for name in step.metrics})
         raise RefusedError(
             "no complete step was saved with a number as that metric;"
-            f" {'found are ' + ', '.join(known) if known else 'no step has any'}",
+            f" {'found are ' + ', '.join(names) if names else 'no step has any'}",
             where=f"--keep-best {self._retention.keep_best}",
             hint="name one that `ckptkit ls` shows",
         )
 
 
 def _with_newest_files(steps: Sequence[RunStep]) -> Iterator[str]:
-    """Yields the step of each series whose files are the newest, if no number tells its order.
+    """Yields the step of each series with the newest files, if its order is unknown.
 
-    It may be the one that training goes on from, where training went back.
+    It may be the current one, if training went back.
     """
     for series in {step.series for step in steps}:
         complete = [step for step in steps if step.complete and step.series == series]
@@ -204,7 +204,7 @@ def _with_newest_files(steps: Sequence[RunStep]) -> Iterator[str]:
 
 
 class _Pruning:
-    """Carries the verdicts out."""
+    """Executes the verdicts."""
 
     def __init__(
         self, store: RunStore, listing: RunListing, verdicts: Sequence[PrunedStep]
@@ -212,7 +212,7 @@ class _Pruning:
         self._store = store
         self._listing = listing
         self._verdicts = verdicts
-        self._newest = {one.step.series: one.step for one in verdicts if one.why == NEWEST}
+        self._newest = {v.step.series: v.step for v in verdicts if v.why == NEWEST}
 
     def run(self, *, dry_run: bool) -> Pruned:
         notes = list(self._listing.notes)
@@ -221,8 +221,8 @@ class _Pruning:
         except OutputError as error:
             cleared = ()
             notes.append(str(error))
-        steps = tuple(self._carried_out(one, dry_run=dry_run) for one in self._verdicts)
-        gone = [one.step for one in steps if one.action == "remove"]
+        steps = tuple(self._execute(verdict, dry_run=dry_run) for verdict in self._verdicts)
+        gone = [pruned.step for pruned in steps if pruned.action == "remove"]
         return Pruned(
             location=self._listing.location,
             dry_run=dry_run,
@@ -232,7 +232,7 @@ class _Pruning:
             notes=tuple(notes),
         )
 
-    def _carried_out(self, verdict: PrunedStep, *, dry_run: bool) -> PrunedStep:
+    def _execute(self, verdict: PrunedStep, *, dry_run: bool) -> PrunedStep:
         if verdict.action != "remove":
             return verdict
         step = verdict.step
@@ -240,12 +240,12 @@ class _Pruning:
             if dry_run:
                 is_free = not self._store.in_use(step.name, step.markers)
             else:
-                is_free = self._removed(step)
+                is_free = self._remove(step)
         except CkptkitError as error:
             return PrunedStep(step, "failed", error.message)
         return verdict if is_free else PrunedStep(step, "keep", "it is being read")
 
-    def _removed(self, step: RunStep) -> bool:
+    def _remove(self, step: RunStep) -> bool:
         mark = self._store.claim(step.name, step.markers, step.files)
         if mark is None:
             return False
@@ -255,18 +255,18 @@ class _Pruning:
         return True
 
     def _check_newest(self, step: RunStep) -> None:
-        """Refuses to go on where somebody else has removed what is to stay."""
+        """Refuses to remove a step after another process has removed the newest one."""
         newest = self._newest[step.series]
         if not all(self._store.is_there(path) for path in newest.markers):
             raise RefusedError(
-                f"it stays, since the newest complete step, {newest.name}, is gone meanwhile",
+                f"not removed, since {newest.name}, the newest complete step, is gone meanwhile",
                 where=self._listing.location,
-                hint="see who else prunes the run, and run again",
+                hint="check what else prunes the run, then run again",
             )
 
 
 def _freed(files: Iterable[StoredFile]) -> int:
-    """Returns what goes with files: one with further names that stay takes its room as before."""
+    """Returns the space that removing files frees; files with other names that stay free none."""
     gone = list(files)
     names = Counter(file.inode for file in gone if file.inode)
     freed = {

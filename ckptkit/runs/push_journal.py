@@ -1,12 +1,11 @@
-"""What of a run was pushed where: a small file that survives a kill at any point.
+"""The journal of the pushes of a run, which survives a kill at any point.
 
-RUN/.ckptkit/watch/lock               locked while somebody pushes the steps of RUN
-RUN/.ckptkit/watch/identity           tells the run from an earlier one of its path
+RUN/.ckptkit/watch/lock               locked while a watch pushes the steps of RUN
+RUN/.ckptkit/watch/identity           identifies the run, also against an earlier one at its path
 RUN/.ckptkit/watch/ORG--NAME.json     the journal of one repository
 
-The journal is rewritten as a whole and renamed into its place, so it is the old or the new one.
-It only saves questions to the Hub: whoever pushes must not trust it to know of every commit,
-since a kill may fall between a commit and its entry.
+The journal is written as a whole and renamed, so a reader sees the old or the new one. It only
+saves requests to the Hub: a commit may lack an entry, since a kill may happen between the two.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ class StepPush:
 
     Attributes:
         step: Its number.
-        digest: Of its manifest, so that a step that was replaced is told from the one before.
-        state: `pushing` from before the first request that could leave something at the Hub.
-        repo_id: Where it goes.
-        commit: The commit's hash, once it is known.
+        digest: Of its manifest, which distinguishes a replaced step from the one before.
+        state: `pushing` from before the first request that could change the Hub.
+        repo_id: The repository.
+        commit: The hash of the commit, once known.
         tag: The tag that points to it.
         url: Of the commit.
         at: When it was pushed, in UTC.
-        size_bytes: What was uploaded for it.
-        save_number: Of two steps, the one with the larger number was saved later; 0 if unknown.
-        metrics: Those of the step, which may be gone from the run since.
-        replaces: The commit of an earlier save of the step, from which the tag is taken.
+        size_bytes: Bytes that were uploaded for it.
+        save_number: The larger, the later the step was saved; 0 if unknown.
+        metrics: Those of the step, which may no longer be in the run.
+        replaces: The commit of an earlier save of the step, which loses its tag.
     """
 
     step: int
@@ -75,7 +74,7 @@ class PushJournal:
     """The pushes of one run to one repository, in a file."""
 
     def __init__(self, path: Path, repo_id: str, run: str, pushes: Mapping[int, StepPush]) -> None:
-        """Takes what the file holds; see `open_journal`."""
+        """Stores the entries of the file; see `open_journal`."""
         self.path = path
         self.repo_id = repo_id
         self._run = run
@@ -89,14 +88,14 @@ class PushJournal:
         self._write({**self._pushes, push.step: push})
 
     def forget(self, step: int) -> None:
-        self._write({number: one for number, one in self._pushes.items() if number != step})
+        self._write({n: push for n, push in self._pushes.items() if n != step})
 
     def _write(self, pushes: Mapping[int, StepPush]) -> None:
         document = {
             "ckptkit_pushes": _VERSION,
             "repo_id": self.repo_id,
             "run": self._run,
-            "steps": {str(step): asdict(one) for step, one in sorted(pushes.items())},
+            "steps": {str(step): asdict(push) for step, push in sorted(pushes.items())},
         }
         try:
             _replace(self.path, json.dumps(document, indent=1).encode())
@@ -117,25 +116,25 @@ def journal_path(state: Path, repo_id: str) -> Path:
 def open_journal(
     state: Path, repo_id: str, run: str, former: Collection[str] = ()
 ) -> tuple[PushJournal, str]:
-    """Opens the journal of a run's pushes to a repository, an empty one where there is none.
+    """Opens the journal of a run's pushes to a repository; a new one is empty.
 
-    A file that is damaged, or of another run that had this place before, is put aside: the Hub
-    knows what was pushed as well.
+    A file that is damaged, or that belongs to an earlier run at this path, is moved aside: the
+    Hub has the same information.
 
     Args:
-        state: The folder that it lies in.
+        state: The folder of the journal.
         repo_id: The repository.
-        run: What tells the run from all others.
-        former: What did so in older versions.
+        run: The identity of the run.
+        former: Its identities in older versions.
 
     Returns:
-        The journal, and what is to be said of the file that was found; mostly nothing.
+        The journal, and a message about the earlier file, usually empty.
 
     """
     path = journal_path(state, repo_id)
     try:
-        found, pushes = _read(path)
-        if found == run or found in former:
+        identity, pushes = _read(path)
+        if identity == run or identity in former:
             return PushJournal(path, repo_id, run, pushes), ""
         why = "is of another run"
     except FileNotFoundError:
@@ -149,49 +148,49 @@ def open_journal(
         path.replace(aside)
     except OSError as error:
         raise _unwritable(path, error) from error
-    return PushJournal(path, repo_id, run, {}), f"{path} {why}; it is {aside.name} now"
+    return PushJournal(path, repo_id, run, {}), f"{path} {why}; it was renamed to {aside.name}"
 
 
-def pushes_in(state: Path) -> tuple[StepPush, ...]:
-    """Returns what a watch has written down, sorted by steps; also pushes that are under way.
+def read_journals(state: Path) -> tuple[StepPush, ...]:
+    """Returns the pushes in the journals of a watch, finished or under way, sorted by steps.
 
     Args:
-        state: The folder of its journals, which need not exist. Damaged ones are left out.
+        state: The folder of the journals, which need not exist. Damaged ones are ignored.
     """
-    found: list[StepPush] = []
+    pushes: list[StepPush] = []
     for path in sorted(state.glob(f"*{_SUFFIX}")) if state.is_dir() else ():
         try:
-            found += _read(path)[1].values()
+            pushes += _read(path)[1].values()
         except (OSError, *_DAMAGED):
             continue
-    return tuple(sorted(found, key=lambda push: push.step))
+    return tuple(sorted(pushes, key=lambda push: push.step))
 
 
 class WatchLock:
-    """The right to push the steps of a run, held until it is closed or the process ends."""
+    """The locks of a watch, held until it is closed or the process ends."""
 
     def __init__(self, files: tuple[OpenFile, ...]) -> None:
         self._files = files
 
     def close(self) -> None:
-        """Gives the right back; a second call does nothing."""
+        """Releases the locks; a second call does nothing."""
         for file in self._files:
             file.close()
 
 
 def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> WatchLock:
-    """Takes the lock of a watch's state, and that of the run where the run can be written to.
+    """Takes the lock of a watch's state, and that of the run if it can be written to.
 
-    Where the file system knows no locks there is nothing to take.
+    If the file system has no locks, none is taken.
 
     Args:
-        state: Where the watch keeps its state.
-        run: The run's own folder for it, None for a run on no disk.
+        state: The folder with the state of the watch.
+        run: The folder for that in the run, None for a run at a URL.
         disk: The file operations of the platform.
     """
     taken: list[OpenFile] = []
     try:
-        for folder in dict.fromkeys(one for one in (state, run) if one is not None):
+        for folder in dict.fromkeys(folder for folder in (state, run) if folder is not None):
             file = _locked(folder, disk, must=folder == state)
             if file is not None:
                 taken.append(file)
@@ -218,13 +217,13 @@ def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
 
 
 def watch_identity(folder: Path) -> str:
-    """Returns what tells a run from an earlier one of its place; only who has the lock may call.
+    """Returns the identity of a run; only the process with the lock may call this.
 
     Args:
-        folder: That of the watch in the run.
+        folder: The folder of the watch in the run.
 
     Returns:
-        The identity, made where there was none; an empty text where nothing can be written.
+        The identity, created if there was none; empty if it cannot be written.
     """
     path = folder / _IDENTITY
     try:
@@ -247,9 +246,9 @@ def _taken(folder: Path) -> RefusedError:
     except OSError:
         owner = ""
     return RefusedError(
-        f"another watch is at work there: {owner or 'an unknown process'}",
+        f"another watch is running: {owner or 'an unknown process'}",
         where=str(folder),
-        hint="one watch pushes the steps of a run; end the other one first",
+        hint="only one watch can push the steps of a run; end the other one first",
     )
 
 
@@ -258,7 +257,7 @@ def _read(path: Path) -> tuple[str, dict[int, StepPush]]:
         document: Any = json.loads(file.read(_MOST_BYTES))
     if document["ckptkit_pushes"] != _VERSION:
         raise ValueError(f"version {document['ckptkit_pushes']!r} was found against {_VERSION}")
-    pushes = {int(step): _push(int(step), one) for step, one in document["steps"].items()}
+    pushes = {int(step): _push(int(step), entry) for step, entry in document["steps"].items()}
     return str(document["run"]), pushes
 
 
@@ -277,10 +276,10 @@ def _replace(path: Path, data: bytes) -> None:
 def _unwritable(path: Path, error: OSError) -> OutputError | NoSpaceError:
     if is_out_of_space(error):
         return NoSpaceError(
-            "the disk is full, and the state of the watch not kept", where=str(path)
+            "the disk is full; the state of the watch was not saved", where=str(path)
         )
     return OutputError(
-        f"the state of the watch cannot be kept: {error.strerror or error}",
+        f"the state of the watch cannot be saved: {error.strerror or error}",
         where=str(path),
-        hint="name another directory with --state",
+        hint="pass another directory with --state",
     )

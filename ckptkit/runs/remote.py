@@ -1,12 +1,10 @@
-"""A run on an object store, where nothing can be renamed and no lock ends with its process.
+"""A run in an object store, which has no renames, and no locks that end with their process.
 
-RUN/.ckptkit/in-use/STEP/NONCE.json   left by who reads a step, and renewed while that takes
-RUN/.ckptkit/removing/STEP.json       left by who removes a step: what it saw there
+RUN/.ckptkit/in-use/STEP/NONCE.json   written by a reader of a step, and renewed while it reads
+RUN/.ckptkit/removing/STEP.json       written by a process that removes a step: the files it listed
 
-Who reads leaves a mark and then looks whether the step is being removed; who removes says so and
-then looks for marks. One of the two sees the other at least, and goes back.
-
-Small objects that are listed, put and deleted below one prefix of an object store.
+A reader writes its mark, then checks whether the step is being removed; a remover writes its mark,
+then checks for readers. At least one of the two sees the other, and gives up.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ _MOST_BYTES = 64 << 20
 Answer = TypeVar("Answer")
 
 
-class MarkObjects:
-    """What is done to the objects below a prefix, with the errors that ckptkit tells."""
+class RunObjects:
+    """Small objects below a prefix of a store; errors are those of ckptkit."""
 
     def __init__(self, place: Place) -> None:
         """Opens the prefix.
@@ -58,13 +56,13 @@ class MarkObjects:
         return self._read(folder, lambda: self._store.list_objects(self._at(folder)))
 
     def look_up(self, path: str) -> ObjectInfo | None:
-        """Returns an object; None where it is not there."""
+        """Returns an object; None if it does not exist."""
         return self._read(path, lambda: self._store.look_up(self._at(path)))
 
     def get(self, path: str) -> Any:
-        """Returns the JSON value of an object; None where it is gone, or none."""
-        found = self.look_up(path)
-        if found is None or found.size_bytes > _MOST_BYTES:
+        """Returns the JSON value of an object; None if it is missing or not JSON."""
+        info = self.look_up(path)
+        if info is None or info.size_bytes > _MOST_BYTES:
             return None
 
         data = self._read(path, lambda: self._store.get_small(self._at(path)))
@@ -82,7 +80,7 @@ class MarkObjects:
         self._change("written", path, lambda: self._store.put_small(self._at(path), data))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Deletes objects; those that are gone already are no error."""
+        """Deletes objects; missing ones are no error."""
         if paths:
             self._change("removed", paths[0], lambda: self._store.delete(self._root, paths))
 
@@ -112,7 +110,7 @@ class MarkObjects:
             raise OutputError(
                 f"cannot be {verb}: {describe_error(error, self._place.options)}",
                 where=self._where(path),
-                hint="see whether the credentials allow it",
+                hint="check that the credentials allow it",
             ) from None
 
     def _where(self, path: str) -> str:
@@ -123,14 +121,14 @@ logger = logging.getLogger(__name__)
 
 _IN_USE = f"{MARKS_FOLDER}/in-use"
 _REMOVING = f"{MARKS_FOLDER}/removing"
-_LIFE_SECONDS = 3600.0  # after which a mark that was not renewed is that of a dead process
+_LIFE_SECONDS = 3600.0  # a mark that was not renewed for so long belongs to a dead process
 _RENEWAL_SECONDS = 600.0
-_CLAIM_SECONDS = 600.0  # within which who claims a step has begun to remove it, or is dead
+_CLAIM_SECONDS = 600.0  # a claim after which no removal has begun belongs to a dead process
 _TRIES = 5
 _TRY_SECONDS = 0.2
 _NONCE_BYTES = 8
 _READ_ONLY = frozenset({"hf", "http", "https"})
-# No reader takes a step without these for a whole one, so they go first, in this order.
+# Without these files no reader takes a step as complete, so they are removed first, in this order.
 _FIRST = (MANIFEST_NAME, ".metadata", ".index.json", "trainer_state.json", "random_states_0.pkl")
 
 
@@ -149,9 +147,9 @@ class RemoteRun:
 
         Args:
             run: A URL, with the options of its storage.
-            is_step: Tells from the name of a folder whether it is that of a step.
+            is_step: Returns whether the name of a folder is that of a step.
         """
-        self._objects = MarkObjects(place_of(run))
+        self._objects = RunObjects(place_of(run))
         self._is_step = is_step
         self._begun: set[str] = set()
 
@@ -161,15 +159,15 @@ class RemoteRun:
 
     def files(self) -> Sequence[StoredFile]:
         """Returns the objects of all steps, sorted by path."""
-        found = self._objects.listing("")
+        objects = self._objects.listing("")
         return [
-            StoredFile(path, one.size_bytes, one.modified, one.identity)
-            for path, one in sorted(found.items())
+            StoredFile(path, info.size_bytes, info.modified, info.identity)
+            for path, info in sorted(objects.items())
             if "/" in path and self._is_step(path.split("/", 1)[0])
         ]
 
     def is_live(self) -> bool | None:
-        """Returns None: nobody can know whether a job writes to a store."""
+        """Returns None: a store does not show whether a job writes to it."""
         return None
 
     def is_there(self, path: str) -> bool:
@@ -177,7 +175,7 @@ class RemoteRun:
 
     @contextmanager
     def hold(self, step: str, markers: Collection[str]) -> Iterator[None]:  # noqa: ARG002
-        """Leaves a mark while a block of code runs; where that is not allowed there is none.
+        """Keeps a mark while a block of code runs; without permission there is no mark.
 
         Yields:
             Nothing.
@@ -198,15 +196,15 @@ class RemoteRun:
             self._drop(path)
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:  # noqa: ARG002
-        found = self._objects.listing(f"{_IN_USE}/{step}").values()
-        return any(_is_younger(one, _LIFE_SECONDS) for one in found)
+        marks = self._objects.listing(f"{_IN_USE}/{step}").values()
+        return any(_is_younger(mark, _LIFE_SECONDS) for mark in marks)
 
     def claim(
         self, step: str, markers: Collection[str], files: Sequence[StoredFile]
     ) -> AbstractContextManager[object] | None:
-        """Says that a step is being removed; None where somebody reads it."""
+        """Marks a step as being removed; None if it is being read."""
         if self._objects.protocol in _READ_ONLY:
-            raise RefusedError("such a place is only read", where=self.location)
+            raise RefusedError("this storage is read-only", where=self.location)
         path = _claim_path(step)
         self._objects.put(path, {file.path: [file.identity, file.modified] for file in files})
         if self.in_use(step, markers):
@@ -215,12 +213,12 @@ class RemoteRun:
         return self._claimed(step)
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
-        """Removes a step that was claimed: first what makes it a whole one, then the rest."""
+        """Removes a claimed step: first the files that make it complete, then the rest."""
         now = self._objects.listing(step)
-        known = {file.path: [file.identity, file.modified] for file in files}
-        if not all(_is_known(f"{step}/{path}", one, known) for path, one in now.items()):
+        listed = {file.path: [file.identity, file.modified] for file in files}
+        if not all(_is_listed(f"{step}/{path}", info, listed) for path, info in now.items()):
             raise OutputError(
-                "is being written again, and was not removed", where=f"{self.location}/{step}"
+                "is being replaced, and was not removed", where=f"{self.location}/{step}"
             )
         self._begun.add(step)
         self._remove_in_order([f"{step}/{path}" for path in now])
@@ -228,25 +226,26 @@ class RemoteRun:
         self._objects.delete([_claim_path(step)])
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Brings removals to their end that a kill has interrupted."""
-        found = []
+        """Finishes removals that a kill has interrupted."""
+        steps = []
         for name, claim in sorted(self._objects.listing(_REMOVING).items()):
             step, path = name.removesuffix(".json"), f"{_REMOVING}/{name}"
-            known = self._objects.get(path)
+            listed = self._objects.get(path)
             now = self._objects.listing(step)
-            left = [f"{step}/{p}" for p, one in now.items() if _is_known(f"{step}/{p}", one, known)]
-            is_new = len(left) < len(now)  # the step is being written again
-            has_begun = isinstance(known, dict) and len(left) < len(known)
+            paths = {f"{step}/{name}": info for name, info in now.items()}
+            left = [path for path, info in paths.items() if _is_listed(path, info, listed)]
+            is_new = len(left) < len(now)  # the step is being replaced
+            has_begun = isinstance(listed, dict) and len(left) < len(listed)
             if is_new or not has_begun:
                 if remove and (is_new or not _is_younger(claim, _CLAIM_SECONDS)):
                     self._objects.delete([path])
                 continue
-            found += [step] if left else []
+            steps += [step] if left else []
             if remove:
                 self._remove_in_order(left)
                 self._objects.delete(self._objects.folder_markers(step))
                 self._objects.delete([path])
-        return found
+        return steps
 
     def _remove_in_order(self, paths: Sequence[str]) -> None:
         left = list(paths)
@@ -301,10 +300,10 @@ def _claim_path(step: str) -> str:
     return f"{_REMOVING}/{step}.json"
 
 
-def _is_known(path: str, found: ObjectInfo, known: object) -> bool:
+def _is_listed(path: str, info: ObjectInfo, listed: object) -> bool:
     """Returns whether an object is the one that was listed before, and was not written since."""
-    return isinstance(known, dict) and known.get(path) == [found.identity, found.modified]
+    return isinstance(listed, dict) and listed.get(path) == [info.identity, info.modified]
 
 
-def _is_younger(found: ObjectInfo, seconds: float) -> bool:
-    return not found.modified or found.modified + seconds > time.time()
+def _is_younger(info: ObjectInfo, seconds: float) -> bool:
+    return not info.modified or info.modified + seconds > time.time()

@@ -18,8 +18,8 @@ from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.registry import find_candidates, recognise
 from ckptkit.runs.local import LocalRun, RunStore
 from ckptkit.runs.marks import StepMark, hold, is_step_folder
-from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, pushes_in
-from ckptkit.runs.step_manifests import listed_files, step_folder
+from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, read_journals
+from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
@@ -42,25 +42,25 @@ def is_step_name(name: str) -> bool:
     return parse_step(name) is not None
 
 
-def recorded_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ...]:
-    """Returns what a watch has written down of a run.
+def read_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ...]:
+    """Returns the pushes that a watch has recorded for a run.
 
     Args:
         run: The run.
-        state: Where the watch keeps its state; in the run itself if left out.
+        state: The folder with the state of the watch; in the run itself if left out.
     """
     if state is not None:
-        return pushes_in(Path(state))
-    return () if is_url(run) else pushes_in(local_path(run) / WATCH_FOLDER)
+        return read_journals(Path(state))
+    return () if is_url(run) else read_journals(local_path(run) / WATCH_FOLDER)
 
 
-def run_below(run: PathLike) -> PathLike:
-    """Returns the run that a place stands for: itself, or the only run in a folder below it.
+def find_run(run: PathLike) -> PathLike:
+    """Returns a run: the path itself, or the only run in a folder below it.
 
-    A place without any step, which may get some, stands for itself.
+    A path without any step is returned as it is, since steps may be saved there later.
     """
     with open_source(run) as source:
-        folders = {step_folder(one.folder) for one in recognise(listed_files(source))}
+        folders = {step_folder(candidate.folder) for candidate in recognise(list_files(source))}
     steps = {folder for folder in folders if parse_step(folder) is not None}
     location = os.fspath(run).rstrip("/")
     if not steps and folders and parse_step(posixpath.basename(location)) is not None:
@@ -82,11 +82,11 @@ def run_below(run: PathLike) -> PathLike:
     return run.beside(below) if isinstance(run, Place) else below
 
 
-def runs_nearby(run: PathLike) -> tuple[str, ...]:
-    """Returns folders that hold folders of steps, by their names, near one that holds none.
+def find_runs_nearby(run: PathLike) -> tuple[str, ...]:
+    """Returns folders near one without steps that hold folders named like steps.
 
-    Those below come first; where there are none, the nearest one above is the only one. Of a URL
-    the name alone is looked at, since listing the storage around it may take minutes.
+    Those below are preferred; if there are none, the nearest one above is returned. Of a URL only
+    the name is examined, since listing the storage around it may take minutes.
     """
     location = os.fspath(run).rstrip("/")
     if is_url(run):
@@ -103,7 +103,7 @@ def runs_nearby(run: PathLike) -> tuple[str, ...]:
 
 
 def _run_in_name(location: str) -> str:
-    """Returns the folder of the step that a path leads through; empty where it names none."""
+    """Returns the run of the step that a path leads through; empty if there is none."""
     while location:
         location, name = posixpath.split(location.rstrip("/"))
         if name and is_step_folder(name):
@@ -114,8 +114,8 @@ def _run_in_name(location: str) -> str:
 
 
 def _runs_below(folder: Path) -> Iterator[str]:
-    """Yields the folders below one, however deep, that hold a folder of a step."""
-    walked = islice(os.walk(folder), _MOST_FOLDERS)  # what cannot be listed is passed over
+    """Yields the folders at any depth below one that hold a folder of a step."""
+    walked = islice(os.walk(folder), _MOST_FOLDERS)  # folders that cannot be listed are skipped
     for place, names, _ in walked:
         steps = [name for name in names if is_step_folder(name)]
         if steps:
@@ -134,17 +134,17 @@ def _holds_steps(folder: Path) -> bool:
 
 
 def marker(candidate: Candidate) -> str:
-    """Returns the file of a checkpoint that stands for all of it: its reader opens it first."""
+    """Returns the file of a checkpoint that its readers lock: they open it first."""
     index = posixpath.join(candidate.folder, ".metadata")
     return index if index in candidate.files else min(candidate.files)
 
 
 def hold_candidates(folders: Sequence[Source], candidates: Sequence[Candidate]) -> StepMark:
-    """Marks checkpoints as being read, until the result is closed.
+    """Marks checkpoints as being read until the mark is closed.
 
     Args:
-        folders: The places that hold them; those that are no directories are passed over.
-        candidates: What is read, relative to each of the places.
+        folders: The sources that hold them; those that are no directories are skipped.
+        candidates: The checkpoints, relative to each of the sources.
     """
     roots = [Path(folder.location) for folder in folders if not is_url(folder.location)]
     paths = (root / marker(candidate) for root in roots for candidate in candidates)
@@ -152,16 +152,16 @@ def hold_candidates(folders: Sequence[Source], candidates: Sequence[Candidate]) 
 
 
 def hold_source(source: Source) -> StepMark:
-    """Marks what lies in a source as being read, until the result is closed."""
+    """Marks the checkpoints of a source as being read until the mark is closed."""
     return hold_candidates([source], find_candidates(source))
 
 
 @contextmanager
-def step_in_use(step: PathLike) -> Iterator[None]:
-    """Keeps a step of a run from being pruned, for as long as a block of code runs.
+def hold_step(step: PathLike) -> Iterator[None]:
+    """Protects a step of a run from pruning while a block of code runs.
 
     Args:
-        step: The step's own folder. At a URL, a mark is left in the run where that is allowed.
+        step: The folder of the step. At a URL, a mark is written into the run if allowed.
 
     Yields:
         Nothing.
@@ -178,8 +178,8 @@ def step_in_use(step: PathLike) -> Iterator[None]:
 
 
 @contextmanager
-def read_at_store(steps: Sequence[PathLike]) -> Iterator[None]:
-    """Marks those of some steps as being read that lie on an object store, in a run.
+def hold_at_stores(steps: Sequence[PathLike]) -> Iterator[None]:
+    """Marks the steps among some that are in runs on object stores as being read.
 
     Args:
         steps: Folders of steps, or of parts of them.

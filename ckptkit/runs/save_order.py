@@ -1,10 +1,8 @@
-"""In which order the steps of a run were saved, whoever saved them.
+"""The order in which the steps of a run were saved, and which of them a retention removes.
 
-ckptkit counts the saves of a run. Of steps that stock frameworks saved, times tell the order, and a
-copy of a run may have changed them. So a lower step that is newer than a higher one proves that
-training went back only where the Trainer's log in it is not the beginning of the other one's.
-
-Which steps of a run stay, and which may go.
+ckptkit counts the saves of a run. For steps that other frameworks saved, the order follows from
+times, which a copy of the run may have changed. So a lower step that is newer than a higher one
+shows that training went back only if the Trainer's log in it is not a prefix of the other one's.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ BestMode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which steps stay; a step stays if any rule keeps it, and all stay if there is no rule.
+    """Which steps stay: those that any rule keeps, and all if there is no rule.
 
     Attributes:
-        keep_last: How many of the newest, without those that were abandoned.
-        keep_every: Those divisible by this.
+        keep_last: How many of the newest stay, not counting abandoned ones.
+        keep_every: Steps divisible by this stay.
         keep_best: The metric by which the best ones stay.
         best_mode: Whether the smallest or the largest value is best.
         best_count: How many of the best stay.
@@ -132,7 +130,7 @@ _MOST_BYTES = 64 << 20
 
 
 def save_orders(source: Source, steps: Sequence[RunStep]) -> dict[str, int]:
-    """Returns a number for each folder, the larger the later it was saved; 0 where unknown.
+    """Returns a number for each folder that grows with the time of the save; 0 where unknown.
 
     Args:
         source: The run.
@@ -152,7 +150,7 @@ def save_orders(source: Source, steps: Sequence[RunStep]) -> dict[str, int]:
 
 
 def _are_apart(source: Source, pairs: Sequence[tuple[RunStep, RunStep]]) -> bool:
-    """Returns whether the Trainer's log in no step is the beginning of that in the other one."""
+    """Returns whether in no pair the Trainer's log of one step is a prefix of the other's."""
     folders = {step.name for pair in pairs for step in pair}
     logs = {folder: _log(source, folder) for folder in folders}
     return all(
@@ -161,14 +159,14 @@ def _are_apart(source: Source, pairs: Sequence[tuple[RunStep, RunStep]]) -> bool
 
 
 def left_behind(source: Source, steps: Sequence[RunStep]) -> frozenset[str]:
-    """Returns the folders of the steps that training went back from, see `abandoned`."""
+    """Returns the folders of steps that training went back from, see `abandoned`."""
     orders = save_orders(source, steps)
     left = abandoned(replace(step, save_number=orders[step.name]) for step in steps)
     return frozenset(step.name for step in steps if step.step in left)
 
 
 def trainer_state(source: Source, folder: str) -> Mapping[str, Any]:
-    """Returns the Trainer's state in a step; empty where there is none that can be read."""
+    """Returns the Trainer's state in a step; empty if it has none that can be read."""
     path = f"{folder}/{TRAINER_STATE}"
     if not is_there(source, path):
         return {}
@@ -181,5 +179,5 @@ def trainer_state(source: Source, folder: str) -> Mapping[str, Any]:
 
 
 def _log(source: Source, folder: str) -> list[Any]:
-    found = trainer_state(source, folder).get("log_history")
-    return found if isinstance(found, list) else []
+    history = trainer_state(source, folder).get("log_history")
+    return history if isinstance(history, list) else []

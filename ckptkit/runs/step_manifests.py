@@ -31,7 +31,7 @@ _READ_BYTES = 1 << 20
 
 
 class StepManifests:
-    """The steps among candidates that ckptkit saved; a step is whole if it has its manifest."""
+    """The manifests of steps among candidates; a step that ckptkit saved is complete with one."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class StepManifests:
         candidates: Sequence[Candidate],
         problems: Mapping[str, Problem] | None = None,
     ) -> None:
-        """Looks at the manifests.
+        """Reads the manifests.
 
         Args:
-            source: The place that holds the steps.
-            candidates: What was recognised there.
-            problems: What is known already to be wrong, by folder of a step.
+            source: The source with the steps.
+            candidates: The checkpoints that were recognised.
+            problems: Known problems, by folder of a step.
         """
         self._source = source
         self._manifests: dict[str, Manifest | Problem] = dict(problems or {})
@@ -53,78 +53,78 @@ class StepManifests:
             self._look(step_folder(candidate.folder))
 
     def manifest(self, folder: str) -> Manifest | None:
-        """Returns the manifest of a step, or None where it is absent, damaged or not ours."""
-        found = self._manifests.get(folder)
-        return found if isinstance(found, Manifest) else None
+        """Returns the manifest of a step; None if it is missing, damaged or of another kind."""
+        manifest = self._manifests.get(folder)
+        return manifest if isinstance(manifest, Manifest) else None
 
     def is_output(self, folder: str) -> bool:
-        """Returns whether a folder holds what ckptkit converted, and not what a run saved."""
+        """Returns whether a folder holds an output of ckptkit, and not a step of a run."""
         return folder in self._outputs
 
-    def apart(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Leaves out what lies in the folder that describes a step: it is no model of its own."""
-        beside = [posixpath.join(folder, SIDE_FOLDER) for folder in self._manifests]
+    def without_side_folders(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Leaves out candidates in the side folder of a step, which is no model."""
+        side_folders = [posixpath.join(folder, SIDE_FOLDER) for folder in self._manifests]
         return [
             candidate
             for candidate in candidates
-            if not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in beside)
+            if not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in side_folders)
         ]
 
     def problem(self, folder: str) -> Problem | None:
-        found = self._manifests.get(folder)
-        return found if isinstance(found, Problem) else None
+        problem = self._manifests.get(folder)
+        return problem if isinstance(problem, Problem) else None
 
     def lacks(self, candidate: Candidate) -> str:
-        """Returns whether a candidate's step was never finished; empty for what others saved.
+        """Returns why a candidate's step is unfinished; empty if it is not.
 
-        In a run that ckptkit saves, every step without a manifest counts as unfinished.
+        In a run that ckptkit saves, every step without a manifest is unfinished.
         """
         folder = step_folder(candidate.folder)
-        found = self._manifests.get(folder)
-        if isinstance(found, Problem):
-            return f"{posixpath.basename(found.where)!r} {found.message}"
+        manifest = self._manifests.get(folder)
+        if isinstance(manifest, Problem):
+            return f"{posixpath.basename(manifest.where)!r} {manifest.message}"
         run = posixpath.dirname(folder)
         ours = any(
             isinstance(other, Manifest) and posixpath.dirname(step) == run
             for step, other in self._manifests.items()
         )
-        return _UNFINISHED if found is None and ours else ""
+        return _UNFINISHED if manifest is None and ours else ""
 
-    def facts(self, folder: str, known: RunFacts) -> RunFacts:
-        """Returns what is known of the run, the manifest's word before that of file names."""
+    def facts(self, folder: str, named: RunFacts) -> RunFacts:
+        """Returns the facts of the run: from the manifest, else from file names (`named`)."""
         output = self._outputs.get(folder)
         if output is not None:
-            step = _number(output.source.get("step"), known.step)
-            return replace(known, writer=_WRITER, version=_version(output), step=step)
+            step = _number(output.source.get("step"), named.step)
+            return replace(named, writer=_WRITER, version=_version(output), step=step)
         manifest = self.manifest(folder)
         if manifest is None:
-            return known
+            return named
         return RunFacts(
-            world_size=_number(manifest.source.get("world_size"), known.world_size),
-            step=_number(manifest.source.get("step"), known.step),
+            world_size=_number(manifest.source.get("world_size"), named.world_size),
+            step=_number(manifest.source.get("step"), named.step),
             writer=_WRITER,
             version=_version(manifest),
-            mesh=known.mesh,
+            mesh=named.mesh,
             notes=(
-                *known.notes,
+                *named.notes,
                 *(f"saved without {name}: {why}" for name, why in lost_entries(manifest).items()),
             ),
         )
 
     def problems(self, folder: str) -> Iterator[Problem]:
-        """Yields what is wrong with a step beside its tensors: no manifest, or missing files."""
-        found = self._manifests.get(folder)
-        if isinstance(found, Problem):
-            yield found
-        elif found is not None:
-            yield from file_problems(self._source, folder, found)
+        """Yields the problems of a step except of its tensors: no manifest, or missing files."""
+        manifest = self._manifests.get(folder)
+        if isinstance(manifest, Problem):
+            yield manifest
+        elif manifest is not None:
+            yield from file_problems(self._source, folder, manifest)
 
     def _look(self, folder: str) -> None:
         if folder in self._manifests or folder in self._outputs:
             return
         path = posixpath.join(folder, MANIFEST_NAME)
         try:
-            found = read_manifest(self._source, folder)
+            manifest = read_manifest(self._source, folder)
         except MissingFileError:
             if is_there(self._source, posixpath.join(folder, RUN_FACTS)):
                 self._manifests[folder] = Problem(MissingFileError.code, path, _ABSENT)
@@ -132,10 +132,10 @@ class StepManifests:
         except InputError as error:
             self._manifests[folder] = Problem(error.code, path, error.message)
             return
-        if found.kind == TRAINING:
-            self._manifests[folder] = found
+        if manifest.kind == TRAINING:
+            self._manifests[folder] = manifest
         else:
-            self._outputs[folder] = found
+            self._outputs[folder] = manifest
 
 
 _ABSENT = "is not there, and it is written last: the save was not finished"
@@ -143,7 +143,7 @@ _UNFINISHED = f"{MANIFEST_NAME!r} {_ABSENT}"
 
 
 def step_folder(folder: str) -> str:
-    """Returns the folder of the step that a part of it lies in.
+    """Returns the folder of the step that contains a folder.
 
     >>> step_folder("runs/checkpoint-5/pytorch_model_fsdp_0"), step_folder("optimizer_0")
     ('runs/checkpoint-5', '')
@@ -154,13 +154,13 @@ def step_folder(folder: str) -> str:
 
 
 def lost_entries(manifest: Manifest) -> dict[str, str]:
-    """Returns what could not be saved with a step, by its name in the state, and why."""
-    found = manifest.source.get("lost")
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+    """Returns the entries of the state that could not be saved with a step, and why."""
+    lost = manifest.source.get("lost")
+    return {str(k): str(v) for k, v in lost.items()} if isinstance(lost, Mapping) else {}
 
 
 def file_problems(source: Source, folder: str, manifest: Manifest) -> Iterator[Problem]:
-    """Yields the files of a manifest that are not there, or not as long as they were."""
+    """Yields the files of a manifest that are missing, or have another size."""
     for name, record in manifest.files.items():
         path = posixpath.join(folder, name)
         try:
@@ -180,27 +180,27 @@ def file_problems(source: Source, folder: str, manifest: Manifest) -> Iterator[P
 def digest_problems(
     source: Source, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
 ) -> Iterator[Problem]:
-    """Reads the files of which a step's manifest has the CRC-32.
+    """Reads the files whose CRC-32 is in a step's manifest.
 
     Args:
-        source: The place that holds the step.
-        folder: The step's.
+        source: The source with the step.
+        folder: The folder of the step.
         manifest: Its manifest.
-        leaving_out: Paths of which something else is known to be wrong already.
+        leaving_out: Paths with other known problems.
 
     Yields:
-        Those that have another one, or cannot be read.
+        The files with another CRC-32, and those that cannot be read.
     """
     for name, record in manifest.files.items():
         path = posixpath.join(folder, name)
         if not record.digest or path in leaving_out:
             continue
         try:
-            found = _crc32(source, path, record.size_bytes)
+            crc = _crc32(source, path, record.size_bytes)
         except InputError as error:
             yield Problem(error.code, path, error.message)
             continue
-        if record.digest != f"crc32:{found:08x}":
+        if record.digest != f"crc32:{crc:08x}":
             yield Problem(ChecksumError.code, path, "has another CRC-32 than the manifest")
 
 
@@ -226,36 +226,36 @@ _NO_HEADERS = ".distcp"
 _OF_STEPS = (MANIFEST_NAME, RUN_FACTS)  # the manifest first
 
 
-def listed_files(source: Source) -> list[str]:
-    """Returns the paths of all files at the depth at which checkpoints are looked for.
+def list_files(source: Source) -> list[str]:
+    """Returns the paths of all files at the depth at which checkpoints are searched.
 
-    An object store may list what was written a moment ago only later. The manifest of a step is
-    written last, so what it names is there, and is found by its name.
+    An object store may list new files late. The manifest of a step is written last, so the files
+    that it names exist, and are found by their names.
     """
     paths = list(source.walk(SEARCH_DEPTH))
     if distant(source) is None:
         return paths
-    known = set(paths)
-    steps = dict.fromkeys(step_folder(one.folder) for one in recognise(paths)) or [""]
+    listed = set(paths)
+    steps = dict.fromkeys(step_folder(candidate.folder) for candidate in recognise(paths)) or [""]
     expected = [posixpath.join(step, name) for step in steps for name in _OF_STEPS]
-    prefetch(source, [FileRange(path, 0, 0) for path in expected if path not in known])
+    prefetch(source, [FileRange(path, 0, 0) for path in expected if path not in listed])
     manifests = [path for path in paths if posixpath.basename(path) == MANIFEST_NAME]
-    manifests += [path for path in expected[:: len(_OF_STEPS)] if path not in known]
+    manifests += [path for path in expected[:: len(_OF_STEPS)] if path not in listed]
     prefetch(source, list(_extents(source, manifests)))
     for path in manifests:
-        named = (one for one in _named(source, path) if one not in known)
-        known.update(one for one in named if is_there(source, one))
-    return sorted(known)
+        named = (file for file in _named(source, path) if file not in listed)
+        listed.update(file for file in named if is_there(source, file))
+    return sorted(listed)
 
 
-def foresee_headers(source: Source, candidate: Candidate) -> None:
-    """Has the headers of all files of a checkpoint read at once, where each costs a round trip."""
+def prefetch_headers(source: Source, candidate: Candidate) -> None:
+    """Prefetches the headers of all files of a checkpoint together, if each is a round trip."""
     if distant(source) is not None:
         prefetch(source, list(_headers(source, candidate)))
 
 
 def _headers(source: Source, candidate: Candidate) -> Iterator[FileRange]:
-    """Yields where readers look first: any such range brings what lies around it."""
+    """Yields the ranges that readers need first; prefetching one includes its surroundings."""
     for path in candidate.files:
         if path.endswith(_NO_HEADERS) or not is_there(source, path):
             continue

@@ -13,7 +13,7 @@ from ckptkit.core.text import size_text
 from ckptkit.runs.listing import RunListing
 from ckptkit.runs.marks import ask_for_save, committed_steps, run_is_live
 from ckptkit.runs.pruning import Pruned, PrunedStep
-from ckptkit.runs.run_paths import run_below
+from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import PathLike, local_path, place_of
@@ -197,7 +197,7 @@ def age_text(seconds: float) -> str:
 
 def _find_run(output: Output, run: PathLike) -> PathLike:
     """Returns the run at or below a directory, and warns if it is below."""
-    below = run_below(run)
+    below = find_run(run)
     if os.fspath(below) != os.fspath(run):
         output.warn(f"{os.fspath(run)} has no steps; using the run {os.fspath(below)}")
     return below

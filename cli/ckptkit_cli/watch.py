@@ -29,7 +29,7 @@ from ckptkit.hub.watch.start import WatchRequest, run_watch
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchSettings
 from ckptkit.options import ConsolidateRequest, positive_number, resources_of
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
-from ckptkit.runs.run_paths import run_below
+from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import Place, is_url
 from ckptkit_cli import _options as options
@@ -260,7 +260,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         choice=PushChoice(
             **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
         ),
-        making=_make_output(values),
+        build=_make_output(values),
         poll_seconds=default_seconds if values["interval"] is None else values["interval"],
         at_end=values["at_end"],
         retries=retries,
@@ -307,7 +307,7 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
         return request
     ends = values["once"] or values["until_eof"]
     try:
-        below = run_below(request.run)
+        below = find_run(request.run)
     except (AmbiguousSourceError, NotACheckpointError) as error:
         if ends or isinstance(error, NotACheckpointError):
             raise

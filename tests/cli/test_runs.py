@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.run_paths import step_in_use
+from ckptkit.runs.run_paths import hold_step
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 
@@ -57,7 +57,7 @@ def test_ls_shows_a_line_for_each_step_and_why_one_is_not_complete(training: Pat
 
 
 def test_prune_shows_the_same_table_in_a_dry_run_and_tells_what_it_freed(training: Path) -> None:
-    with step_in_use(training / "checkpoint-100"):
+    with hold_step(training / "checkpoint-100"):
         kept = run("prune", training, "--keep-last", "1", "--dry-run")
     assert "checkpoint-100  stays" in kept.stdout
     assert "it is being read" in kept.stdout

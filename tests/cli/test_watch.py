@@ -173,7 +173,7 @@ def test_once_exits_as_the_steps_went(
     assert lines[-1]["error"]["code"] == "hub-error"
     assert main(command) == 7
     printed = capfd.readouterr()
-    assert (printed.out + printed.err).count("token was not accepted") == 1
+    assert (printed.out + printed.err).count("token is wrong or expired") == 1
     known_hub.users[TOKEN] = ("me", ("org",))
 
 

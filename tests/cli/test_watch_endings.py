@@ -88,7 +88,7 @@ def test_a_step_that_goes_on_changing_is_no_success(
     finally:
         ended.set()
         writer.join()
-    assert "still written to" in capfd.readouterr().err
+    assert "still changing" in capfd.readouterr().err
     assert not hub.has(REPO)
 
 
@@ -122,12 +122,12 @@ def test_the_run_below_is_taken_and_of_several_none(
 @pytest.mark.parametrize(
     ("there", "named", "said"),
     [
-        ("", "", "no step of a run lies here"),
+        ("", "", "it holds no step of a run"),
         ("runs/a/b/c/d/checkpoint-2", "", "checkpoint-N folders: {}/runs/a/b/c/d"),
         ("checkpoint-2", "logs", "checkpoint-N folders: {}"),
         ("checkpoint-2", "checkpoint-2/logs", "checkpoint-N folders: {}"),
         ("best/model", "", "below it are best"),
-        ("checkpoint-2/model_0", "", "no checkpoint of a known format is here"),
+        ("checkpoint-2/model_0", "", "it holds no checkpoint of a known format"),
     ],
 )
 def test_a_folder_without_a_complete_step_is_no_success_and_says_what_lies_there(

@@ -100,7 +100,7 @@ def watch(hub: HubServer, run: Path) -> Callable[..., tuple[list[WatchEvent], di
         request = WatchRequest(
             run=run,
             repo_id=REPO,
-            settings=WatchSettings(making=BuildSettings(state_folder=whole)),
+            settings=WatchSettings(build=BuildSettings(state_folder=whole)),
             branch=BranchSettings(include=include),
             token=TOKEN,
             endpoint=hub.url,

@@ -22,7 +22,7 @@ from ckptkit.hub.watch.events import WatchEvent
 from ckptkit.hub.watch.hub_branch import BranchSettings
 from ckptkit.hub.watch.start import WatchRequest, run_watch
 from ckptkit.hub.watch.watch import WatchSettings
-from ckptkit.runs.push_journal import WATCH_FOLDER, pushes_in
+from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
 from tests.hub_models import running_hub
@@ -104,12 +104,12 @@ def watch(hub: HubServer, run: Path) -> Callable[..., Watched]:
         *moments: Callable[[], object],
         place: PathLike = run,
         choice: PushChoice | None = None,
-        making: BuildSettings | None = None,
+        build: BuildSettings | None = None,
         **options: Any,
     ) -> Watched:
         found = Watched()
         settings = WatchSettings(
-            choice=choice or PushChoice(), making=making or BuildSettings(), retries=SOON
+            choice=choice or PushChoice(), build=build or BuildSettings(), retries=SOON
         )
         known = {"token": TOKEN, "endpoint": hub.url} | options
         request = WatchRequest(run=place, repo_id=REPO, settings=settings, **known)
@@ -143,7 +143,7 @@ def test_each_step_becomes_one_commit_with_its_tag_as_soon_as_it_is_there(
     asked = len(hub.log)
     assert watch().of("pushed") == []
     assert len(hub.log) == asked  # the journal knows
-    assert [push.tag for push in pushes_in(run / WATCH_FOLDER)] == ["step-1", "step-2"]
+    assert [push.tag for push in read_journals(run / WATCH_FOLDER)] == ["step-1", "step-2"]
     assert not list((run / WATCH_FOLDER).glob("*.work"))
 
 
@@ -211,8 +211,8 @@ def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, ru
 def test_a_step_that_is_saved_again_gets_a_commit_of_its_own_and_takes_the_tag(
     hub: HubServer, run: Path, watch: Watch
 ) -> None:
-    making = BuildSettings(adapter=AdapterRequest(adapter="default"))
-    watch(lambda: add(run, 1), lambda: add(run, 1, OTHER, save_number=2), making=making)
+    build = BuildSettings(adapter=AdapterRequest(adapter="default"))
+    watch(lambda: add(run, 1), lambda: add(run, 1, OTHER, save_number=2), build=build)
     repo = hub.repo(REPO)
     assert titles(hub) == ["Step 1", "Step 1"]
     assert repo.tags == {"step-1": repo.commits[1].oid}
@@ -279,7 +279,7 @@ def test_of_steps_that_cannot_be_pushed_nothing_stays_on_the_disk(run: Path, wat
     def look() -> None:
         built.append([path.name for path in (run / WATCH_FOLDER).glob("*.work/*")])
 
-    found = watch(look, making=BuildSettings(state_folder="last-checkpoint"))
+    found = watch(look, build=BuildSettings(state_folder="last-checkpoint"))
     assert sorted(found.failures) == [1, 2]
     assert built == [[]]
 
@@ -320,9 +320,9 @@ def test_a_wrong_token_ends_a_watch_before_there_is_a_step(hub: HubServer, watch
 
 def test_the_second_watch_of_a_run_is_refused(run: Path, watch: Watch) -> None:
     def second() -> None:
-        with pytest.raises(RefusedError, match="another watch is at work"):
+        with pytest.raises(RefusedError, match="another watch is running"):
             watch()
-        with pytest.raises(RefusedError, match="another watch is at work"):
+        with pytest.raises(RefusedError, match="another watch is running"):
             watch(state=run.parent / "elsewhere")
 
     watch(second)
@@ -344,8 +344,8 @@ def test_a_whole_step_beside_the_model_can_be_resumed_from_and_the_next_replaces
 ) -> None:
     add(run, 1)
     (run / "checkpoint-1/notes.txt").write_text("of the first")
-    making = BuildSettings(state_folder="last-checkpoint")
-    watch(lambda: add(run, 2), making=making, branch=BranchSettings(private=False))
+    build = BuildSettings(state_folder="last-checkpoint")
+    watch(lambda: add(run, 2), build=build, branch=BranchSettings(private=False))
     files = hub.repo(REPO).files()
     assert "last-checkpoint/notes.txt" not in files
     step = run / "checkpoint-2"
@@ -374,7 +374,7 @@ def test_a_whole_step_is_pushed_without_the_paths_of_this_machine_and_proves_its
         manifest["files"][path] = {"size_bytes": len(data), "digest": digest}
     manifest["source"]["path"] = f"{run}/checkpoint-1"
     (step / "ckptkit.json").write_text(json.dumps(manifest))
-    found = watch(making=BuildSettings(state_folder="last-checkpoint"))
+    found = watch(build=BuildSettings(state_folder="last-checkpoint"))
     assert found.failures == {}
     pushed = {path: hub.read(REPO, path) for path in hub.repo(REPO).files()}
     texts = {path: data for path, data in pushed.items() if not path.endswith(".safetensors")}
@@ -400,7 +400,7 @@ def test_a_run_on_a_store_is_watched_like_a_local_one(
     told += "".join(path.read_text() for path in (tmp_path / "state").iterdir())
     for secret in (TOKEN, bucket.store.options["secret"]):
         assert secret not in told
-    with pytest.raises(RefusedError, match="the state of the watch has no place"):
+    with pytest.raises(RefusedError, match="is a URL, where the state"):
         watch(place=place)
     # The same run, written in another way: what was pushed is known.
     client = {"endpoint_url": f"{bucket.store.endpoint}/", "region_name": "us-east-1"}
@@ -417,6 +417,6 @@ def test_a_step_that_others_saved_is_pushed_once_it_stays_the_same(
     def save() -> None:
         shutil.copytree(MODEL, run / "checkpoint-7")
 
-    found = watch(save, lambda: None, making=BuildSettings(kind="model"))
+    found = watch(save, lambda: None, build=BuildSettings(kind="model"))
     assert found.of("pushed") == [7]
     assert "model.safetensors" in hub.repo(REPO).files()

@@ -134,7 +134,7 @@ def fabric_of_ours_reads_what_stock_wrote(folder: Path) -> None:
     assert rest == {"extra": 5}
     assert other.state["step"] == 2
     check_equal(other.whole(), job.whole())
-    with pytest.raises(ResumeError, match=r"'lost' was not saved there"):
+    with pytest.raises(ResumeError, match=r"'lost' is not in the checkpoint"):
         other.fabric.load(folder / "stock.ckpt", {**other.state, "lost": 1})
     other.fabric.load(folder / "stock.ckpt", {**other.state, "lost": 1}, strict=False)
 

@@ -74,7 +74,7 @@ from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.runs.run_paths import hold_candidates
 from ckptkit.runs.save_order import left_behind
-from ckptkit.runs.step_manifests import StepManifests, foresee_headers, listed_files, step_folder
+from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
 from ckptkit.storage.base import Folder
 from ckptkit.storage.overlay import OverlaySource
@@ -251,7 +251,7 @@ class _Search:
         if select is None:
             candidates, left_alone = drop_older_tags(self._source, candidates)
         found = resolve(
-            self._steps.apart(candidates),
+            self._steps.without_side_folders(candidates),
             location=self._location,
             select=select,
             describe_missing=self._lacks,
@@ -306,13 +306,13 @@ class _Search:
 
     def _candidates(self) -> list[Candidate]:
         """Recognises what lies there; what lies in parts is laid over the parts as a whole."""
-        self._paths = listed_files(self._source)
+        self._paths = list_files(self._source)
         candidates = recognise(self._paths)
         _check_places(self._source.folders)
         united = unite(self._source, [step_folder(one.folder) for one in candidates])
         if united.made:
             self._source.lay_over(united.made, without=united.without)
-            self._paths = listed_files(self._source)
+            self._paths = list_files(self._source)
             candidates = recognise(self._paths)
         candidates = add_numbered_ranks(self._source, candidates, self._paths)
         if self._only is not None:
@@ -348,7 +348,7 @@ class _Search:
         key = (candidate.format, candidate.folder, candidate.files)
         if key not in self._indexes:
             self._check_memory(candidate)
-            foresee_headers(self._source, candidate)
+            prefetch_headers(self._source, candidate)
             self._indexes[key] = read_index(self._source, candidate)
         return self._indexes[key]
 
@@ -390,7 +390,7 @@ def _check_places(folders: Sequence[Folder]) -> None:
     """Refuses a directory in which no step has the path that it has in another one."""
     if len(folders) == 1:
         return
-    found = [recognise(listed_files(folder)) for folder in folders]
+    found = [recognise(list_files(folder)) for folder in folders]
     steps = [{step_folder(one.folder) for one in candidates} for candidates in found]
     for number, folder in enumerate(folders[1:], 1):
         others = set().union(*(found for i, found in enumerate(steps) if i != number))

@@ -50,7 +50,7 @@ _HINT = (
 
 
 @dataclass(frozen=True, slots=True)
-class SmallFile:
+class LoadedFile:
     """A file of the folder in memory, parsed where it is JSON."""
 
     path: str
@@ -58,11 +58,11 @@ class SmallFile:
     document: Any
 
 
-def read_small(source: Source, paths: Iterable[str]) -> dict[str, SmallFile]:
+def read_small(source: Source, paths: Iterable[str]) -> dict[str, LoadedFile]:
     return {path: _read(source, path) for path in paths}
 
 
-def _read(source: Source, path: str) -> SmallFile:
+def _read(source: Source, path: str) -> LoadedFile:
     data = source.read(path, 0, source.stat(path).size_bytes)
     document = None
     if path.endswith(_PARSED):
@@ -71,10 +71,10 @@ def _read(source: Source, path: str) -> SmallFile:
         except (ValueError, RecursionError) as error:
             where = posixpath.join(source.location, path)
             raise FormatError(f"is not JSON: {error}", where=where) from error
-    return SmallFile(path, data, document)
+    return LoadedFile(path, data, document)
 
 
-def check_against_manifest(files: Iterable[SmallFile], manifest: Manifest, where: str) -> None:
+def check_against_manifest(files: Iterable[LoadedFile], manifest: Manifest, where: str) -> None:
     """Compares small files with the digests in the manifest."""
     for file in files:
         record = manifest.files.get(file.path)
@@ -89,7 +89,7 @@ def check_against_manifest(files: Iterable[SmallFile], manifest: Manifest, where
 
 
 def clean_contents(
-    files: Mapping[str, SmallFile], base_model: str | None, large: Iterable[str]
+    files: Mapping[str, LoadedFile], base_model: str | None, large: Iterable[str]
 ) -> dict[str, bytes]:
     """Returns the content of files without paths of this machine, and a manifest that matches it.
 
@@ -310,7 +310,7 @@ def _search_unusual_files(
 
 
 def _compared(
-    folder: Folder, small: Mapping[str, SmallFile], manifest: Manifest | None, names: str
+    folder: Folder, small: Mapping[str, LoadedFile], manifest: Manifest | None, names: str
 ) -> tuple[str, ...]:
     """Refuses weights that would not load as the model of config.json; returns notes."""
     config = _document(small, CONFIG)
@@ -380,7 +380,7 @@ def _verify(folder: Folder) -> None:
 
 
 def _facts(
-    small: Mapping[str, SmallFile], manifest: Manifest | None, repo_id: str, base_model: str | None
+    small: Mapping[str, LoadedFile], manifest: Manifest | None, repo_id: str, base_model: str | None
 ) -> tuple[str | None, ModelFacts]:
     config = _document(small, CONFIG) or {}
     adapter = _document(small, ADAPTER_CONFIG)
@@ -389,12 +389,12 @@ def _facts(
     return base, ModelFacts(title, base, adapter, config, manifest)
 
 
-def _document(small: Mapping[str, SmallFile], path: str) -> Mapping[str, Any] | None:
+def _document(small: Mapping[str, LoadedFile], path: str) -> Mapping[str, Any] | None:
     document = small[path].document if path in small else None
     return document if isinstance(document, Mapping) else None
 
 
-def _notes(small: Mapping[str, SmallFile], contents: Mapping[str, bytes]) -> list[str]:
+def _notes(small: Mapping[str, LoadedFile], contents: Mapping[str, bytes]) -> list[str]:
     changed = [
         path
         for path, file in small.items()

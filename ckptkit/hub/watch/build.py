@@ -1,7 +1,4 @@
-"""From a step of a run to the folder that is pushed: a model, or the adapter that was trained.
-
-Which steps of a run are to be pushed, and in which order.
-"""
+"""Decides which steps of a run are pushed, and builds the folders: a model or an adapter."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import is_url, open_source
 
 PushKind = Literal["auto", "model", "adapter"]
-"""What is made of a step: `auto` takes the adapter where PEFT trained one, else the model."""
+"""What is built from a step: `auto` is the adapter if PEFT trained one, else the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +40,9 @@ class PushChoice:
 
     Attributes:
         every: Only steps that are divisible by this.
-        best: Only a step that is better by this metric than all that are known.
+        best: Only a step that is better by this metric than all others, pushed ones included.
         best_mode: Whether the smallest or the largest value is best.
-        last_only: Of several that wait, only the one that was saved last.
+        last_only: If several wait, only the one that was saved last.
     """
 
     every: int | None = None
@@ -70,15 +67,15 @@ def choose_steps(
     earlier: Mapping[int, StepPush],
     choice: PushChoice,
 ) -> tuple[int, ...]:
-    """Chooses the steps that are to be pushed, in the order in which they were saved.
+    """Chooses the steps to push, in the order in which they were saved.
 
-    A step that was saved before one that is pushed already is passed over: the branch's head
-    would go back to it. So is one that training went back from, see `abandoned`.
+    A step that was saved before a pushed one is left out, since it would become the head of the
+    branch. So is a step that training went back from, see `abandoned`.
 
     Args:
-        steps: What lies in the run; only complete steps are chosen.
-        digests: Of the complete steps' manifests.
-        earlier: What was pushed before, by step.
+        steps: All steps of the run; only complete ones are chosen.
+        digests: The digests of the complete steps, by number.
+        earlier: The earlier pushes, by step.
         choice: The rules.
 
     Returns:
@@ -92,23 +89,23 @@ def choose_steps(
     complete = [facts for facts in steps if facts.complete and facts.step in digests]
     left = abandoned(complete)
     latest = max(((e.save_number, step) for step, e in earlier.items()), default=(-1, -1))
-    highest = max(earlier, default=-1)  # for a step of which only its number tells the order
+    highest = max(earlier, default=-1)  # for steps whose order is known by their numbers only
     waiting = [
         facts
         for facts in complete
         if facts.step not in left
         and not _is_pushed(facts.step, digests, earlier)
-        and (_saved(facts) >= latest if facts.save_number else facts.step >= highest)
+        and (_save_order(facts) >= latest if facts.save_number else facts.step >= highest)
         and (choice.every is None or facts.step % choice.every == 0)
     ]
     if choice.best is not None:
         live = [facts for facts in complete if facts.step not in left]
         waiting = _best_of(waiting, live, earlier, choice)
-    waiting.sort(key=_saved)
+    waiting.sort(key=_save_order)
     return tuple(facts.step for facts in (waiting[-1:] if choice.last_only else waiting))
 
 
-def _saved(facts: RunStep) -> tuple[int, int]:
+def _save_order(facts: RunStep) -> tuple[int, int]:
     return facts.save_number, facts.step
 
 
@@ -122,19 +119,19 @@ def _best_of(
     earlier: Mapping[int, StepPush],
     choice: PushChoice,
 ) -> list[RunStep]:
-    """Returns the one step that waits and is the best known, if it is."""
+    """Returns the waiting step that is better than all others, if there is one."""
     sign = 1 if choice.best_mode == "min" else -1
 
     def value(metrics: Mapping[str, float | None]) -> float:
-        found = metrics.get(choice.best or "")
-        return sign * found if found is not None and math.isfinite(found) else math.inf
+        number = metrics.get(choice.best or "")
+        return sign * number if number is not None and math.isfinite(number) else math.inf
 
-    pushed = [value(one.metrics) for one in earlier.values()]
+    pushed = [value(push.metrics) for push in earlier.values()]
     best = min([*map(value, (facts.metrics for facts in complete)), *pushed], default=math.inf)
     equal = [facts for facts in waiting if value(facts.metrics) == best]
     if best == math.inf or best in pushed or not equal:
         return []
-    return [max(equal, key=_saved)]
+    return [max(equal, key=_save_order)]
 
 
 _DEPTH = 8
@@ -143,18 +140,18 @@ _READ_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class BuildSettings:
-    """How a step becomes what is pushed.
+    """How the folder that is pushed is built from a step.
 
     Attributes:
-        kind: `auto` takes the adapter where PEFT trained one, else the whole model.
+        kind: Model or adapter.
         request: Of a model.
         adapter: Of an adapter.
-        base: A model folder to take what the step lacks from, or None.
+        base: A model folder with the files that the step lacks, or None.
         resources: Threads and memory.
-        needs_config: Whether a model without a configuration, which does not load, is refused.
-        state_folder: Where the step itself goes in the folder, with optimizer and all, so that
-            training can be resumed from it; `{step}` stands for its number. Empty for nowhere.
-        advice: What the user of this watch can do about a model that would not load.
+        needs_config: Whether to refuse a model without config.json, which does not load.
+        state_folder: The subfolder for the step itself, with its optimizer, to resume training
+            from; `{step}` stands for its number. Empty for none.
+        advice: The hints of errors about a model that would not load.
     """
 
     kind: PushKind = "auto"
@@ -167,17 +164,17 @@ class BuildSettings:
     advice: Advice = WATCH
 
     def whole_folder(self, step: int) -> str:
-        """Returns the name of the folder that a step goes into as it is; empty for none."""
+        """Returns the name of the subfolder for the step itself; empty for none."""
         return self.state_folder.replace("{step}", str(step))
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A folder that was made of a step, and verified.
+class BuiltFolder:
+    """A folder that was built from a step, and verified.
 
     Attributes:
         manifest: Of the folder.
-        notes: What the user should know.
+        notes: Messages for the user.
     """
 
     manifest: Manifest
@@ -185,19 +182,19 @@ class Made:
 
 
 def build_folder(
-    src: PathLike, out: Path, step: int, making: BuildSettings, listener: Listener | None = None
-) -> Made:
-    """Makes the folder that is pushed of a step, and reads all of it back.
+    src: PathLike, out: Path, step: int, settings: BuildSettings, listener: Listener | None = None
+) -> BuiltFolder:
+    """Builds the folder that is pushed from a step, and verifies it.
 
     Args:
         src: The step's folder.
-        out: What is made; a folder that a kill left half-made there is replaced.
+        out: The folder; an unfinished one that a kill left is replaced.
         step: Its number.
-        making: How.
+        settings: How it is built.
         listener: Receives progress events.
 
     Returns:
-        What was made.
+        The folder.
     """
     notes: list[str] = []
 
@@ -207,46 +204,51 @@ def build_folder(
         (listener or ignore)(event)
 
     shutil.rmtree(out, ignore_errors=True)
-    manifest = _make(src, out, making, listen)
-    if making.needs_config and manifest.kind == "model" and not (out / CONFIG).is_file():
+    manifest = _build(src, out, settings, listen)
+    if settings.needs_config and manifest.kind == "model" and not (out / CONFIG).is_file():
         raise RefusedError(
             "neither the step nor a base has a config.json, without which the model does not load",
             where=os.fspath(src),
             hint="pass --base DIR_OR_REPO of the model that was trained, or --weights-only",
         )
     _check(run_verification(out, listener=listener), VerificationError)
-    if making.state_folder:
+    if settings.state_folder:
         _check(run_verification(src, listener=listener), InputError)
-        _put_state(src, out / making.whole_folder(step))
-    return Made(manifest, tuple(dict.fromkeys(notes)))
+        _put_state(src, out / settings.whole_folder(step))
+    return BuiltFolder(manifest, tuple(dict.fromkeys(notes)))
 
 
-def _make(src: PathLike, out: Path, making: BuildSettings, listener: Listener) -> Manifest:
-    if making.kind == "adapter" or (making.kind == "auto" and _holds_adapter(src)):
+def _build(src: PathLike, out: Path, settings: BuildSettings, listener: Listener) -> Manifest:
+    if settings.kind == "adapter" or (settings.kind == "auto" and _holds_adapter(src)):
         return run_extraction(
-            src, out, making.adapter, resources=making.resources, listener=listener
+            src, out, settings.adapter, resources=settings.resources, listener=listener
         ).manifest
     job = ConversionJob(
-        src, out, making.request, making.base, resources=making.resources, advice=making.advice
+        src,
+        out,
+        settings.request,
+        settings.base,
+        resources=settings.resources,
+        advice=settings.advice,
     )
     return run_job(job, listener).whole
 
 
 def _holds_adapter(src: PathLike) -> bool:
-    """Returns whether PEFT trained what lies there; what is wrong with it is said later."""
+    """Returns whether the checkpoint holds an adapter of PEFT; its problems are reported later."""
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(src))
         return adapter_facts(checkpoint, SideFolders(stack, checkpoint, None)) is not None
 
 
-def _check(found: Verification, kind: type[VerificationError | InputError]) -> None:
-    if not found.ok:
-        more = f", and {len(found.problems) - 1} more" if len(found.problems) > 1 else ""
-        raise kind(f"{found.problems[0]}{more}", where=found.path)
+def _check(result: Verification, kind: type[VerificationError | InputError]) -> None:
+    if not result.ok:
+        more = f", and {len(result.problems) - 1} more" if len(result.problems) > 1 else ""
+        raise kind(f"{result.problems[0]}{more}", where=result.path)
 
 
 def _put_state(src: PathLike, out: Path) -> None:
-    """Gives the files of a step a second name in the folder; copies them where that cannot be."""
+    """Links the files of a step into the folder; copies them where links are not possible."""
     folder = Path(src)
     try:
         if is_url(src):
@@ -260,7 +262,7 @@ def _put_state(src: PathLike, out: Path) -> None:
         raise InputError("the step was removed while it was read", where=str(src)) from error
     except OSError as error:
         raise OutputError(
-            f"the step cannot be put there: {error.strerror or error}", where=str(out)
+            f"the step cannot be written: {error.strerror or error}", where=str(out)
         ) from error
 
 
@@ -283,5 +285,5 @@ def _link_or_copy(path: Path, name: Path) -> None:
         os.link(path, name)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, or one without such names
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(path, name)

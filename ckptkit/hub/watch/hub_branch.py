@@ -1,9 +1,7 @@
-"""What of a run is at the Hub already: the commits of its steps, and their tags.
+"""The branch that a watch pushes to: the commits of pushed steps, and their tags.
 
-A step's commit is known by its title, which holds the step's number and the digest of its
-manifest. So whoever was killed between a commit and its own notes finds it again.
-
-The branch of a repository that a watch pushes to, through the client.
+The title of a step's commit holds the step's number and the digest of its manifest, so that a watch
+that was killed between a commit and its journal entry finds the commit again.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ class StepCommit:
 
     Attributes:
         commit: Its hash.
-        url: Where people see it.
-        uploaded_bytes: What was uploaded for it just now.
-        is_new: Whether it was made just now.
+        url: Of its page.
+        uploaded_bytes: Bytes that this watch uploaded for it.
+        is_new: Whether this watch made it.
         skipped: Files of the step that were not pushed with it, and why.
     """
 
@@ -55,7 +53,7 @@ class Branch(Protocol):
         ...
 
     def create_tag(self, tag: str, commit: str) -> None:
-        """Makes a tag, which may be there already if it points to the same commit."""
+        """Creates a tag; it may exist already if it points to the same commit."""
         ...
 
     def delete_tag(self, tag: str) -> None:
@@ -63,22 +61,22 @@ class Branch(Protocol):
         ...
 
     def url_of(self, commit: str) -> str:
-        """Returns where people see a commit."""
+        """Returns the page of a commit."""
         ...
 
     def push(self, folder: Path, message: str, whole: str) -> Pushed:
-        """Makes one commit of a folder, with one below it that goes as it is."""
+        """Pushes a folder as one commit; its subfolder `whole` is pushed unchanged."""
         ...
 
 
 class PushedSteps:
-    """The steps of a run in one branch of a repository; asks the Hub as rarely as it can."""
+    """The pushed steps of a run in one branch; sends as few requests as possible."""
 
     def __init__(self, branch: Branch, tag_prefix: str = TAG_PREFIX) -> None:
-        """Asks nothing yet.
+        """Sends no request yet.
 
         Args:
-            branch: Where steps are pushed.
+            branch: The branch.
             tag_prefix: What comes before the number in the names of tags.
         """
         self._branch = branch
@@ -90,17 +88,17 @@ class PushedSteps:
         return f"{self._tag_prefix}{step}"
 
     def check(self) -> None:
-        """Asks the Hub for the first time."""
-        self._known()
+        """Sends the first requests, which fail with a wrong token."""
+        self._list_commits()
 
     def find(self, push: StepPush) -> StepCommit | None:
-        """Returns the commit of a step, None where there is none."""
-        commits, title = self._known(), title_of(push)
+        """Returns the commit of a step, None if it has none."""
+        commits, title = self._list_commits(), title_of(push)
         commit = commits.get(title)
         tagged = self._tags.get(push.tag)
         if tagged is not None and tagged not in {commit, push.replaces}:
             raise RefusedError(
-                f"the tag {push.tag!r} is there already, of another commit: {tagged[:12]}",
+                f"the tag {push.tag!r} exists already for another commit: {tagged[:12]}",
                 where=push.repo_id,
                 hint="push each run to a repository of its own, or choose another --tag-prefix",
             )
@@ -114,35 +112,35 @@ class PushedSteps:
         """Makes the commit of a step.
 
         Args:
-            folder: What is pushed.
+            folder: The folder to push.
             push: The step.
-            whole: A folder below that goes as it is; empty for none.
+            whole: A subfolder that is pushed unchanged; empty for none.
         """
         title = title_of(push)
-        commits, self._commits = self._known(), None  # nobody knows, until it is done
-        done = self._branch.push(folder, title, whole)
-        self._commits = {**commits, title: done.commit}
-        return StepCommit(done.commit, done.url, done.bytes_uploaded, skipped=done.skipped)
+        commits, self._commits = self._list_commits(), None  # unknown until the push has succeeded
+        pushed = self._branch.push(folder, title, whole)
+        self._commits = {**commits, title: pushed.commit}
+        return StepCommit(pushed.commit, pushed.url, pushed.bytes_uploaded, skipped=pushed.skipped)
 
-    def tag(self, push: StepPush, found: StepCommit) -> None:
-        """Has the step's tag point to its commit."""
-        self._known()
-        if self._tags.get(push.tag) == found.commit:
+    def tag(self, push: StepPush, commit: StepCommit) -> None:
+        """Makes the step's tag point to its commit."""
+        self._list_commits()
+        if self._tags.get(push.tag) == commit.commit:
             return
         try:
             if push.tag in self._tags:  # an earlier save of the step, see `find`
                 self._branch.delete_tag(push.tag)
                 del self._tags[push.tag]
-            self._branch.create_tag(push.tag, found.commit)
+            self._branch.create_tag(push.tag, commit.commit)
         except CkptkitError:
             self._commits = None
             raise
-        self._tags[push.tag] = found.commit
+        self._tags[push.tag] = commit.commit
 
-    def _known(self) -> dict[str, str]:
-        """Returns the commits by their titles; asks where something may have changed."""
+    def _list_commits(self) -> dict[str, str]:
+        """Returns the commits by title; asks the Hub if they may have changed."""
         if self._commits is None:
-            # Tags first: for these the client tries once, and for pages of commits for minutes.
+            # Tags first: the client tries that request once, and pages of commits for minutes.
             self._tags = self._branch.tags()
             commits = dict(reversed([(title, commit) for commit, title in self._branch.commits()]))
             self._commits = commits
@@ -164,12 +162,12 @@ _NOT_FOUND = 404
 
 @dataclass(frozen=True, slots=True)
 class BranchSettings:
-    """Where steps go.
+    """The branch of a repository, and what is pushed with a step.
 
     Attributes:
-        private: Whether a repository that is made is private; None for the Hub's default.
+        private: Whether a new repository is private; None for the Hub's default.
         revision: The branch; `main` when None.
-        include: Patterns of files of a step that go with it, besides those that it is made of.
+        include: Patterns of further files of a step that are pushed with it.
     """
 
     private: bool | None = None
@@ -183,12 +181,12 @@ class HubBranch:
     def __init__(
         self, hub: Hub, settings: BranchSettings, listener: Listener | None = None
     ) -> None:
-        """Asks nothing yet.
+        """Sends no request yet.
 
         Args:
-            hub: The repository, as the holder of a token sees it.
-            settings: Where in it.
-            listener: Is told of the bytes that are uploaded.
+            hub: The repository.
+            settings: The branch.
+            listener: Receives progress events of uploads.
         """
         self._hub = hub
         self._settings = settings
@@ -198,22 +196,22 @@ class HubBranch:
         """Returns hash and title of each commit, the newest first; none without a repository."""
         hub, revision = self._hub, self._settings.revision or _MAIN
         try:
-            found = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=revision)
+            commits = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=revision)
         except HubError as error:
             if _is_absence(error):
                 return ()
             raise
-        return [(commit.commit_id, commit.title) for commit in found]
+        return [(commit.commit_id, commit.title) for commit in commits]
 
     def tags(self) -> dict[str, str]:
         """Returns the commit that each tag points to; none without a repository."""
         try:
-            found = self._hub.call(self._hub.api.list_repo_refs, self._hub.repo_id)
+            refs = self._hub.call(self._hub.api.list_repo_refs, self._hub.repo_id)
         except HubError as error:
             if _is_absence(error):
                 return {}
             raise
-        return {tag.name: tag.target_commit for tag in found.tags}
+        return {tag.name: tag.target_commit for tag in refs.tags}
 
     def create_tag(self, tag: str, commit: str) -> None:
         tag_commit(self._hub, tag, commit)
@@ -225,7 +223,7 @@ class HubBranch:
         return f"{self._hub.url}/commit/{commit}"
 
     def push(self, folder: Path, message: str, whole: str) -> Pushed:
-        """Makes one commit of a folder, with one below it that goes as it is."""
+        """Pushes a folder as one commit; its subfolder `whole` is pushed unchanged."""
         return push(
             folder,
             self._hub.repo_id,
@@ -241,7 +239,7 @@ class HubBranch:
 
 
 def _is_absence(error: HubError) -> bool:
-    """Tells that there is no such repository, or no such branch in it, as far as anybody sees."""
+    """Returns whether an error says that the repository or the branch does not exist."""
     cause = error.__cause__
     absent = type(cause).__name__ in {"RepositoryNotFoundError", "RevisionNotFoundError"}
     return cause is not None and absent and status_of(cause) == _NOT_FOUND

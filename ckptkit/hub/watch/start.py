@@ -1,4 +1,4 @@
-"""From what a user asks for to a watch that runs: lock, journal, run and repository."""
+"""Starts a watch: its lock, its journal, its run and its repository."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _LOCK_POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest:
-    """What is to be watched, and where it goes.
+    """A run to watch, and the repository to push to.
 
     Attributes:
         run: The directory or URL that steps are saved in.
         repo_id: The repository.
-        state: The folder of journal and lock; that of a local run lies in it by default.
-        settings: Which steps, and what of them.
-        branch: Where in the repository.
+        state: The folder of journal and lock; by default inside a local run.
+        settings: Which steps are pushed, and how.
+        branch: The branch of the repository.
         tag_prefix: What comes before the number in the names of tags.
-        retention: Which steps of the run stay once they are pushed; all where it has no rule.
+        retention: Which steps stay in the run after a push; all without a rule.
         token: Of the Hub; that of the environment or of the last login by default.
         endpoint: Of the Hub; that of the environment by default.
-        waits_for_lock: Whether another watch of the run is waited for, instead of refused.
+        waits_for_lock: Whether to wait for another watch of the run to end, instead of refusing.
     """
 
     run: PathLike
@@ -64,16 +64,16 @@ class WatchRequest:
 def run_watch(
     request: WatchRequest, pauses: Pauses, listener: WatchListener, progress: Listener
 ) -> Watch:
-    """Watches a run until it is to end, and nothing waits to be pushed any more.
+    """Watches a run until the end is requested and no step waits.
 
     Args:
         request: What to watch.
-        pauses: Where it waits, and when it is to end.
-        listener: Is told of everything that happens.
-        progress: Is told of the bytes of what is made and pushed.
+        pauses: Waits between two listings, and requests the end.
+        listener: Receives all events.
+        progress: Receives progress events of builds and uploads.
 
     Returns:
-        The watch; its `failures` tell which steps could not be pushed as they are.
+        The watch; its `failures` are the steps that could not be pushed.
     """
     check_tag(f"{request.tag_prefix}1")
     state = state_folder(request)
@@ -92,25 +92,25 @@ def run_watch(
         watch = Watch(WatchedRun(request.run, state), journal, branch, request.settings, listener)
         stack.callback(watch.close)
         if not request.retention.keeps_all:
-            watch.pruning(lambda: _pruned(request, state))
+            watch.pruning(lambda: _prune(request, state))
         watch.run(pauses, progress)
     return watch
 
 
 def state_folder(request: WatchRequest) -> Path:
-    """Returns where the state of a watch lies."""
+    """Returns the folder for the state of a watch."""
     if request.state is not None:
         return request.state
     location = os.fspath(request.run)
     if is_url(request.run):
         raise RefusedError(
-            "is not on a disk, so the state of the watch has no place beside it",
+            "is a URL, where the state of the watch cannot be kept",
             where=location,
-            hint="name a directory with --state",
+            hint="pass a local directory with --state",
         )
     if not local_path(location).is_dir():
         raise NotACheckpointError(
-            "no directory was found where that of a run was expected",
+            "is not a directory",
             where=location,
             hint="pass the directory that the training saves to",
         )
@@ -118,10 +118,9 @@ def state_folder(request: WatchRequest) -> Path:
 
 
 def _identities(run: PathLike) -> list[str]:
-    """Returns what tells a run from an earlier one of its place, where the run has such a mark.
+    """Returns identities that distinguish a run from an earlier one at its path.
 
-    A run at a URL is known by what its place is, however it is written; after that comes what
-    older versions knew it by.
+    For a URL the identity does not depend on its spelling; the identity of older versions follows.
     """
     own = "" if is_url(run) else watch_identity(local_path(run) / WATCH_FOLDER)
     named = os.fspath(run).rstrip("/")
@@ -129,37 +128,37 @@ def _identities(run: PathLike) -> list[str]:
     return [own] if own else [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
 
-def _pruned(request: WatchRequest, state: Path) -> Sequence[int]:
-    done = prune_run(request.run, request.retention, state=state)
-    if done.failed:
-        first = done.failed[0]
+def _prune(request: WatchRequest, state: Path) -> Sequence[int]:
+    result = prune_run(request.run, request.retention, state=state)
+    if result.failed:
+        first = result.failed[0]
         raise OutputError(first.why, where=first.step.name)
-    return [step.step for step in done.removed]
+    return [step.step for step in result.removed]
 
 
 @contextmanager
 def _locked(
     request: WatchRequest, state: Path, pauses: Pauses, listener: WatchListener
 ) -> Iterator[None]:
-    lock = _taken(request, state, pauses, listener)
+    lock = _take_lock(request, state, pauses, listener)
     try:
         yield
     finally:
         lock.close()
 
 
-def _taken(
+def _take_lock(
     request: WatchRequest, state: Path, pauses: Pauses, listener: WatchListener
 ) -> WatchLock:
     own = None if is_url(request.run) else local_path(request.run) / WATCH_FOLDER
-    has_told = False
+    has_reported = False
     while True:
         try:
             return take_watch_lock(state, own)
         except RefusedError as error:
             if isinstance(error, OutputError) or not request.waits_for_lock:
                 raise
-            if not has_told:
+            if not has_reported:
                 listener(WatchEvent("waiting", None, {"error": error.to_json()}))
-                has_told = True
+                has_reported = True
         pauses.wait(_LOCK_POLL_SECONDS)

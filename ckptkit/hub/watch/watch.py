@@ -1,10 +1,7 @@
-"""A sidecar of training: each committed step becomes one commit and one tag at the Hub.
+"""Pushes each committed step of a run to the Hub, as one commit and one tag.
 
-Which failures pass by themselves, which are a step's own, and how long to wait for the others.
-
-What is neither, such as wrong credentials, ends a watch: no step could ever be pushed.
-
-What a watch tells whoever listens, and what that adds up to.
+Errors that may pass by themselves are retried; errors of a step leave that step out. All others,
+such as wrong credentials, end a watch, since no step could be pushed.
 """
 
 from __future__ import annotations
@@ -42,14 +39,14 @@ from ckptkit.runs.steps import RunStep
 
 
 def is_transient(error: CkptkitError) -> bool:
-    """Returns whether another try may succeed though nobody has changed anything."""
+    """Returns whether an error may pass by itself."""
     if isinstance(error, AccessError):
         return False
     return isinstance(error, HubUnavailableError | NoSpaceError | InputError)
 
 
 def is_step_error(error: CkptkitError) -> bool:
-    """Returns whether a step cannot be pushed as it is, while others may well be."""
+    """Returns whether an error concerns one step only."""
     if isinstance(error, AccessError | NoSpaceError | OutputError | StorageError):
         return False
     return isinstance(error, InputError | RefusedError | OutputExistsError | VerificationError)
@@ -58,22 +55,22 @@ def is_step_error(error: CkptkitError) -> bool:
 WATCH_RETRIES = RetryPolicy(
     attempts=6, first_wait_seconds=2.0, longest_wait_seconds=300.0, jitter=0.0
 )
-"""Failed looks of a watch are repeated without an end; `attempts` counts once it is to end."""
+"""A watch retries without limit; `attempts` limits the retries once it is to end."""
 _WORK = "work"
 _LISTED = 5  # of files that were not pushed
 _MOST_MARKS = 32  # each takes a descriptor or two
 
 
 class Pauses(Protocol):
-    """Where a watch waits: for time to pass, or for its end."""
+    """Lets a watch wait for time to pass, or for its end."""
 
     @property
     def ending(self) -> bool:
-        """Whether it ends as soon as nothing waits to be pushed."""
+        """Whether the watch ends as soon as no step waits to be pushed."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Waits, at most so long: less when there may be news."""
+        """Waits for at most so many seconds; less if the run may have changed."""
         ...
 
 
@@ -83,18 +80,18 @@ class WatchSettings:
 
     Attributes:
         choice: Which steps are pushed.
-        making: What is made of a step.
-        poll_seconds: How often the run is looked at.
-        retries: How long to wait after a failed look, and how many are made at the end.
+        build: What is built from a step.
+        poll_seconds: The interval at which the run is listed.
+        retries: The waits between retries, and the number of retries at the end.
         at_end: Whether nothing is pushed before the end.
-        settle_seconds: How long the end waits for steps that others are writing.
-        metrics: Metrics that a rule needs, by the option that names them. Where no step has one,
-            a watch that is to end is refused, and another one warns.
-        needs_steps: Whether a watch is an error that ends without having seen a complete step.
+        settle_seconds: How long to wait at the end for steps that are still written to.
+        metrics: Metrics that a rule needs, by the option that names them. If no step has one, a
+            watch that is to end is refused, and any other one warns.
+        needs_steps: Whether it is an error if a watch ends without a complete step.
     """
 
     choice: PushChoice = field(default_factory=PushChoice)
-    making: BuildSettings = field(default_factory=BuildSettings)
+    build: BuildSettings = field(default_factory=BuildSettings)
     poll_seconds: float = 5.0
     retries: RetryPolicy = WATCH_RETRIES
     at_end: bool = False
@@ -104,10 +101,10 @@ class WatchSettings:
 
 
 class Watch:
-    """Pushes the steps of one run, one after another, until nothing is left to be done.
+    """Pushes the steps of one run, one after another.
 
     Attributes:
-        failures: What could not be pushed as it is, by step.
+        failures: The errors of steps that could not be pushed.
     """
 
     def __init__(
@@ -118,49 +115,49 @@ class Watch:
         settings: WatchSettings,
         listener: WatchListener,
     ) -> None:
-        """Takes what it works with; the lock of the run is the caller's.
+        """Stores the arguments; the caller holds the lock of the run.
 
         Args:
-            run: What is watched.
-            journal: What was pushed before; what is built lies in a folder beside it.
-            hub: Where it goes.
-            settings: How.
-            listener: Is told of everything.
+            run: The run.
+            journal: The earlier pushes; steps are built in a folder next to its file.
+            hub: The repository.
+            settings: How the run is watched.
+            listener: Receives all events.
         """
         self.failures: dict[int, CkptkitError] = {}
         self._run = run
         self._journal = journal
         self._hub = hub
         self._settings = settings
-        self._tell = listener
+        self._listener = listener
         self._work = journal.path.with_suffix(f".{_WORK}")
-        self._failed: dict[int, str] = {}  # digests of steps that cannot be pushed as they are
+        self._failed: dict[int, str] = {}  # digests of steps that cannot be pushed
         self._announced: dict[int, str] = {}
         self._marks: dict[str, AbstractContextManager[object]] = {}
         self._prune: Callable[[], Sequence[int]] | None = None
-        self._is_built = ""  # the digest of the step whose folder is there
-        self._passed_over: set[str] = set()  # digests of steps that were told of
+        self._built_digest = ""  # the digest of the step whose folder is built
+        self._passed_over: set[str] = set()  # digests of steps that a warning has named
         self._has_begun = False
         self._settling_since = 0.0
-        self._told_of_metrics: set[str] = set()
-        self._has_pushed = False  # since steps were last pruned
+        self._warned_of_metrics: set[str] = set()
+        self._has_pushed = False  # a step since the run was last pruned
 
     def pruning(self, prune: Callable[[], Sequence[int]]) -> None:
-        """Has steps removed after each push; `prune` does it, and returns which."""
+        """Sets a function that removes steps after pushes, and returns their numbers."""
         self._prune = prune
 
     def run(self, pauses: Pauses, progress: Listener) -> None:
-        """Watches until it is to end and nothing waits any more.
+        """Watches until the end is requested and no step waits.
 
         Args:
-            pauses: Where it waits.
-            progress: Is told of the bytes of what is made and pushed.
+            pauses: Waits between two listings.
+            progress: Receives progress events of builds and uploads.
         """
         failed = 0
         while True:
-            ending = pauses.ending  # asked first: what was committed before is seen by this look
+            ending = pauses.ending  # read first: steps committed before the end are then listed
             try:
-                is_idle = self._go_on(progress, ending=ending)
+                is_idle = self._advance(progress, ending=ending)
             except CkptkitError as error:
                 failed += 1
                 is_last = ending and failed >= self._settings.retries.attempts
@@ -170,63 +167,62 @@ class Watch:
                 continue
             failed = 0
             if is_idle and ending:
-                if not self._settles(pauses):
+                if not self._wait_for_unsettled(pauses):
                     self._check_seen()
                     return
                 continue
             if is_idle:
                 pauses.wait(self._settings.poll_seconds)
 
-    def _settles(self, pauses: Pauses) -> bool:
-        """Waits for steps that may still be written to; tells whether there were any."""
+    def _wait_for_unsettled(self, pauses: Pauses) -> bool:
+        """Waits if steps may still be written to; returns whether there were any."""
         pushed = {push.digest for push in self._journal.pushes.values()}
-        found = self._run.unsettled.items()
-        unsettled = [name for name, digest in found if digest not in pushed]
+        unsettled = [n for n, digest in self._run.unsettled.items() if digest not in pushed]
         if not unsettled:
             return False
         names = ", ".join(unsettled[:_LISTED])
         now = time.monotonic()
         if not self._settling_since:
             self._settling_since = now
-            text = f"{names}: written less than a minute ago; waiting until it stays the same"
-            self._say("waiting", None, message=text, steps=unsettled)
+            text = f"{names}: written less than a minute ago; waiting until the files stop changing"
+            self._emit("waiting", None, message=text, steps=unsettled)
         if now - self._settling_since > self._settings.settle_seconds:
             raise RefusedError(
-                f"{names}: still written to after {self._settings.settle_seconds:g} s",
+                f"{names}: still changing after {self._settings.settle_seconds:g} s",
                 where=names,
                 hint="run it again once the save has finished",
             )
-        pauses.wait(0)  # the end itself counts as news, and a step has to stay the same for longer
+        pauses.wait(0)  # returns at once: the end counts as a change
         pauses.wait(self._settings.poll_seconds)
         return True
 
     def _check_seen(self) -> None:
-        """Refuses to call it done where there was never a step to push.
+        """Raises an error if there never was a step to push.
 
-        A run of which all steps were pushed and removed is done.
+        A run whose steps were all pushed and removed is no error.
         """
         absence = self._run.absence
         if self._settings.needs_steps and absence is not None and not self._journal.pushes:
             raise absence
 
     def close(self) -> None:
-        """Lets go of steps that wait, and removes what was built and not pushed."""
+        """Releases the steps that wait, and removes what was built."""
         for digest in list(self._marks):
-            self._let_go(digest)
+            self._release(digest)
         self._remove_built()
 
-    def _go_on(self, progress: Listener, *, ending: bool) -> bool:
-        """Does what is to be done next, and tells whether there was nothing."""
+    def _advance(self, progress: Listener, *, ending: bool) -> bool:
+        """Does the next piece of work; returns whether there was none."""
         if not self._has_begun:
-            if not ending:  # a token that is wrong is told before the first step has to wait
+            if not ending:  # reports a wrong token before the first step is committed
                 self._hub.check()
-            self._finish_what_was_begun()
+            self._finish_interrupted()
             self._has_begun = True
         steps = self._run.look()
         self._check_metrics(steps, ending=ending)
         waiting = self._waiting(steps)
         self._announce(steps, waiting)
-        self._tell_of_passed_over(steps, waiting)
+        self._warn_of_passed_over(steps, waiting)
         if waiting and (ending or not self._settings.at_end):
             self._push(waiting[0], progress)
             return False
@@ -235,20 +231,20 @@ class Watch:
             self._remove_old()
         return True
 
-    def _finish_what_was_begun(self) -> None:
-        """Finds out what became of pushes that a kill interrupted, also of steps that are gone."""
+    def _finish_interrupted(self) -> None:
+        """Finishes or takes back pushes that a kill interrupted, also of steps that are gone."""
         self._remove_built()
         for push in list(self._journal.pushes.values()):
             if push.state == "pushed":
                 continue
             try:
-                found = self._hub.find(push)
+                commit = self._hub.find(push)
             except RefusedError:
-                found = None  # its tag is another's; that is told when the step is pushed again
-            if found is None:
+                commit = None  # another commit has its tag; reported when the step is pushed again
+            if commit is None:
                 self._take_back(push)
             else:
-                self._settle(push, found, time.monotonic())
+                self._complete(push, commit, time.monotonic())
 
     def _waiting(self, steps: Sequence[RunStep]) -> list[RunStep]:
         digests = {step.step: step.digest for step in steps}
@@ -261,69 +257,68 @@ class Watch:
 
     def _check_metrics(self, steps: Sequence[RunStep], *, ending: bool) -> None:
         pushed = [push.metrics for push in self._journal.pushes.values()]
-        found = [*(step.metrics for step in steps), *pushed]
-        known = sorted({name for metrics in found for name in metrics})
+        tables = [*(step.metrics for step in steps), *pushed]
+        names = sorted({name for metrics in tables for name in metrics})
         for option, name in self._settings.metrics.items():
-            if not steps or any(metrics.get(name) is not None for metrics in found):
+            if not steps or any(metrics.get(name) is not None for metrics in tables):
                 continue
             error = RefusedError(
                 "no complete step was saved with a number as that metric;"
-                f" {'found are ' + ', '.join(known) if known else 'no step has any'}",
+                f" {'found are ' + ', '.join(names) if names else 'no step has any'}",
                 where=f"{option} {name}",
                 hint="name one that `ckptkit ls` shows",
             )
             if ending and not self._run.unsettled:
                 raise error
-            if option not in self._told_of_metrics:
-                self._told_of_metrics.add(option)
-                self._say("warning", None, message=f"{error} ({error.hint})")
+            if option not in self._warned_of_metrics:
+                self._warned_of_metrics.add(option)
+                self._emit("warning", None, message=f"{error} ({error.hint})")
 
     def _announce(self, steps: Sequence[RunStep], waiting: Sequence[RunStep]) -> None:
-        """Tells of steps that wait, and keeps them from being pruned until they are pushed."""
+        """Reports steps that wait, and protects them from pruning until they are pushed."""
         counts = {"waiting": len(waiting), "newest": max((s.step for s in steps), default=None)}
         for step in waiting:
             if self._announced.get(step.step) != step.digest:
                 self._announced[step.step] = step.digest
-                self._say("seen", step.step, digest=step.digest, **counts)
+                self._emit("seen", step.step, digest=step.digest, **counts)
         wanted = {step.digest: step for step in waiting[:_MOST_MARKS]}
         for digest in self._marks.keys() - wanted.keys():
-            self._let_go(digest)
+            self._release(digest)
         for digest in wanted.keys() - self._marks.keys():
-            with suppress(InputError):  # it is gone; the next look tells
+            with suppress(InputError):  # it is gone, which the next listing shows
                 mark = self._run.hold(wanted[digest])
                 mark.__enter__()
                 self._marks[digest] = mark
 
-    def _tell_of_passed_over(self, steps: Sequence[RunStep], waiting: Sequence[RunStep]) -> None:
-        """Tells of steps that no rule leaves out, and that are not pushed for their order."""
+    def _warn_of_passed_over(self, steps: Sequence[RunStep], waiting: Sequence[RunStep]) -> None:
+        """Warns of steps that are not pushed because of their order, and not by a rule."""
         if self._settings.choice != PushChoice():
             return
-        told = {step.digest for step in waiting} | self._passed_over | set(self._failed.values())
-        told |= {push.digest for push in self._journal.pushes.values()}
-        left = {step.digest: str(step.step) for step in steps if step.digest not in told}
+        reported = {step.digest for step in waiting} | self._passed_over
+        reported |= set(self._failed.values())
+        reported |= {push.digest for push in self._journal.pushes.values()}
+        left = {step.digest: str(step.step) for step in steps if step.digest not in reported}
         if left:
             self._passed_over |= left.keys()
-            why = "they count as saved before one that is pushed, or training went back from them"
-            self._say("warning", None, message=f"not pushed: {', '.join(left.values())}; {why}")
+            why = "they were saved before a step that is pushed, or training went back from them"
+            self._emit("warning", None, message=f"not pushed: {', '.join(left.values())}; {why}")
 
-    def _let_go(self, digest: str) -> None:
-        with suppress(CkptkitError):  # a mark on a store that is gone ends by itself
+    def _release(self, digest: str) -> None:
+        with suppress(CkptkitError):  # a mark in a store that cannot be reached expires
             self._marks.pop(digest).__exit__(None, None, None)
 
     def _push(self, step: RunStep, progress: Listener) -> None:
         began = time.monotonic()
-        push = self._begun(step)
+        push = self._new_push(step)
         try:
-            found = self._hub.find(push)
-            if found is None:
-                found = self._upload(step, push, progress)
-            self._settle(push, found, began)
+            commit = self._hub.find(push) or self._upload(step, push, progress)
+            self._complete(push, commit, began)
         except CkptkitError as error:
             if not is_step_error(error):
                 raise
             self._give_up(step, error)
 
-    def _begun(self, step: RunStep) -> StepPush:
+    def _new_push(self, step: RunStep) -> StepPush:
         earlier = self._journal.pushes.get(step.step)
         replaces = ""
         if earlier is not None:
@@ -340,59 +335,59 @@ class Watch:
         )
 
     def _upload(self, step: RunStep, push: StepPush, progress: Listener) -> StepCommit:
-        folder = self._built(step, progress)
+        folder = self._build(step, progress)
         self._journal.note(push)
-        self._say("pushing", step.step, repo_id=push.repo_id)
-        whole = self._settings.making.whole_folder(step.step)
-        found = self._hub.push(folder, push, whole)
-        left = [one.path.removeprefix(f"{whole}/") for one in found.skipped]
+        self._emit("pushing", step.step, repo_id=push.repo_id)
+        whole = self._settings.build.whole_folder(step.step)
+        commit = self._hub.push(folder, push, whole)
+        left = [skip.path.removeprefix(f"{whole}/") for skip in commit.skipped]
         left = [path for path in left if PurePosixPath(path).name != NEVER]
         if left:
-            self._say("warning", step.step, message=_text_of_skipped(left))
-        return found
+            self._emit("warning", step.step, message=_skipped_text(left))
+        return commit
 
-    def _built(self, step: RunStep, progress: Listener) -> Path:
-        """Returns the folder to be pushed; after a push that failed it is there already."""
+    def _build(self, step: RunStep, progress: Listener) -> Path:
+        """Returns the folder to push; after a failed push it is still built."""
         folder = self._work / f"step-{step.step}"
-        if self._is_built == step.digest:
+        if self._built_digest == step.digest:
             return folder
         self._remove_built()  # of another step, whose push failed
-        self._say("building", step.step)
-        made = build_folder(
-            self._run.place_of(step), folder, step.step, self._settings.making, progress
+        self._emit("building", step.step)
+        built = build_folder(
+            self._run.place_of(step), folder, step.step, self._settings.build, progress
         )
-        for note in made.notes:
-            self._say("warning", step.step, message=note)
-        self._is_built = step.digest
+        for note in built.notes:
+            self._emit("warning", step.step, message=note)
+        self._built_digest = step.digest
         return folder
 
     def _remove_built(self) -> None:
-        self._is_built = ""
+        self._built_digest = ""
         shutil.rmtree(self._work, ignore_errors=True)
 
-    def _settle(self, push: StepPush, found: StepCommit, began: float) -> None:
-        """Has the tag point to the commit, and writes down that the step is pushed."""
-        self._hub.tag(push, found)
+    def _complete(self, push: StepPush, commit: StepCommit, began: float) -> None:
+        """Tags the commit, and records that the step is pushed."""
+        self._hub.tag(push, commit)
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        done = replace(push, state="pushed", commit=found.commit, url=found.url, at=at)
-        self._journal.note(replace(done, size_bytes=found.uploaded_bytes))
+        done = replace(push, state="pushed", commit=commit.commit, url=commit.url, at=at)
+        self._journal.note(replace(done, size_bytes=commit.uploaded_bytes))
         self._has_pushed = True
         self._remove_built()
-        self._say(
+        self._emit(
             "pushed",
             push.step,
             repo_id=push.repo_id,
-            commit=found.commit,
+            commit=commit.commit,
             tag=push.tag,
-            url=found.url,
-            uploaded_bytes=found.uploaded_bytes,
+            url=commit.url,
+            uploaded_bytes=commit.uploaded_bytes,
             seconds=round(time.monotonic() - began, 3),
-            resumed=not found.is_new,
+            resumed=not commit.is_new,
         )
 
     def _give_up(self, step: RunStep, error: CkptkitError) -> None:
         if isinstance(error, InputError) and not self._run.is_there(step):
-            self._say("passed", step.step, reason="it was removed from the run, or replaced")
+            self._emit("passed", step.step, reason="it was removed from the run, or replaced")
             return
         self._remove_built()
         self._failed[step.step] = step.digest
@@ -400,10 +395,10 @@ class Watch:
         push = self._journal.pushes.get(step.step)
         if push is not None and push.state == "pushing":
             self._take_back(push)
-        self._say("failed", step.step, error=error.to_json())
+        self._emit("failed", step.step, error=error.to_json())
 
     def _take_back(self, push: StepPush) -> None:
-        """Notes that a push came to nothing; an earlier save of the step may still be there."""
+        """Removes a push from the journal, or puts back the push of an earlier save of the step."""
         if push.replaces:
             earlier = replace(push, state="pushed", digest="", commit=push.replaces, replaces="")
             self._journal.note(earlier)
@@ -416,21 +411,21 @@ class Watch:
         try:
             removed = self._prune()
         except CkptkitError as error:
-            self._say("warning", None, message=f"nothing was removed from the run: {error}")
+            self._emit("warning", None, message=f"nothing was removed from the run: {error}")
             return
         if removed:
-            self._say("pruned", None, steps=list(removed))
+            self._emit("pruned", None, steps=list(removed))
 
     def _wait_after(self, error: CkptkitError, failed: int, pauses: Pauses) -> None:
         seconds = self._settings.retries.wait_seconds(failed)
-        self._say("retrying", None, error=error.to_json(), tries=failed, seconds=seconds)
+        self._emit("retrying", None, error=error.to_json(), tries=failed, seconds=seconds)
         pauses.wait(seconds)
 
-    def _say(self, name: EventName, step: int | None, **facts: Any) -> None:
-        self._tell(WatchEvent(name, step, facts))
+    def _emit(self, name: EventName, step: int | None, **facts: Any) -> None:
+        self._listener(WatchEvent(name, step, facts))
 
 
-def _text_of_skipped(paths: Sequence[str]) -> str:
+def _skipped_text(paths: Sequence[str]) -> str:
     names = redact_secrets(", ".join(paths[:_LISTED]))
     more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
     return f"not pushed with the step: {names}{more}; --include GLOB adds files without secrets"

@@ -1,4 +1,4 @@
-"""The run that is watched: which steps are committed there, and what tells each from all others."""
+"""The run that is watched: its committed steps, and a digest that identifies each of them."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from ckptkit.runs.run_paths import open_run
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
-_QUIET_SECONDS = 60.0  # after which nobody adds to a step that has no manifest
+_QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
 _DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
 
 
 class WatchedRun:
-    """Looks at a run again and again, and reads no manifest twice."""
+    """Lists a run repeatedly, and reads no manifest twice."""
 
     def __init__(self, run: PathLike, state: Path) -> None:
-        """Looks at nothing yet.
+        """Lists nothing yet.
 
         Args:
-            run: The directory or URL that the steps lie in.
-            state: Where the watch keeps its state.
+            run: The directory or URL of the run.
+            state: The folder with the state of the watch.
         """
         self._run = run
         self._state = state
         self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest
-        self._unsettled: dict[str, str] = {}  # steps without a manifest, as they were last
-        self._taken: set[str] = set()  # those among them that the last look returned
-        self._absence: InputError | None = None  # of any step, at the last look
+        self._unsettled: dict[
+            str, str
+        ] = {}  # steps without a manifest, with digests of the last listing
+        self._taken: set[str] = set()  # those of them that the last listing returned
+        self._absence: InputError | None = None  # why the last listing had no complete step
 
     def look(self) -> tuple[RunStep, ...]:
-        """Returns the complete steps, the lowest number first; none where there is no run yet.
+        """Returns the complete steps, the lowest number first; none if the run does not exist yet.
 
-        A step without a manifest is taken once it has stayed the same for a while.
+        A step without a manifest is included once it has not changed for a while.
         """
         try:
             listing = list_run(self._run, state=self._state)
@@ -65,24 +67,24 @@ class WatchedRun:
 
     @property
     def absence(self) -> InputError | None:
-        """What the last look found instead of a complete step; None where it found one."""
+        """Why the last listing had no complete step; None if it had one."""
         return self._absence
 
     @property
     def unsettled(self) -> Mapping[str, str]:
-        found = self._unsettled.items()
-        return {name: digest for name, digest in found if name not in self._taken}
+        """Steps without a manifest that may still be written to, with their digests."""
+        return {n: digest for n, digest in self._unsettled.items() if n not in self._taken}
 
     def hold(self, step: RunStep) -> AbstractContextManager[object]:
-        """Keeps a step from being pruned until the result is left."""
+        """Returns a context manager that protects a step from pruning."""
         return open_run(self._run).hold(step.name, step.markers)
 
     def is_there(self, step: RunStep) -> bool:
-        """Returns whether a step is still the one that was seen."""
+        """Returns whether a step is still in the run, and was not replaced."""
         try:
-            return any(one.digest == step.digest for one in self.look() if one.step == step.step)
+            return any(now.digest == step.digest for now in self.look() if now.step == step.step)
         except InputError:
-            return True  # nobody knows
+            return True  # the run cannot be listed now
 
     def place_of(self, step: RunStep) -> PathLike:
         """Returns the path or URL of a step, with the options of its storage."""
@@ -92,15 +94,15 @@ class WatchedRun:
         return location if is_url(location) else str(Path(self._run) / step.name)
 
     def _digest(self, step: RunStep, before: Mapping[str, str]) -> str:
-        """Returns the digest of a step, an empty text where it may not be finished yet."""
+        """Returns the digest of a step; empty if it may not be finished yet."""
         path = f"{step.name}/{MANIFEST_NAME}"
         manifest = next((file for file in step.files if file.path == path), None)
         if manifest is not None:
-            known = self._digests.get(step.name)
-            if known is None or known[0] != manifest.identity:
-                known = manifest.identity, self._digest_of(path, manifest.size_bytes)
-                self._digests[step.name] = known
-            return known[1]
+            identity, digest = self._digests.get(step.name, ("", ""))
+            if identity != manifest.identity:
+                digest = self._digest_of(path, manifest.size_bytes)
+                self._digests[step.name] = manifest.identity, digest
+            return digest
         listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in step.files)
         digest = _short_digest(listed.encode())
         self._unsettled[step.name] = digest
@@ -116,13 +118,13 @@ class WatchedRun:
 
 
 def _absence(listing: RunListing) -> InputError | None:
-    """Says what lies in a run without a complete step."""
+    """Returns an error that lists the incomplete steps of a run without a complete one."""
     steps = [step for step in listing.steps if parse_step(step.name) is not None]
     if not steps or any(step.complete for step in steps):
         return None
-    found = "; ".join(f"{step.name}: {step.problem}" for step in steps[-_LISTED:])
+    problems = "; ".join(f"{step.name}: {step.problem}" for step in steps[-_LISTED:])
     return IncompleteCheckpointError(
-        f"no step is complete; {found}",
+        f"no step is complete; {problems}",
         where=listing.location,
         hint="run it again once a step has been saved; `ckptkit ls` shows all of them",
     )

@@ -1,4 +1,4 @@
-"""What accelerate saves and loads, without stopping and without a collective.
+"""Saves and loads the state of accelerate, without stopping training and without a collective.
 
 ```python
 from ckptkit.integrations.accelerate import load_state, save_model, save_state
@@ -8,7 +8,7 @@ load_state(accelerator, "out/checkpoint-500")
 save_model(accelerator, model, "out/final", dtype="bfloat16")  # no gather
 ```
 
-`install(accelerator)` puts them in the place of the accelerator's own methods.
+`install(accelerator)` replaces the accelerator's own methods with them.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ def save_state(
 ) -> SaveHandle:
     """Saves what `accelerator.save_state(output_dir)` saves, in the background.
 
-    The folder is there once the save is done, all at once; a folder of that name that ckptkit
-    wrote is replaced then. With `automatic_checkpoint_naming` it is
-    `PROJECT/checkpoints/checkpoint_N`, and the oldest beyond `total_limit` goes after the new
-    one is durable. Stock `load_state` reads it.
+    The folder appears once the save is complete; it replaces a folder of that name that ckptkit
+    wrote. With `automatic_checkpoint_naming` it is `PROJECT/checkpoints/checkpoint_N`, and the
+    oldest folder beyond `total_limit` is removed after the new one is durable. Stock `load_state`
+    reads it.
 
-    What only accelerate itself can save (without FSDP, or with other than sharded state dicts),
-    or into a folder that holds other things, it saves at once, which the log says.
+    Accelerate itself saves, without background, if only it can (without FSDP, or with state dicts
+    that are not sharded), or if the folder holds other files. The log says so.
 
     Args:
-        accelerator: Whose state; everything was prepared before.
+        accelerator: The accelerator, after all objects were prepared.
         output_dir: The folder; left out with `automatic_checkpoint_naming`.
-        **options: Those of the Checkpointer behind it, of which one is open at a time; others
-            than before open a new one.
+        **options: Options of the Checkpointer. One is open at a time; other options than before
+            open a new one.
 
     Returns:
         The handle of the save; `result()` waits for it.
 
     Raises:
         UsageError: If no folder follows from the arguments, or an option is wrong.
-        OutputExistsError: If the folder of this iteration is there already.
+        OutputExistsError: If the folder of this iteration exists already.
         RefusedError: If the directory cannot be used, or another job is writing to it.
         PeerError: If another rank does not take part in time.
     """
@@ -76,17 +76,17 @@ def load_state(
     input_dir: str | os.PathLike[str] | None = None,
     **options: Unpack[Options],
 ) -> None:
-    """Loads what `save_state` saved, or stock accelerate; a save under way is waited for.
+    """Loads a folder of `save_state`, or of stock accelerate, after the last save has ended.
 
     Args:
-        accelerator: Whose state; as many models and optimizers were prepared as when it was
-            saved.
-        input_dir: The folder; left out with `automatic_checkpoint_naming`, to load the newest
-            that is complete.
-        **options: As for `save_state`: with `local`, the nodes' own disks are looked at too.
+        accelerator: The accelerator, with as many prepared models and optimizers as when the
+            folder was saved.
+        input_dir: The folder; left out with `automatic_checkpoint_naming` to load the newest
+            complete one.
+        **options: As for `save_state`; with `local`, the nodes' own disks are searched too.
 
     Raises:
-        ResumeError: If there is none, or it does not fit.
+        ResumeError: If there is no such folder, or it does not fit.
         InputError: If it is damaged.
         PeerError: If another rank does not take part in time.
     """
@@ -102,67 +102,66 @@ def save_model(
 ) -> None:
     """Writes the folder that `from_pretrained` opens, from all ranks at once, without a gather.
 
-    It holds what `ckptkit consolidate` makes of a save, and of a PEFT model it is the adapter.
-    What else lies in the directory stays, but for the weights of an earlier model. To be called
-    on all ranks; the files are there once the main process has returned.
+    It equals the output of `ckptkit consolidate`; for a PEFT model it is the adapter. Other files
+    in the directory stay, except for the weights of an earlier model. Call it on all ranks; the
+    files are complete once the main process has returned.
 
     Args:
-        accelerator: Which prepared the model.
+        accelerator: The accelerator that prepared the model.
         model: A model that FSDP shards.
-        save_directory: Where to.
+        save_directory: The directory to write to.
         **options: As for `Checkpointer.export`.
 
     Raises:
         UsageError: If the model is not sharded, or an option is wrong.
-        CkptkitError: What went wrong, on every rank.
+        CkptkitError: If the export fails, on every rank.
     """
     whole = prepared_model(accelerator, model)
     if not is_sharded(whole):
         raise UsageError(
-            "no parameter of it is sharded",
+            "it has no sharded parameter",
             where="model",
-            hint="accelerator.save_model of accelerate itself writes it",
+            hint="use accelerator.save_model of accelerate itself",
         )
     _saves(accelerator).save_model(accelerator, whole, Path(save_directory).absolute(), options)
 
 
 @check_names
 def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[Options]) -> None:
-    """Has an accelerator save and load through ckptkit.
+    """Makes an accelerator save and load through ckptkit.
 
-    That concerns `save_state`, `load_state`, `save_model` and `get_state_dict`.
+    It replaces `save_state`, `load_state`, `save_model` and `get_state_dict`.
 
-    As the stock method does, `accelerator.save_state` returns the path of the folder, which is
-    not there yet. What fails in the background is in the log, and raised by
-    `accelerator.end_training`.
+    As the stock method, `accelerator.save_state` returns the path of the folder, which appears
+    later. An error in the background is logged, and raised by `accelerator.end_training`.
 
     Args:
-        accelerator: Whose methods are replaced; doing so again only changes the options.
-        wait: Whether a save is waited for, for scripts that look into the folder right after.
+        accelerator: The accelerator; a second call only changes the options.
+        wait: Whether to wait for each save, for scripts that use the folder right after it.
         **options: As for `save_state`.
     """
     saves = _saves(accelerator)
     saves.options = options
     saves.waits = wait
-    accelerator.save_state = functools.partial(saved_like_stock, accelerator)
-    accelerator.load_state = functools.partial(loaded_like_stock, accelerator)
-    accelerator.save_model = functools.partial(model_saved_like_stock, accelerator)
-    accelerator.get_state_dict = functools.partial(state_like_stock, accelerator)
+    accelerator.save_state = functools.partial(save_like_stock, accelerator)
+    accelerator.load_state = functools.partial(load_like_stock, accelerator)
+    accelerator.save_model = functools.partial(save_model_like_stock, accelerator)
+    accelerator.get_state_dict = functools.partial(get_state_like_stock, accelerator)
 
 
 @check_names
 def close(accelerator: Accelerator) -> None:
-    """Waits for the saves of an accelerator and gives back what they need.
+    """Waits for the saves of an accelerator, and frees their memory and processes.
 
-    `accelerator.end_training` and `accelerator.free_memory` do this as well.
+    `accelerator.end_training` and `accelerator.free_memory` do the same.
 
     Raises:
-        SaveError: If a save failed, and nobody has asked for its result.
+        SaveError: If a save failed, and no call has raised its error.
     """
     _saves(accelerator).close()
 
 
-def saved_like_stock(
+def save_like_stock(
     accelerator: Accelerator,
     output_dir: str | os.PathLike[str] | None = None,
     safe_serialization: bool = True,  # noqa: FBT001, FBT002  as in accelerate
@@ -173,11 +172,11 @@ def saved_like_stock(
     """Saves under the signature of `Accelerator.save_state`.
 
     Args:
-        accelerator: Whose state.
+        accelerator: The accelerator.
         output_dir: The folder.
-        safe_serialization: For what accelerate itself has to save.
-        waits: Whether the save is waited for, even if `install` was not told so.
-        **further: For what accelerate itself has to save.
+        safe_serialization: For accelerate, if it has to save.
+        waits: Whether to wait for the save, even without `wait` in `install`.
+        **further: For accelerate, if it has to save.
 
     Returns:
         The folder.
@@ -190,7 +189,7 @@ def saved_like_stock(
     return saves.folder
 
 
-def loaded_like_stock(
+def load_like_stock(
     accelerator: Accelerator,
     input_dir: str | os.PathLike[str] | None = None,
     load_kwargs: dict[str, Any] | None = None,
@@ -199,18 +198,18 @@ def loaded_like_stock(
     """Loads under the signature of `Accelerator.load_state`.
 
     Args:
-        accelerator: Whose state.
+        accelerator: The accelerator.
         input_dir: The folder.
-        load_kwargs: For what accelerate itself has to load.
+        load_kwargs: For accelerate, if it has to load.
         **further: The same.
     """
-    if load_kwargs is not None:  # which older versions do not know
+    if load_kwargs is not None:  # older versions have no such argument
         further["load_kwargs"] = load_kwargs
     saves = _saves(accelerator)
     saves.load(accelerator, input_dir, saves.options, further)
 
 
-def model_saved_like_stock(
+def save_model_like_stock(
     accelerator: Accelerator,
     model: torch.nn.Module,
     save_directory: str | os.PathLike[str],
@@ -220,11 +219,11 @@ def model_saved_like_stock(
     """Writes a model under the signature of `Accelerator.save_model`.
 
     Args:
-        accelerator: Which prepared the model.
-        model: A model; one that is not sharded is left to accelerate itself.
-        save_directory: Where to.
-        max_shard_size: The size at which a new file is begun.
-        safe_serialization: What accelerate itself has to do if it is not set.
+        accelerator: The accelerator that prepared the model.
+        model: A model; accelerate itself writes one that is not sharded.
+        save_directory: The directory to write to.
+        max_shard_size: The maximum size of a file.
+        safe_serialization: Accelerate itself writes the model if this is not set.
     """
     is_ours = safe_serialization and is_sharded(prepared_model(accelerator, model))
     if is_ours and not Path(save_directory).is_file():
@@ -235,39 +234,40 @@ def model_saved_like_stock(
     )
 
 
-def state_like_stock(
+def get_state_like_stock(
     accelerator: Accelerator, model: torch.nn.Module, *further: Any, **options: Any
 ) -> Any:
     """Returns the whole state of a model under the signature of `Accelerator.get_state_dict`.
 
-    As stock's, it is on the first rank, and empty on the others; no collective is issued for it.
+    As with the stock method, other ranks than the first get an empty dictionary. It issues no
+    collective.
 
     Args:
-        accelerator: Which prepared the model.
-        model: A model; one that FSDP does not shard is left to accelerate itself.
-        *further: For what accelerate itself has to gather.
+        accelerator: The accelerator that prepared the model.
+        model: A model; accelerate itself gathers one that FSDP does not shard.
+        *further: For accelerate, if it has to gather.
         **options: The same.
     """
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind == "FSDP" and is_sharded(model):
         whole = prepared_model(accelerator, model)
-        found = _saves(accelerator).whole_state(accelerator, whole)
-        if found is not None:
-            return found
+        state = _saves(accelerator).whole_state(accelerator, whole)
+        if state is not None:
+            return state
     return stock_method("get_state_dict")(accelerator, model, *further, **options)
 
 
 def _saves(accelerator: Accelerator) -> AcceleratorSaves:
-    found = _SAVES.get(accelerator)
-    if found is None:
-        found = _SAVES[accelerator] = AcceleratorSaves()
+    saves = _SAVES.get(accelerator)
+    if saves is None:
+        saves = _SAVES[accelerator] = AcceleratorSaves()
         for method in ("end_training", "free_memory"):
-            setattr(accelerator, method, _closing(found, getattr(accelerator, method)))
-    return found
+            setattr(accelerator, method, _close_before(saves, getattr(accelerator, method)))
+    return saves
 
 
-def _closing(saves: AcceleratorSaves, stock: Any) -> Any:
-    """Returns a method that first waits for saves: they need the store, and hold the models."""
+def _close_before(saves: AcceleratorSaves, stock: Any) -> Any:
+    """Wraps a method so that it first waits for saves, which use the process group and models."""
 
     @functools.wraps(stock)
     def method(*arguments: Any, **options: Any) -> Any:

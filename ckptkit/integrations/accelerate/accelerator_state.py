@@ -1,7 +1,7 @@
-"""What an Accelerator saves, as a state for the Checkpointer, and where it saves it.
+"""The state that an Accelerator saves, for the Checkpointer, and the folder that it saves to.
 
-The attributes whose names begin with an underscore are accelerate's lists of what was prepared
-and registered; there is no public way to them. They are read here and nowhere else.
+The attributes with a leading underscore are accelerate's lists of prepared and registered objects,
+which have no public access. Only this module reads them.
 
 Source: `accelerate.Accelerator.save_state` and `load_state`, `accelerate.checkpointing`.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 AUTOMATIC_PREFIX = "checkpoint_"
 _USUAL_PREFIX = "checkpoint-"
 _STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
-_READ = (  # what of an accelerator is looked at here
+_READ = (  # the attributes of an accelerator that are read here
     "_models",
     "_optimizers",
     "_schedulers",
@@ -51,14 +51,14 @@ _READ = (  # what of an accelerator is looked at here
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where a save goes.
+class SaveTarget:
+    """The folder of a save.
 
     Attributes:
         run: The directory above it.
-        step: The number of the save, in its name or counted.
-        prefix: What comes before the number in the names of steps.
-        name: The name of the folder where that is no step's; else None.
+        step: The number of the save, from its name or counted.
+        prefix: The prefix of the names of steps.
+        name: The name of the folder if it is not that of a step; else None.
     """
 
     run: Path
@@ -71,11 +71,11 @@ class Target:
         return self.run / (self.name or f"{self.prefix}{self.step}")
 
 
-class Registered:
-    """An object registered for checkpointing, known by nothing but its state.
+class RegisteredObject:
+    """An object registered for checkpointing, reduced to its state.
 
-    A learning rate scheduler that was registered has to go where registered objects go, and not
-    where prepared schedulers do.
+    It hides the type: a registered scheduler has to be saved with registered objects, and not
+    with prepared schedulers.
     """
 
     def __init__(self, target: Any) -> None:
@@ -93,40 +93,40 @@ def is_automatic(accelerator: Accelerator) -> bool:
 
 
 def run_of(accelerator: Accelerator) -> Path:
-    """Returns the directory in which accelerate names the folders by itself."""
+    """Returns the directory in which accelerate chooses the names of folders."""
     if accelerator.project_dir is None:
         raise UsageError(
-            "automatic_checkpoint_naming was found without a directory for the project",
+            "automatic_checkpoint_naming is on, and no project_dir is set",
             where="Accelerator",
-            hint="give the Accelerator a project_dir",
+            hint="pass project_dir to the Accelerator",
         )
     return Path(os.path.abspath(os.path.join(accelerator.project_dir, "checkpoints")))  # noqa: PTH100, PTH118  as accelerate makes it: without following links
 
 
-def target_of(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Target:
+def target_of(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> SaveTarget:
     """Returns where `accelerator.save_state(output_dir)` would save."""
     count = int(accelerator.save_iteration)
     if is_automatic(accelerator):
-        return Target(run_of(accelerator), count, AUTOMATIC_PREFIX)
+        return SaveTarget(run_of(accelerator), count, AUTOMATIC_PREFIX)
     if output_dir is None:
         raise UsageError(
-            "was not given, and automatic_checkpoint_naming is off",
+            "was not passed, and automatic_checkpoint_naming is off",
             where="output_dir",
-            hint="name a directory",
+            hint="pass a directory",
         )
     return _target_at(Path(os.path.abspath(output_dir)), count)  # noqa: PTH100  links are not followed
 
 
-def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Target:
+def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> SaveTarget:
     """Returns where `accelerator.load_state(input_dir)` looks."""
     if input_dir is not None:
         return _target_at(given_path(input_dir), 0)
     if is_automatic(accelerator):
-        return Target(run_of(accelerator), 0, AUTOMATIC_PREFIX)
+        return SaveTarget(run_of(accelerator), 0, AUTOMATIC_PREFIX)
     raise UsageError(
-        "was not given, and automatic_checkpoint_naming is off",
+        "was not passed, and automatic_checkpoint_naming is off",
         where="input_dir",
-        hint="name the directory to load",
+        hint="pass the directory to load",
     )
 
 
@@ -134,18 +134,20 @@ def given_path(input_dir: str | os.PathLike[str]) -> Path:
     return Path(input_dir).expanduser().absolute()
 
 
-def _target_at(folder: Path, count: int) -> Target:
+def _target_at(folder: Path, count: int) -> SaveTarget:
     match = _STEP_FOLDER.fullmatch(folder.name)
     if match:
-        return Target(folder.parent, int(match[2]), match[1])
-    found = parse_step(folder.name)
-    return Target(folder.parent, count if found is None else found, _USUAL_PREFIX, folder.name)
+        return SaveTarget(folder.parent, int(match[2]), match[1])
+    number = parse_step(folder.name)
+    return SaveTarget(
+        folder.parent, count if number is None else number, _USUAL_PREFIX, folder.name
+    )
 
 
-def why_stock(accelerator: Accelerator) -> str:
-    """Returns why only accelerate itself can save this; empty where ckptkit can.
+def stock_reason(accelerator: Accelerator) -> str:
+    """Returns why accelerate itself has to save; empty if ckptkit can.
 
-    It is the same on all ranks, which have prepared the same objects.
+    It is the same on all ranks, since they have prepared the same objects.
     """
     missing = [name for name in _READ if not hasattr(accelerator, name)]
     if missing:
@@ -167,19 +169,19 @@ def with_limit(accelerator: Accelerator, options: Options) -> Options:
 
 
 def state_of(
-    accelerator: Accelerator, registered: Iterable[Registered], *, loaders: bool = True
+    accelerator: Accelerator, registered: Iterable[RegisteredObject], *, loaders: bool = True
 ) -> dict[str, object]:
-    """Returns what `save_state` saves, under keys of ours.
+    """Returns the state that `save_state` saves.
 
     Args:
-        accelerator: Whose state.
+        accelerator: The accelerator.
         registered: The objects that were registered for checkpointing.
-        loaders: Whether dataloaders belong to it.
+        loaders: Whether to include dataloaders.
     """
     state: dict[str, object] = {
         "model": list(accelerator._models),  # noqa: SLF001
-        # The optimizers inside accelerate's, whose class says more.
-        "optimizer": [getattr(one, "optimizer", one) for one in accelerator._optimizers],  # noqa: SLF001
+        # The wrapped optimizers, whose class is known.
+        "optimizer": [getattr(o, "optimizer", o) for o in accelerator._optimizers],  # noqa: SLF001
         "scheduler": list(accelerator._schedulers),  # noqa: SLF001
         "scaler": accelerator.scaler,
         "dataloader": [loader for _, loader in stateful_loaders(accelerator)] if loaders else [],
@@ -197,23 +199,23 @@ def counts_of(accelerator: Accelerator) -> tuple[int, int]:
 
 
 def prepared_model(accelerator: Accelerator, model: Any) -> Any:
-    """Returns a model with the wrapper of FSDP1, which has parts of it, where it comes without."""
-    wrappers = (one for one in accelerator._models if getattr(one, "module", None) is model)  # noqa: SLF001
+    """Returns the FSDP1 wrapper of a model that was passed without it, else the model."""
+    wrappers = (m for m in accelerator._models if getattr(m, "module", None) is model)  # noqa: SLF001
     return next(wrappers, model)
 
 
 def stateful_loaders(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
-    """Yields the dataloaders that have a state, each with the file that accelerate gives it."""
+    """Yields the dataloaders with a state, each with accelerate's name of its file."""
     for index, loader in enumerate(accelerator._dataloaders):  # noqa: SLF001
         if getattr(loader, "use_stateful_dataloader", False):
             yield f"dl_state_dict_{index}.bin" if index else "dl_state_dict.bin", loader
 
 
 def files_of(accelerator: Accelerator, rank: int) -> dict[str, bytes]:
-    """Returns what stock `load_state` reads beside all that a step holds anyway.
+    """Returns the further files that stock `load_state` reads.
 
-    The file with the random numbers also has accelerate's own count of batches, by which it
-    knows where it is in an accumulation of gradients.
+    The file with the random numbers also has accelerate's count of batches, which it needs for
+    the accumulation of gradients.
     """
     states = {"step": int(accelerator.step), **rng.capture()}
     files: dict[str, bytes] = {step_names.random_states_file(rank): StepFile(torch_archive(states))}
@@ -223,12 +225,12 @@ def files_of(accelerator: Accelerator, rank: int) -> dict[str, bytes]:
     return files
 
 
-def files_of_hooks(accelerator: Accelerator, name: str) -> dict[str, bytes]:
-    """Calls the hooks that are called before a save, and returns the files that they write.
+def call_save_hooks(accelerator: Accelerator, name: str) -> dict[str, bytes]:
+    """Calls the hooks of a save, and returns the files that they write.
 
     Args:
-        accelerator: Where they are registered.
-        name: The name of the folder that they are given.
+        accelerator: The accelerator with the hooks.
+        name: The name of the folder that is passed to them.
     """
     hooks = list(accelerator._save_model_state_pre_hook.values())  # noqa: SLF001
     if not hooks:
@@ -237,7 +239,7 @@ def files_of_hooks(accelerator: Accelerator, name: str) -> dict[str, bytes]:
         folder = Path(scratch, name)
         folder.mkdir()
         for hook in hooks:
-            # Under FSDP the second one, for the weights, is empty in accelerate as well.
+            # Under FSDP accelerate passes no weights either.
             hook(accelerator._models, [], str(folder))  # noqa: SLF001
         return {
             path.relative_to(folder).as_posix(): path.read_bytes()
@@ -247,11 +249,11 @@ def files_of_hooks(accelerator: Accelerator, name: str) -> dict[str, bytes]:
 
 
 def call_load_hooks(accelerator: Accelerator, folder: Path) -> None:
-    """Calls the hooks that are called by a load, which may draw random numbers in vain."""
+    """Calls the hooks of a load; random numbers that they draw are restored."""
     hooks = list(accelerator._load_model_state_pre_hook.values())  # noqa: SLF001
     states = rng.capture() if hooks else {}
     for hook in hooks:
-        hook([], str(folder))  # under FSDP without models in accelerate as well
+        hook([], str(folder))  # under FSDP accelerate passes no models either
     rng.restore(states)
 
 

@@ -1,7 +1,4 @@
-"""The saves and loads of one Accelerator: through a Checkpointer, or by accelerate itself.
-
-Folders of accelerate's: which may be replaced as a whole, and which is the newest to load.
-"""
+"""The saves and loads of one Accelerator: through a Checkpointer, or by accelerate itself."""
 
 from __future__ import annotations
 
@@ -28,7 +25,11 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.integrations.accelerate import accelerator_state as states
-from ckptkit.integrations.accelerate.accelerator_state import AUTOMATIC_PREFIX, Registered, Target
+from ckptkit.integrations.accelerate.accelerator_state import (
+    AUTOMATIC_PREFIX,
+    RegisteredObject,
+    SaveTarget,
+)
 from ckptkit.integrations.accelerate.whole_state import whole_state
 from ckptkit.integrations.model_export import export_into
 from ckptkit.integrations.open_runs import OpenRun
@@ -53,13 +54,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What is to be loaded.
+class LoadSource:
+    """A folder to load.
 
     Attributes:
         folder: The directory.
         ours: Whether ckptkit wrote it.
-        newest: Whether it was chosen as the newest of a run, so that an older one may serve.
+        newest: Whether it is the newest of a run, so that an older one can be loaded instead.
     """
 
     folder: Path
@@ -67,31 +68,30 @@ class Chosen:
     newest: bool = False
 
 
-def obstacle(target: Target) -> str:
-    """Returns why a folder cannot be replaced as a whole; empty where it can.
+def obstacle(target: SaveTarget) -> str:
+    """Returns why a folder cannot be replaced; empty if it can.
 
-    It can if nothing is lost: if it is not there or empty, or holds what ckptkit wrote and
-    nothing else.
+    It can if no other files are lost: if it is missing or empty, or ckptkit wrote all its files.
     """
     folder = target.folder
     if folder.name.startswith(".") or folder == folder.parent:
-        return f"{folder} has a name that is none for a step"
+        return f"{folder} has a name that no step can have"
     if folder.is_symlink() or folder.is_mount():
         return f"{folder} is a link or a mount point"
     if not folder.exists():
         return ""
-    extra = _not_ours(folder)
+    extra = _other_file(folder)
     return f"{folder} holds {extra}, which ckptkit did not write" if extra else ""
 
 
-def _not_ours(folder: Path) -> str:
-    """Returns the name of something in a folder that is no part of a save of ours."""
+def _other_file(folder: Path) -> str:
+    """Returns the name of a file in a folder that ckptkit did not write; empty if there is none."""
     try:
-        there = {path.relative_to(folder).as_posix() for path in _files_below(folder)}
-        ours = set(read_local_manifest(folder).files) if MANIFEST_NAME in there else set()
+        files = {path.relative_to(folder).as_posix() for path in _files_below(folder)}
+        ours = set(read_local_manifest(folder).files) if MANIFEST_NAME in files else set()
     except (OSError, CkptkitError) as error:
-        return f"what cannot be read ({error})"
-    return min(there - ours - {MANIFEST_NAME}, default="") if ours else min(there, default="")
+        return f"a file that cannot be read ({error})"
+    return min(files - ours - {MANIFEST_NAME}, default="") if ours else min(files, default="")
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -100,20 +100,20 @@ def _files_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
 
 
-def given_folder(folder: Path) -> Chosen | None:
-    """Returns what lies in a folder that the user has named; None if no sharded model does."""
+def examine_folder(folder: Path) -> LoadSource | None:
+    """Returns a folder that the user has passed; None if it holds no sharded model."""
     if not folder.is_dir():
-        raise ResumeError("no such directory was found", where=str(folder))
+        raise ResumeError("no such directory", where=str(folder))
     if not (folder / step_names.model_unit(0) / METADATA).is_file():
         return None
-    return Chosen(folder, ours=(folder / MANIFEST_NAME).is_file())
+    return LoadSource(folder, ours=(folder / MANIFEST_NAME).is_file())
 
 
-def newest_folder(run: Path, models: int, optimizers: int) -> Chosen:
-    """Returns the newest complete folder among those that accelerate has named by itself.
+def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
+    """Returns the newest complete folder of automatic_checkpoint_naming.
 
-    One that stock accelerate wrote counts as complete if all is there that it writes before the
-    random states, which come last.
+    A folder of stock accelerate is complete if it has all files up to the random states, which are
+    written last.
 
     Args:
         run: The directory above them.
@@ -126,22 +126,22 @@ def newest_folder(run: Path, models: int, optimizers: int) -> Chosen:
     for step in reversed(saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()):
         folder = run / step.name
         if step.complete:
-            return Chosen(folder, ours=True, newest=True)
+            return LoadSource(folder, ours=True, newest=True)
         is_ours = (folder / MANIFEST_NAME).exists()
         if not is_ours and all((folder / name).is_file() for name in needed):
-            return Chosen(folder, ours=False)
+            return LoadSource(folder, ours=False)
     raise ResumeError(
         "no complete folder of automatic_checkpoint_naming was found",
         where=str(run),
-        hint="name the folder to load",
+        hint="pass the folder to load",
     )
 
 
 def remove_marks(runs: set[Path]) -> None:
-    """Removes what a Checkpointer leaves beside the folders of runs, and forgets the runs.
+    """Removes the marks of closed Checkpointers from runs, and empties the set.
 
     Args:
-        runs: The directories of runs in which no Checkpointer is open any more.
+        runs: Directories of runs without an open Checkpointer.
     """
     while runs:
         marks = runs.pop() / MARKS_FOLDER
@@ -155,16 +155,16 @@ def remove_marks(runs: set[Path]) -> None:
 logger = logging.getLogger(__name__)
 
 _TOPIC = "ckptkit.integrations.accelerate"
-_PATIENCE_SECONDS = 600.0
+_TIMEOUT_SECONDS = 600.0
 
 
 class AcceleratorSaves:
-    """The saves and loads of one Accelerator, which is given to each call.
+    """The saves and loads of one Accelerator, which each call receives.
 
     Attributes:
-        options: For the Checkpointer, where a method of the accelerator was replaced.
+        options: For the Checkpointer, if methods of the accelerator were replaced.
         waits: Whether a replaced method waits for the save.
-        folder: Where the last save went.
+        folder: The folder of the last save.
     """
 
     def __init__(self) -> None:
@@ -172,15 +172,15 @@ class AcceleratorSaves:
         self.waits = False
         self.folder = Path()
         self._run = OpenRun()
-        self._registered: list[Registered] = []
+        self._registered: list[RegisteredObject] = []
         self._checked: tuple[list[object], str] = ([], "")
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._count = 0
-        self._met: tuple[Peers, SharedAnswers] | None = None
+        self._peers_and_answers: tuple[Peers, SharedAnswers] | None = None
         self._last: SaveHandle | None = None
         self._marked: set[Path] = set()
-        # Stock accelerate finds no number in the name of the folder with the marks, and fails.
-        # Checkpointers are opened later, and so closed before.
+        # Stock accelerate fails on the folder with the marks, whose name has no number.
+        # Checkpointers are opened later, and so closed before this function runs.
         atexit.register(remove_marks, self._marked)
 
     def save(
@@ -193,18 +193,18 @@ class AcceleratorSaves:
         """Saves; see `ckptkit.integrations.accelerate.save_state`.
 
         Args:
-            accelerator: Whose state.
+            accelerator: The accelerator.
             output_dir: The folder; None for automatic naming.
             options: For the Checkpointer.
-            stock: Arguments for accelerate's own method, should it have to save.
+            stock: Arguments for accelerate's own method, if it has to save.
         """
         target = states.target_of(accelerator, output_dir)
-        self._learn(accelerator)
+        self._check_last(accelerator)
         self.folder = target.folder
         self._count += 1
-        reason = states.why_stock(accelerator) or self._voted(accelerator, target)
+        reason = states.stock_reason(accelerator) or self._agree_on_stock(accelerator, target)
         if reason:
-            self._tell(accelerator, f"accelerate itself saves: {reason}")
+            self._log(accelerator, f"accelerate itself saves: {reason}")
             return self._save_by_stock(accelerator, output_dir, target, stock)
         handle = self._open(accelerator, target, options).save(
             target.step,
@@ -225,7 +225,7 @@ class AcceleratorSaves:
     ) -> None:
         """Writes a sharded model; see `ckptkit.integrations.accelerate.save_model`."""
         if self._last is not None and self.folder in (out, *out.parents):
-            self._last.wait()  # or the folder would be taken when it is to appear
+            self._last.wait()  # the save needs the folder to be free when it commits
         is_first = bool(accelerator.is_main_process)
         checkpointer = self._run.checkpointer
         if checkpointer is not None:
@@ -242,13 +242,13 @@ class AcceleratorSaves:
     def whole_state(
         self, accelerator: Accelerator, model: torch.nn.Module
     ) -> dict[str, torch.Tensor] | None:
-        """Returns what `get_state_dict` returns; None where accelerate itself has to gather it."""
+        """Returns the result of `get_state_dict`; None if accelerate itself has to gather it."""
         peers, _ = self._meet()
-        found = whole_state(model, peers, timeout_seconds=_PATIENCE_SECONDS)
-        if isinstance(found, str):
-            self._tell(accelerator, f"accelerate itself gathers the model: {found}")
+        state = whole_state(model, peers, timeout_seconds=_TIMEOUT_SECONDS)
+        if isinstance(state, str):
+            self._log(accelerator, f"accelerate itself gathers the model: {state}")
             return None
-        return found
+        return state
 
     def load(
         self,
@@ -260,20 +260,20 @@ class AcceleratorSaves:
         """Loads; see `ckptkit.integrations.accelerate.load_state`.
 
         Args:
-            accelerator: Whose state.
+            accelerator: The accelerator.
             input_dir: The folder; None for automatic naming.
             options: As for `save`.
-            stock: Arguments for accelerate's own method, should it have to load.
+            stock: Arguments for accelerate's own method, if it has to load.
         """
         settings = check_options(options)
-        self._end()  # after its save, which may be what is to be loaded
-        reason = states.why_stock(accelerator)
+        self._end()  # waits for the last save, which may be loaded now
+        reason = states.stock_reason(accelerator)
         if settings.local is not None and not reason:
             target = states.source_of(accelerator, input_dir)
-            self._open(accelerator, target, options)  # brings what lies on the nodes' own disks
-        chosen = reason or self._chosen(accelerator, input_dir, settings)
+            self._open(accelerator, target, options)  # copies steps from the nodes' own disks
+        chosen = reason or self._choose(accelerator, input_dir, settings)
         if isinstance(chosen, str):
-            self._tell(accelerator, f"accelerate itself loads: {chosen}")
+            self._log(accelerator, f"accelerate itself loads: {chosen}")
             stock_method("load_state")(accelerator, input_dir, **stock)
             return
         folder = self._fill(chosen, accelerator, settings)
@@ -282,35 +282,35 @@ class AcceleratorSaves:
         states.call_load_hooks(accelerator, folder)
 
     def close(self) -> None:
-        """Waits for the last save; a later one opens a Checkpointer anew."""
+        """Waits for the last save; a later one opens a new Checkpointer."""
         self._registered, self._checked = [], ([], "")
         try:
             self._run.close()
         finally:
             remove_marks(self._marked)
-            if self._met is not None:
-                self._met[0].close()
-                self._met = None
+            if self._peers_and_answers is not None:
+                self._peers_and_answers[0].close()
+                self._peers_and_answers = None
 
-    def _open(self, accelerator: Accelerator, target: Target, options: Options) -> Checkpointer:
+    def _open(self, accelerator: Accelerator, target: SaveTarget, options: Options) -> Checkpointer:
         if states.is_automatic(accelerator):
             options = states.with_limit(accelerator, options)
-            # By the marks the nodes' own disks know the run; a step may not have been drained.
+            # With `local`, the marks stay: they identify the run to the nodes' own disks.
             if accelerator.is_main_process and options.get("local") is None:
                 self._marked.add(target.run)
         prefix = target.prefix if target.name is None else None
         return self._run.of(target.run, options, prefix=prefix)
 
-    def _learn(self, accelerator: Accelerator) -> None:
-        """Has saves waited for, once a script has put something where one was to appear."""
+    def _check_last(self, accelerator: Accelerator) -> None:
+        """Waits for all later saves once a script has created the folder of one meanwhile."""
         if self._last is None or self.waits:
             return
         if isinstance(self._last.unheard_error, OutputExistsError):
             self.waits = True
-            self._tell(
+            self._log(
                 accelerator,
-                f"{self.folder} was made by somebody else while it was saved, and the save was"
-                " lost: from now on each one is waited for",
+                f"{self.folder} was created by another program during the save, and the save was"
+                " lost: from now on each save is waited for",
             )
 
     def _end(self) -> None:
@@ -318,18 +318,18 @@ class AcceleratorSaves:
         remove_marks(self._marked)
 
     def _meet(self) -> tuple[Peers, SharedAnswers]:
-        if self._met is None:
-            peers = open_peers(_TOPIC, timeout_seconds=_PATIENCE_SECONDS, is_place=False)
-            self._met = peers, SharedAnswers(peers.store)
-        return self._met
+        if self._peers_and_answers is None:
+            peers = open_peers(_TOPIC, timeout_seconds=_TIMEOUT_SECONDS, is_place=False)
+            self._peers_and_answers = peers, SharedAnswers(peers.store)
+        return self._peers_and_answers
 
-    def _voted(self, accelerator: Accelerator, target: Target) -> str:
-        """Returns why accelerate itself has to save, as whichever rank comes first finds."""
+    def _agree_on_stock(self, accelerator: Accelerator, target: SaveTarget) -> str:
+        """Returns why accelerate itself has to save; the first rank to answer decides."""
         automatic = states.is_automatic(accelerator)
-        # It cannot be the one of this save: that one needs this rank's part.
+        # This save cannot have created it, since it needs this rank's part.
         if automatic and os.path.lexists(target.folder):
             raise OutputExistsError(
-                "the folder of this iteration is there already",
+                "the folder of this iteration exists already",
                 where=str(target.folder),
                 hint="set accelerator.project_configuration.iteration to the next one",
             )
@@ -338,15 +338,15 @@ class AcceleratorSaves:
             misfit = self._misfit(accelerator)
             return misfit if misfit or automatic else obstacle(target)
 
-        _, votes = self._meet()
-        return votes.answer(f"save/{self._count}", find)
+        _, answers = self._meet()
+        return answers.answer(f"save/{self._count}", find)
 
     def _misfit(self, accelerator: Accelerator) -> str:
-        """Returns what of the state only accelerate itself can save; looked for once."""
+        """Returns which part of the state only accelerate itself can save; checked once."""
         state = self._state(accelerator)
-        objects = [one for value in state.values() for one in _listed(value)]
-        known, reason = self._checked
-        if list(map(id, known)) != list(map(id, objects)):
+        objects = [entry for value in state.values() for entry in _as_list(value)]
+        checked, reason = self._checked
+        if list(map(id, checked)) != list(map(id, objects)):
             reason = _misfit(lambda: self._bind(state))
             self._checked = objects, reason
         return reason
@@ -357,16 +357,16 @@ class AcceleratorSaves:
 
     def _state(self, accelerator: Accelerator, *, loaders: bool = True) -> dict[str, object]:
         objects = states.registered_objects(accelerator)
-        if list(map(id, objects)) != [id(one.target) for one in self._registered]:
-            self._registered = [Registered(one) for one in objects]
+        if list(map(id, objects)) != [id(entry.target) for entry in self._registered]:
+            self._registered = [RegisteredObject(entry) for entry in objects]
         return states.state_of(accelerator, self._registered, loaders=loaders)
 
-    def _files(self, accelerator: Accelerator, target: Target) -> dict[str, bytes]:
-        peers, votes = self._meet()
+    def _files(self, accelerator: Accelerator, target: SaveTarget) -> dict[str, bytes]:
+        peers, answers = self._meet()
         own = str(peers.rank)
-        files = states.files_of_hooks(accelerator, target.folder.name)
-        for name in list(files):  # which several ranks may have written, as they see fit
-            if votes.answer(f"file/{self._count}/{name}", lambda: own) != own:
+        files = states.call_save_hooks(accelerator, target.folder.name)
+        for name in list(files):  # several ranks may have written one; the first to answer keeps it
+            if answers.answer(f"file/{self._count}/{name}", lambda: own) != own:
                 del files[name]
         return files | states.files_of(accelerator, peers.rank)
 
@@ -374,11 +374,11 @@ class AcceleratorSaves:
         self,
         accelerator: Accelerator,
         output_dir: str | os.PathLike[str] | None,
-        target: Target,
+        target: SaveTarget,
         stock: Mapping[str, Any],
     ) -> SaveHandle:
         self._end()
-        if accelerator.is_main_process:  # it would no longer tell the truth
+        if accelerator.is_main_process:  # it would no longer match the files
             (target.folder / MANIFEST_NAME).unlink(missing_ok=True)
         began = time.perf_counter()
         stock_method("save_state")(accelerator, output_dir, **stock)
@@ -389,13 +389,13 @@ class AcceleratorSaves:
         )
         return handle
 
-    def _chosen(
+    def _choose(
         self,
         accelerator: Accelerator,
         input_dir: str | os.PathLike[str] | None,
         settings: Settings,
-    ) -> Chosen | str:
-        """Returns what is to be loaded, or why accelerate itself has to load."""
+    ) -> LoadSource | str:
+        """Returns the folder to load, or why accelerate itself has to load."""
         peers, _ = self._meet()
         choice: dict[str, Any] = peers.agree(
             "what to load",
@@ -405,34 +405,34 @@ class AcceleratorSaves:
         )
         if "stock" in choice:
             return str(choice["stock"])
-        return Chosen(Path(choice["folder"]), choice["ours"], choice["newest"])
+        return LoadSource(Path(choice["folder"]), choice["ours"], choice["newest"])
 
-    def _fill(self, chosen: Chosen, accelerator: Accelerator, settings: Settings) -> Path:
-        """Loads a folder, or of those that accelerate names the newest that is whole."""
+    def _fill(self, chosen: LoadSource, accelerator: Accelerator, settings: Settings) -> Path:
+        """Loads a folder, or the newest complete one of automatic naming."""
         peers, _ = self._meet()
         bound = self._bind(self._state(accelerator, loaders=chosen.ours))
         bound = bound.resuming(settings.unfit_optimizer)
-        patience = settings.timeout_seconds
+        timeout = settings.timeout_seconds
         if not chosen.newest:
-            resume_from(bound, chosen.folder, peers, timeout_seconds=patience)
+            resume_from(bound, chosen.folder, peers, timeout_seconds=timeout)
             return chosen.folder
         run = chosen.folder.parent
-        step = resume(bound, run, peers, timeout_seconds=patience, prefix=AUTOMATIC_PREFIX)
+        step = resume(bound, run, peers, timeout_seconds=timeout, prefix=AUTOMATIC_PREFIX)
         return run / f"{AUTOMATIC_PREFIX}{step}"
 
-    def _tell(self, accelerator: Accelerator, text: str) -> None:
-        if accelerator.is_main_process and text not in self._told:
-            self._told.add(text)
+    def _log(self, accelerator: Accelerator, text: str) -> None:
+        if accelerator.is_main_process and text not in self._logged:
+            self._logged.add(text)
             logger.warning("%s", text)
 
 
 def stock_method(name: str) -> Callable[..., Any]:
-    """Returns a method of accelerate's Accelerator that may have been replaced."""
+    """Returns a method of Accelerator before its replacement."""
     from accelerate import Accelerator
 
     method = getattr(Accelerator, name)
-    found: Callable[..., Any] = getattr(method, STOCK, method)
-    return found
+    stock: Callable[..., Any] = getattr(method, STOCK, method)
+    return stock
 
 
 def _choice(
@@ -440,23 +440,23 @@ def _choice(
     input_dir: str | os.PathLike[str] | None,
     reasons: Sequence[str],
 ) -> dict[str, Any]:
-    """Decides for all ranks, on rank 0, what is loaded, and by whom."""
+    """Decides on rank 0 for all ranks which folder is loaded, and whether by accelerate."""
     reason = next(filter(None, reasons), "")
     if reason:
         return {"stock": reason}
     source = states.source_of(accelerator, input_dir)
     if input_dir is None:
-        chosen = newest_folder(source.run, *states.counts_of(accelerator))
+        chosen = find_newest_folder(source.run, *states.counts_of(accelerator))
     else:
-        found = given_folder(source.folder)
-        if found is None:
+        folder = examine_folder(source.folder)
+        if folder is None:
             return {"stock": f"{source.folder} holds no sharded model"}
-        chosen = found
+        chosen = folder
     return {"folder": str(chosen.folder), "ours": chosen.ours, "newest": chosen.newest}
 
 
 def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: bool) -> None:
-    """Puts back what accelerate keeps in files that the engine does not look into."""
+    """Loads accelerate's own files, which the engine does not read."""
     with StoredStep(folder) as stored:
         for file in (step_names.random_states_file(rank), step_names.random_states_file(0)):
             if stored.has_file(file):
@@ -468,16 +468,16 @@ def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: boo
 
 
 def _misfit(bound: Callable[[], BoundState]) -> str:
-    """Returns what of a state ckptkit cannot save, or could not load again."""
+    """Returns which part of a state ckptkit cannot save, or could not load again."""
     try:
         for other in bound().others:
             leaves = [leaf for _, leaf in flatten(other.state(), other.path)]
-            # Tensors are always fine, and may be many.
+            # Tensors can always be saved, and there may be many.
             serialise([x for x in leaves if not isinstance(x, torch.Tensor)], other.key)
     except (UsageError, UnsupportedError, SaveError) as error:
         return str(error)
     return ""
 
 
-def _listed(value: object) -> Sequence[object]:
+def _as_list(value: object) -> Sequence[object]:
     return value if isinstance(value, list) else [value]

@@ -1,10 +1,9 @@
-"""The whole state of a sharded model in the memory of the first rank, without a collective.
+"""Gathers the whole state of a sharded model on the first rank without a collective.
 
-That is what `accelerator.get_state_dict` gives: a plain dictionary on rank 0, an empty one on all
-others. Stock gathers for it on every device. Here rank 0 takes host memory for the whole, as it
-does there, and every rank copies its own shards to where they belong in it; what is left is the
-same dictionary of ordinary tensors, of which anything may be made at any time. The ranks have to
-see that memory, so they have to be on one machine.
+The result is that of `accelerator.get_state_dict`: a dictionary of ordinary tensors on rank 0, an
+empty one on all others. Stock accelerate gathers it on every device. Here rank 0 allocates shared
+host memory for the whole, and every rank copies its own shards into it, so all ranks have to be on
+one machine.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefix
 _TOPIC = "the whole state of a model"
 _ALIGNMENT = 64
 _TOKEN_BYTES = 16
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # names this start of this machine
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine and its last boot
 _COMPILED = "_orig_mod"
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One tensor of the model.
+class _SharedTensor:
+    """One tensor of the model in the shared memory.
 
     Attributes:
         names: All of its names.
-        shape: Of the whole.
+        shape: Of the whole tensor.
         dtype: Its element type.
-        start: Where it lies in the shared memory.
-        boxes: What this rank has to put there: boxes, and their elements in that shape.
+        start: Its offset in the shared memory.
+        boxes: What this rank copies: boxes, each with its elements.
     """
 
     names: tuple[str, ...]
@@ -64,7 +63,7 @@ class _Part:
         return math.prod(self.shape)
 
     def within(self, memory: memoryview) -> torch.Tensor:
-        """Returns the whole tensor, on the shared memory and with a storage of its own."""
+        """Returns the whole tensor in the shared memory, with a storage of its own."""
         if not self.elements:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(
@@ -73,17 +72,17 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """What a rank has to do for the whole.
+class _GatherPlan:
+    """The part of a rank in the gathering.
 
     Attributes:
-        parts: The tensors, in an order that is the same on all ranks.
-        size_bytes: How much memory all of them take.
-        reason: Why only stock can gather this; empty where that is not so.
+        parts: The tensors, in the same order on all ranks.
+        size_bytes: The memory for all of them.
+        reason: Why stock accelerate has to gather the state; empty if it does not.
         modules: The modules of the model, in the order in which a state dict goes through them.
     """
 
-    parts: tuple[_Part, ...] = ()
+    parts: tuple[_SharedTensor, ...] = ()
     size_bytes: int = 0
     reason: str = ""
     modules: Mapping[str, int] = field(default_factory=dict)
@@ -94,37 +93,37 @@ class _Held:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def order(self, name: str) -> int:
-        """Tells where a tensor comes in a state dict: what is split into files follows it."""
+        """Returns the position of a tensor's module, which decides the split into files."""
         return self.modules.get(name.rpartition(".")[0], len(self.modules))
 
 
 def whole_state(
     model: torch.nn.Module, peers: Peers, *, timeout_seconds: float
 ) -> dict[str, torch.Tensor] | str:
-    """Returns the whole state of a sharded model on rank 0; to be called on all ranks.
+    """Returns the whole state of a sharded model on rank 0; all ranks have to call it.
 
     Args:
-        model: What was prepared.
+        model: The prepared model.
         peers: The ranks.
         timeout_seconds: How long to wait for the others.
 
     Returns:
-        The tensors by name, as `state_dict` of the model before it was sharded; empty on the
-        other ranks. Or, on all ranks alike, why only stock can gather it.
+        The tensors by name, as in the `state_dict` of the unsharded model; empty on the other
+        ranks. Or, on all ranks, why stock accelerate has to gather it.
     """
-    held = _held(model, peers)
-    with _Memory(peers, held, timeout_seconds) as memory:
-        reason = memory.shared()
+    plan = _plan(model, peers)
+    with _Memory(peers, plan, timeout_seconds) as memory:
+        reason = memory.share()
         if reason:
             return reason
-        tensors = memory.filled()
-        return memory.kept(tensors) if peers.rank == 0 else {}
+        tensors = memory.fill()
+        return memory.keep(tensors) if peers.rank == 0 else {}
 
 
 class _Memory:
-    """The memory of one dictionary, while the ranks write to it."""
+    """The shared memory of one dictionary while the ranks write to it."""
 
-    def __init__(self, peers: Peers, held: _Held, timeout_seconds: float) -> None:
+    def __init__(self, peers: Peers, held: _GatherPlan, timeout_seconds: float) -> None:
         self._peers = peers
         self._held = held
         self._timeout_seconds = timeout_seconds
@@ -140,22 +139,21 @@ class _Memory:
         if not self._is_kept:
             self._buffer.close()
 
-    def shared(self) -> str:
+    def share(self) -> str:
         """Has all ranks see the memory; tells why that cannot be, the same on all of them."""
         own = {
             "reason": self._held.reason,
             "machine": _machine(),
             "digest": self._held.digest,
         }
-        answer = self._agree(own, self._taken)
+        answer = self._agree(own, self._allocate)
         if "reason" in answer:
             return str(answer["reason"])
-        misfit = self._seen(answer)
-        found: str = self._agree(misfit, lambda reasons: next(filter(None, reasons), ""))
-        return found
+        reason: str = self._agree(self._map(answer), lambda r: next(filter(None, r), ""))
+        return reason
 
-    def filled(self) -> dict[str, torch.Tensor]:
-        """Copies this rank's part, and waits until all have; returns the tensors."""
+    def fill(self) -> dict[str, torch.Tensor]:
+        """Copies this rank's part, waits for all ranks, and returns the tensors."""
         try:
             tensors = {part.names[0]: part.within(self._view) for part in self._held.parts}
             for part in self._held.parts:
@@ -163,33 +161,32 @@ class _Memory:
                 for box, local in part.boxes:
                     whole[_slices(box)].copy_(local)
         except BaseException as error:
-            told = error if isinstance(error, CkptkitError) else SaveError(f"{error!r}")
+            failure = error if isinstance(error, CkptkitError) else SaveError(f"{error!r}")
             with suppress(CkptkitError):
-                self._peers.refuse(_TOPIC, told, timeout_seconds=self._timeout_seconds)
+                self._peers.refuse(_TOPIC, failure, timeout_seconds=self._timeout_seconds)
             raise
         self._agree("", lambda _: "")
         return tensors
 
-    def kept(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the tensors under all names; the memory goes with the last of them."""
+    def keep(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the tensors by all names; the memory is freed with the last of them."""
         self._buffer.leave()
         self._is_kept = True
-        found = dict(tensors)
+        state = dict(tensors)
         for part in self._held.parts:
-            # Stock gathers tied weights once for each name; saving takes them for one or for two.
-            found |= {name: tensors[part.names[0]].clone() for name in part.names[1:]}
-        return {name: found[name] for name in sorted(found, key=self._held.order)}
+            # Stock accelerate gathers tied weights once for each name.
+            state |= {name: tensors[part.names[0]].clone() for name in part.names[1:]}
+        return {name: state[name] for name in sorted(state, key=self._held.order)}
 
     def _agree(self, value: Any, decide: Any) -> Any:
-        patience = self._timeout_seconds
-        return self._peers.agree(_TOPIC, value, decide, timeout_seconds=patience)
+        return self._peers.agree(_TOPIC, value, decide, timeout_seconds=self._timeout_seconds)
 
-    def _taken(self, answers: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-        """Takes memory, on rank 0, if all ranks can use it."""
+    def _allocate(self, answers: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """Allocates the memory, on rank 0, if all ranks can use it."""
         reason = next(filter(None, (answer["reason"] for answer in answers)), "")
         machines = {answer["machine"] for answer in answers}
         if len(machines) > 1 or "" in machines:
-            reason = reason or "the ranks are on several machines, or hide from each other"
+            reason = reason or "the ranks are on several machines, or in separate containers"
         if len({answer["digest"] for answer in answers}) > 1:
             reason = reason or "the ranks hold different tensors"
         if reason:
@@ -209,8 +206,8 @@ class _Memory:
             "token": token.hex(),
         }
 
-    def _seen(self, answer: Mapping[str, Any]) -> str:
-        """Maps the memory of rank 0; tells why that cannot be done."""
+    def _map(self, answer: Mapping[str, Any]) -> str:
+        """Maps the memory of rank 0; returns why that is not possible, else an empty text."""
         if self._peers.rank == 0:
             return ""
         path = f"/proc/{answer['process']}/fd/{answer['descriptor']}"
@@ -221,32 +218,32 @@ class _Memory:
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:
-            return f"rank {self._peers.rank} cannot see the memory of rank 0: {error}"
+            return f"rank {self._peers.rank} cannot map the memory of rank 0: {error}"
         start = self._held.size_bytes
         if view[start : start + _TOKEN_BYTES] != bytes.fromhex(answer["token"]):
-            return f"rank {self._peers.rank} sees another process in the place of rank 0"
+            return f"rank {self._peers.rank} sees another process with the number of rank 0"
         self._view = view
         return ""
 
 
-def _held(model: torch.nn.Module, peers: Peers) -> _Held:
+def _plan(model: torch.nn.Module, peers: Peers) -> _GatherPlan:
     reason = _obstacle(model)
     if reason:
-        return _Held(reason=reason)
+        return _GatherPlan(reason=reason)
     world = Copies(peers.world_size, peers.rank)
     try:
         view = ModelWalk(model, TensorPlaces("", ()), world=world).look()
     except Exception as error:  # noqa: BLE001  the others wait to hear of it
-        return _Held(reason=f"{type(error).__name__}: {error}")
+        return _GatherPlan(reason=f"{type(error).__name__}: {error}")
     if view.objects:
-        return _Held(reason="modules keep state beside their tensors")
+        return _GatherPlan(reason="modules keep state besides their tensors")
     if view.values.count < peers.world_size:
-        return _Held(reason="the ranks hold different tensors")
-    return replace(_laid_out(view.pieces), modules=_modules_in_order(model))
+        return _GatherPlan(reason="the ranks hold different tensors")
+    return replace(_lay_out(view.pieces), modules=_modules_in_order(model))
 
 
 def _obstacle(model: torch.nn.Module) -> str:
-    """Returns why stock's dictionary may be another than the tensors that a model holds."""
+    """Returns why stock accelerate may return other values than the tensors of a model."""
     if any(_COMPILED in name for name, _ in model.named_modules()):
         return "the model was compiled"
     units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
@@ -255,18 +252,18 @@ def _obstacle(model: torch.nn.Module) -> str:
     return "FSDP1 casts buffers" if casts and floats else ""
 
 
-def _laid_out(pieces: Sequence[Piece]) -> _Held:
+def _lay_out(pieces: Sequence[Piece]) -> _GatherPlan:
     parts, at = [], 0
     for piece, is_mine in zip(pieces, select_owned(pieces), strict=True):
         local = piece.local
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
-            return _Held(reason=f"{piece.key} is sparse, quantized or without data")
+            return _GatherPlan(reason=f"{piece.key} is sparse, quantized or without data")
         names = tuple(".".join(map(str, path)) for path in (piece.key_path, *piece.aliases))
         boxes = tuple(boxes_of(piece)) if is_mine else ()
-        parts.append(_Part(names, piece.shape, local.dtype, at, boxes))
+        parts.append(_SharedTensor(names, piece.shape, local.dtype, at, boxes))
         size = math.prod(piece.shape) * local.element_size()
         at += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return _Held(tuple(parts), at)
+    return _GatherPlan(tuple(parts), at)
 
 
 def _modules_in_order(model: torch.nn.Module) -> dict[str, int]:
@@ -280,7 +277,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _machine() -> str:
-    """Names this machine; empty where it is not Linux, and no rank sees another's memory."""
+    """Identifies this machine; empty outside Linux, where ranks cannot share memory."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

@@ -1,9 +1,4 @@
-"""The checkpoints of one Trainer, saved and loaded through a Checkpointer.
-
-The options of the Checkpointer behind a Trainer: the user's, and what its arguments say.
-
-Who looks at the files of a step as soon as the Trainer says that it was saved.
-"""
+"""The checkpoints of one Trainer, saved and loaded through a Checkpointer."""
 
 from __future__ import annotations
 
@@ -18,15 +13,15 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.integrations.open_runs import opened as note_opened
+from ckptkit.integrations.open_runs import register
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.trainer_state import (
-    Reports,
-    drop_sentinel,
+    ReportQueue,
     has_optimizer,
     holds_shards,
     metrics_of,
     own_state,
+    remove_sentinel,
     sidecar_of,
     state_in,
     state_of,
@@ -39,7 +34,7 @@ from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state import objects as rng
 from ckptkit.writer.commit import clear
 
-_TOLD_BY_ARGUMENTS = {
+_SET_BY_ARGUMENTS = {
     "layout": "it is the Trainer's own",
     "prefix": "it is the Trainer's own",
     "keep_last": "set save_total_limit in the arguments of the Trainer",
@@ -50,10 +45,10 @@ _TOLD_BY_ARGUMENTS = {
 
 
 def hub_options(trainer: Any) -> Options:
-    """Returns the options that have each sharded step pushed; none where the Trainer pushes.
+    """Returns the options to push each sharded step; none if the Trainer pushes.
 
-    The Trainer itself pushes what it has gathered (`FULL_STATE_DICT`), and what somebody calls
-    `push_to_hub` for, as with the strategy `end`.
+    The Trainer itself pushes gathered models (`FULL_STATE_DICT`), and calls of `push_to_hub`, such
+    as those of the strategy `end`.
 
     Source: transformers 5.23, `Trainer.init_hf_repo` and `Trainer._push_from_checkpoint`.
     """
@@ -69,30 +64,33 @@ def hub_options(trainer: Any) -> Options:
     }
 
 
-def checked_options(options: Options) -> Options:
-    """Returns the user's options, if they are for the user to choose."""
-    taken = sorted(_TOLD_BY_ARGUMENTS.keys() & options.keys())
+def check_user_options(options: Options) -> Options:
+    """Returns the user's options; refuses those that the Trainer's arguments set."""
+    taken = sorted(_SET_BY_ARGUMENTS.keys() & options.keys())
     if taken:
         raise UsageError(
-            f"{taken[0]!r} is no option here", where="install", hint=_TOLD_BY_ARGUMENTS[taken[0]]
+            f"{taken[0]!r} is not an option for a Trainer",
+            where="install",
+            hint=_SET_BY_ARGUMENTS[taken[0]],
         )
     check_options(options)
     return options
 
 
-# Attributes by which the callbacks of Transformers are told to upload each step, and the values
-# that tell them not to. Source: transformers 5.23, `integrations/integration_utils.py`.
+# Attributes with which callbacks of Transformers upload each step, and the values that disable it.
+# Source: transformers 5.23, `integrations/integration_utils.py`.
 _UPLOADS = ("_log_model", "_log_artifacts", "_log_checkpoints", "sync_checkpoints")
 _NEVER = frozenset({"", "none", "false", "end"})
-# What the Trainer saves by, and what is not called. Source: transformers 5.23, `trainer.py`.
-_PASSED_BY = ("_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
+# Methods of the Trainer that save, and that ckptkit does not call.
+# Source: transformers 5.23, `trainer.py`.
+_UNCALLED = ("_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
 
 
-def watcher_of(trainer: Trainer) -> str:
-    """Names what may use the files of a step right after its save; empty where nothing does.
+def find_watcher(trainer: Trainer) -> str:
+    """Returns a method that may use the files of a step right after its save; empty for none.
 
-    That is a callback with an `on_save`, but for those of Transformers that upload nothing, and
-    a subclass that adds something to the saving, but for those of TRL that only write a card.
+    That is `on_save` of a callback, except callbacks of Transformers that upload nothing, or a
+    method of a subclass that adds to the saving, except those of TRL that only write a card.
     """
     return next(_watchers(trainer), "")
 
@@ -113,18 +111,18 @@ def replaces_save_model(trainer: Trainer) -> bool:
     return any("save_model" in vars(kind) for kind in _own_kinds(trainer))
 
 
-def passed_by(trainer: Trainer) -> tuple[str, ...]:
-    """Names what a subclass has of the Trainer's ways to save that is not called any more."""
+def find_uncalled(trainer: Trainer) -> tuple[str, ...]:
+    """Returns the methods of subclasses that replace the Trainer's saving and are not called."""
     return tuple(
         f"{kind.__name__}.{name}"
         for kind in _own_kinds(trainer)
-        for name in _PASSED_BY
+        for name in _UNCALLED
         if name in vars(kind)
     )
 
 
 def _own_kinds(trainer: Trainer) -> Iterator[type]:
-    """Yields the classes of a trainer that are more than `Trainer`, and not ckptkit's."""
+    """Yields the classes of a trainer below `Trainer`, except those of ckptkit."""
     for kind in type(trainer).__mro__:
         if kind is Trainer:
             return
@@ -140,7 +138,7 @@ def _uses_files(callback: TrainerCallback) -> bool:
 
 
 def _adds_files(trainer: Any, kind: type) -> bool:
-    """Returns whether a class puts files of its own into a step.
+    """Returns whether a class adds files to a step.
 
     Source: trl 1.16; of its trainers only GRPO's does, with an adaptive entropy.
     """
@@ -155,37 +153,37 @@ class TrainerCheckpoints:
     """The checkpoints of one Trainer.
 
     Attributes:
-        callback: What the Trainer has to call: it makes memory ready when training begins, has
-            a step saved that a signal, Slurm or `ckptkit save-now` asks for, and reports saves.
-        is_due: Whether somebody but the Trainer has asked for a save that has not begun.
-        is_adding: Whether a subclass's `save_model` puts its own part into a complete step.
+        callback: The callback for the Trainer: it allocates memory when training begins, saves
+            when a signal, Slurm or `ckptkit save-now` requests it, and reports saves.
+        is_due: Whether such a requested save has not begun yet.
+        is_adding: Whether a subclass's `save_model` adds files to a complete step.
     """
 
     def __init__(self, trainer: Trainer, *, wait: bool | None, options: Options) -> None:
-        """Takes the trainer, and what `install` was given."""
+        """Takes the trainer, and the arguments of `install`."""
         self.callback = _Callback(self)
         self._trainer: Any = trainer
         self._wait = wait
-        self._options = checked_options(options)
+        self._options = check_user_options(options)
         self._checkpointer: Checkpointer | None = None
         self._run = Path()
-        self._loaded: tuple[Path, bool] | None = None  # from where, and whether all of the state
-        self._handles: dict[int, SaveHandle] = {}  # by step; those that ended well may be left out
-        self._best: dict[int, int | None] = {}  # by step to come: the best one when it was saved
-        self._spared: list[int | None] = []  # the best step, where others waited for their push
+        self._loaded: tuple[Path, bool] | None = None  # the folder, and whether all was loaded
+        self._handles: dict[int, SaveHandle] = {}  # by step; finished ones may be missing
+        self._best: dict[int, int | None] = {}  # by step under way: the best step when it was saved
+        self._spared: list[int | None] = []  # the best step, if others waited for their push
         self._rotating = threading.Lock()
-        self._reports = Reports()
-        self._has_told = False
+        self._reports = ReportQueue()
+        self._has_warned = False
         self.is_due = False
         self.is_adding = False
 
     @property
     def is_active(self) -> bool:
-        """Whether the Trainer shards its model in a way that is saved here."""
+        """Whether the Trainer shards its model with FSDP."""
         trainer = self._trainer
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_xla_enabled:
             return False
-        # Older versions cannot shard as they load.
+        # Older versions have no such attribute.
         is_native = getattr(trainer, "is_distributed_loading_by_transformers", False)
         return bool(trainer.is_fsdp_enabled or is_native)
 
@@ -199,16 +197,16 @@ class TrainerCheckpoints:
         return self._handles
 
     def change(self, *, wait: bool | None, options: Options) -> None:
-        """Takes other options than before; those that are not given stay."""
+        """Changes the options; those that are not passed stay."""
         if wait is not None:
             self._wait = wait
         if options and self._checkpointer is not None:
-            raise UsageError("options were given while the Trainer trains", where="install")
-        self._options = checked_options({**self._options, **options})
+            raise UsageError("options cannot be changed while the Trainer trains", where="install")
+        self._options = check_user_options({**self._options, **options})
 
     @contextmanager
     def training(self, trial: Any) -> Iterator[Path]:
-        """Opens the run for as long as the Trainer trains; saves under way are waited for.
+        """Keeps the run open while the Trainer trains; waits for its saves at the end.
 
         Yields:
             The directory of the run.
@@ -219,14 +217,14 @@ class TrainerCheckpoints:
         try:
             yield run
         except BaseException:
-            with suppress(CkptkitError):  # it was logged, and what ended training says more
+            with suppress(CkptkitError):  # it was logged; the error that ended training is raised
                 self._close()
             raise
         self._close()
 
     @contextmanager
-    def opened(self) -> Iterator[Checkpointer]:
-        """Yields the Checkpointer, which outside of training is there for this only."""
+    def open(self) -> Iterator[Checkpointer]:
+        """Yields the Checkpointer; outside of training it is open for this block only."""
         is_training = self._checkpointer is not None
         try:
             run = self._run if is_training else Path(self._trainer.args.output_dir)
@@ -236,20 +234,20 @@ class TrainerCheckpoints:
                 self._close()
 
     def prepare(self) -> None:
-        """Makes the first save as quick as the later ones, where saves are to be expected."""
+        """Prepares the first save, if saves are expected, so that it is as fast as later ones."""
         expected = self._trainer.args.save_strategy != SaveStrategy.NO or self._options.get("every")
         if self._checkpointer is not None and expected:
             self._checkpointer.prepare(state_of(self._trainer))
 
     def is_asked(self, step: int) -> bool:
-        """Returns whether something but the Trainer wants a save, which has not come since."""
+        """Returns whether a save was requested that has not begun yet."""
         if self._checkpointer is not None and self._checkpointer.should_save(step):
             self.is_due = True
         return self.is_due
 
     @property
-    def is_told_to_stop(self) -> bool:
-        """Whether training should end after the save that was asked for."""
+    def should_stop(self) -> bool:
+        """Whether training should end after the requested save."""
         return self._checkpointer is not None and self._checkpointer.stop_requested
 
     def save(self, trial: Any) -> SaveHandle:
@@ -262,14 +260,14 @@ class TrainerCheckpoints:
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         checkpointer = self._open(run)
-        self._note_best(step)
+        self._set_best(step)
         if self._options.get("in_flight") == "skip" and self._is_wanted(step):
             for earlier in self._handles.values():
                 earlier.wait()  # so that this one is not skipped
         self.is_due = False
         if trainer.is_world_process_zero():
             self._best[step] = trainer.state.best_global_step
-        drop_sentinel(self.folder(step))
+        remove_sentinel(self.folder(step))
         handle = checkpointer.save(
             step,
             state_of(trainer),
@@ -287,11 +285,11 @@ class TrainerCheckpoints:
 
         Args:
             checkpoint: Its directory.
-            whole: Whether into all that the Trainer has, or into the model alone, since the rest
-                is yet to be made.
+            whole: Whether to load all of the state, or the model only, since the rest is created
+                later.
 
         Returns:
-            Whether it could; a checkpoint of another kind is the Trainer's own.
+            Whether it was loaded; the Trainer itself loads checkpoints of another kind.
         """
         folder = Path(checkpoint)
         if not holds_shards(folder):
@@ -302,10 +300,10 @@ class TrainerCheckpoints:
         return True
 
     def load_rest(self, checkpoint: str | None) -> bool:
-        """Loads what was not there yet when `load` was called: optimizer, scheduler and scaler.
+        """Loads the optimizer, scheduler and scaler, which did not exist yet in `load`.
 
         Returns:
-            Whether they are loaded; if not, the Trainer looks for them itself.
+            Whether they are loaded; if not, the Trainer loads them itself.
         """
         if checkpoint is None or not has_optimizer(Path(checkpoint)):
             return False
@@ -314,7 +312,7 @@ class TrainerCheckpoints:
         return self._loaded == (Path(checkpoint), True)
 
     def load_best(self) -> bool:
-        """Loads the best model; returns whether it could."""
+        """Loads the best model; returns whether it was loaded."""
         folder = Path(self._trainer.state.best_model_checkpoint)
         if not holds_shards(folder):
             return False
@@ -326,9 +324,9 @@ class TrainerCheckpoints:
     def finish(self) -> None:
         """Waits for all saves."""
         failed = self._wait_for_all()
-        self.tell()
+        self.write_reports()
         for step in sorted(self._best.keys() - failed.keys()):
-            self._rotate(step)  # or waits for the thread that is about to, or at it
+            self._rotate(step)  # or waits for the thread that does
         state, last = self._trainer.state, max(self._handles, default=0)
         lost = failed.get(state.best_global_step)
         if lost is not None:
@@ -337,32 +335,32 @@ class TrainerCheckpoints:
         if error is not None:
             raise error
         for step in failed:
-            logger.error("step %d was not saved, later ones were", step)
+            logger.error("step %d was not saved; later steps were", step)
 
-    def tell(self) -> None:
-        self._reports.tell(self._trainer)
+    def write_reports(self) -> None:
+        self._reports.write_to(self._trainer)
 
     def folder(self, step: int) -> Path:
-        """Returns where a step lies once it is complete."""
+        """Returns the folder of a complete step."""
         return self._run / f"checkpoint-{step}"
 
     def _is_waited_for(self) -> bool:
-        """Returns whether saves are waited for; says once if it is not the user who wants it."""
+        """Returns whether to wait for saves; logs once if the user has not asked for it."""
         if self._wait is not None:
             return self._wait
-        watcher = watcher_of(self._trainer)
-        if watcher and not self._has_told:
-            self._has_told = True
+        watcher = find_watcher(self._trainer)
+        if watcher and not self._has_warned:
+            self._has_warned = True
             if self._trainer.is_world_process_zero():
                 logger.warning(
-                    "each save is waited for, since %s may use its files; if not, pass wait=False"
-                    " to install",
+                    "each save is waited for, since %s may use its files; if it does not, pass"
+                    " wait=False to install",
                     watcher,
                 )
         return bool(watcher)
 
     def _wait_for_all(self) -> dict[int, CkptkitError]:
-        """Returns what went wrong, by step."""
+        """Returns the errors of saves, by step."""
         ended = {step: handle.exception() for step, handle in self._handles.items()}
         return {
             step: error
@@ -371,13 +369,13 @@ class TrainerCheckpoints:
         }
 
     def _is_wanted(self, step: int) -> bool:
-        """Returns whether a step is the last one, the best one, or one that somebody asked for."""
+        """Returns whether a step is the last one, the best one, or was requested."""
         state, control = self._trainer.state, self._trainer.control
         is_last = step >= state.max_steps or control.should_training_stop
         return bool(is_last or step == state.best_global_step or self.is_due)
 
-    def _note_best(self, step: int) -> None:
-        """Notes where the best model lies, if it was saved; its save may be under way."""
+    def _set_best(self, step: int) -> None:
+        """Sets the folder of the best model, if it was saved; its save may be under way."""
         trainer = self._trainer
         best = trainer.state.best_global_step
         if not best or trainer.args.save_strategy == SaveStrategy.NO:
@@ -386,9 +384,9 @@ class TrainerCheckpoints:
             trainer.state.best_model_checkpoint = str(self.folder(best))
 
     def _resume(self, folder: Path, state: Mapping[str, object]) -> None:
-        """Loads a checkpoint; random numbers are left to the Trainer, which sets them later."""
+        """Loads a checkpoint without random numbers, which the Trainer sets later."""
         states = rng.capture()
-        with self.opened() as checkpointer:
+        with self.open() as checkpointer:
             checkpointer.resume(state, folder=folder)
         rng.restore(states)
 
@@ -402,10 +400,10 @@ class TrainerCheckpoints:
                 **self._options,
                 "layout": "trainer",
                 "sidecar": sidecar_of(self._trainer) | dict(self._options.get("sidecar") or {}),
-                "listener": self._ended if is_first else listener,
+                "listener": self._on_saved if is_first else listener,
             }
             self._checkpointer = Checkpointer(run, **options)
-            note_opened(self._checkpointer)
+            register(self._checkpointer)
             self._run = run
         return self._checkpointer
 
@@ -414,25 +412,25 @@ class TrainerCheckpoints:
         self._handles, self._best, self.is_due = {}, {}, False
         if checkpointer is not None:
             checkpointer.close()
-        if self._spared:  # what waited for its push is at the Hub now
+        if self._spared:  # steps that waited for their push are on the Hub now
             self._remove_beyond(self._spared.pop())
 
-    def _ended(self, report: SaveReport) -> None:
+    def _on_saved(self, report: SaveReport) -> None:
         self._rotate(report.step)
-        self._reports.take(report)
+        self._reports.put(report)
         listener = self._options.get("listener")
         if listener is not None:
             listener(report)
 
     def _rotate(self, step: int) -> None:
-        """Removes the steps that a durable one leaves no room for, once for each, on rank 0."""
+        """Removes steps beyond the limit after a durable one, once for each, on rank 0."""
         with self._rotating:
             if step not in self._best:
                 return
             self._remove_beyond(self._best.pop(step))
 
     def _remove_beyond(self, best: int | None) -> None:
-        """Removes what `save_total_limit` leaves no room for, but for what is not pushed yet."""
+        """Removes steps beyond `save_total_limit`, except those that are not pushed yet."""
         limit = self._trainer.args.save_total_limit
         if limit is None:
             return
@@ -440,7 +438,7 @@ class TrainerCheckpoints:
         try:
             gone = steps_beyond(RunFolder(self._run).steps(), limit, best)
         except CkptkitError as error:
-            logger.warning("no older step goes: %s", error)
+            logger.warning("no older step is removed: %s", error)
             return
         self._spared = [best] if any(old in waiting for old in gone) else []
         _, notes = clear(None, [self.folder(old) for old in gone if old not in waiting])
@@ -449,7 +447,7 @@ class TrainerCheckpoints:
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # its module is not followed
-    """What the Trainer calls."""
+    """The callback for the Trainer."""
 
     def __init__(self, checkpoints: TrainerCheckpoints) -> None:
         self._checkpoints = checkpoints
@@ -458,7 +456,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # its module is not fol
         self._checkpoints.prepare()
 
     def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
-        self._checkpoints.tell()
+        self._checkpoints.write_reports()
         control.should_save = self._checkpoints.is_asked(state.global_step) or control.should_save
-        if self._checkpoints.is_told_to_stop:
+        if self._checkpoints.should_stop:
             control.should_training_stop = True

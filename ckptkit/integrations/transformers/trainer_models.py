@@ -1,7 +1,4 @@
-"""`Trainer.save_model` of a sharded model, without gathering it on one rank.
-
-What follows a save: a subclass's own part of it, and the push to the Hub.
-"""
+"""`Trainer.save_model` of a sharded model without a gather, and the push of the Trainer."""
 
 from __future__ import annotations
 
@@ -38,36 +35,36 @@ _SECRETS = ("hub_token", "push_to_hub_token")
 def save_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | None) -> bool:
     """Writes the whole model, or the adapter of a PEFT model, from all ranks at once.
 
-    Beside it lies what the Trainer puts there: configurations, tokenizer, and its arguments, but
-    for tokens among these. The folder may hold other things, as the run's own does, which stay.
+    It adds the files of the Trainer: configurations, tokenizer, and its arguments without tokens.
+    Other files in the folder stay.
 
     Args:
-        trainer: Whose model.
-        checkpoints: Of the trainer.
-        output_dir: Where to; left out, the directory of the run.
+        trainer: The trainer.
+        checkpoints: Its checkpoints.
+        output_dir: The folder; left out, the directory of the run.
 
     Returns:
-        Whether it did; a model that is not sharded is left to the Trainer.
+        Whether it was written; the Trainer itself writes a model that is not sharded.
     """
     if not is_sharded(trainer.model):
         return False
     out = Path(output_dir or trainer.args.output_dir)
     is_first = trainer.is_world_process_zero()
-    with checkpoints.opened() as checkpointer:
+    with checkpoints.open() as checkpointer:
         export_into(checkpointer, out, trainer.model, is_first=is_first)
     if is_first:
         try:
-            _put_beside(trainer, out)
-        except (OSError, RuntimeError) as error:  # torch tells of a full disk by the second
+            _add_trainer_files(trainer, out)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
             raise OutputError(
-                f"the model is there, and what the Trainer puts beside it is not: {error}",
+                f"the model was written, but not the files of the Trainer: {error}",
                 where=str(out),
             ) from error
     return True
 
 
-def _put_beside(trainer: Any, out: Path) -> None:
-    """Writes what the Trainer, and PEFT, write beside a model."""
+def _add_trainer_files(trainer: Any, out: Path) -> None:
+    """Writes the files that the Trainer, and PEFT, add to a model."""
     out.mkdir(parents=True, exist_ok=True)
     arguments = copy.copy(trainer.args)
     for name in _SECRETS:
@@ -82,19 +79,19 @@ def _put_beside(trainer: Any, out: Path) -> None:
 
 logger = logging.getLogger(__name__)
 _NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
-"""What is no part of a model: the run's lock, and folders that are being written."""
+"""Not part of a model: the run's lock, and folders that are being written."""
 
-_BLOCK_BYTES = 8 << 20  # of files that are not held in memory as a whole
+_BLOCK_BYTES = 8 << 20  # of files that are too large for memory
 _WHOLE_STEPS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
-def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle) -> None:
-    """Does what the Trainer, and a class made from it, do with the files of a step.
+def finish_step(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle) -> None:
+    """Does what the Trainer, or a subclass, does after a save: `save_model`, and the push.
 
     Args:
-        trainer: Who saved.
-        checkpoints: Of the trainer.
-        handle: Of the save.
+        trainer: The trainer.
+        checkpoints: Its checkpoints.
+        handle: The handle of the save.
     """
     folder = checkpoints.folder(handle.step)
     if handle.skipped:
@@ -107,7 +104,7 @@ def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle)
             checkpoints.is_adding = False
     if not trainer.args.push_to_hub or trainer.args.hub_strategy == HubStrategy.END:
         return
-    if hub_options(trainer):  # a process of the Checkpointer's pushes each step
+    if hub_options(trainer):  # a process of the Checkpointer pushes each step
         return
     if saves_whole_models(trainer):
         save_model(trainer, checkpoints, None)  # which the Trainer copies from the step
@@ -119,57 +116,56 @@ def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle)
 
 
 def _with_secrets(folder: Path, ignored: list[str], token: object) -> list[str]:
-    """Returns patterns of the files that hold a secret, and logs which these are."""
-    found = []
-    known = [one for one in (token, get_token()) if isinstance(one, str)]
+    """Returns patterns of the files that hold a secret, and logs their names."""
+    patterns = []
+    tokens = [text for text in (token, get_token()) if isinstance(text, str)]
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(fnmatchcase(name, pattern) for pattern in ignored) or not path.is_file():
             continue
         try:
-            kinds = secrets_in(_blocks(path), known)
+            kinds = secrets_in(_blocks(path), tokens)
         except OSError as error:  # removed meanwhile, or without permission
-            kinds = [f"what cannot be read ({error.strerror or error})"]
+            kinds = [f"data that cannot be read ({error.strerror or error})"]
         if kinds:
             logger.warning("%s is not pushed: it holds %s", name, ", ".join(kinds))
-            found.append(glob.escape(name))
-    return found
+            patterns.append(glob.escape(name))
+    return patterns
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yields the content of a file; archives are searched where they are one block."""
+    """Yields the content of a file; archives are searched only in one block."""
     is_small = path.stat().st_size < MAX_SMALL_BYTES
     with path.open("rb") as file:
         while block := file.read(MAX_SMALL_BYTES if is_small else _BLOCK_BYTES):
             yield block
 
 
-def _upload(upload: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Uploads a folder but for files with secrets, which are looked for right before."""
-    ignored = given.pop("ignore_patterns", None) or []
+def _upload(upload: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Uploads a folder except for files with secrets, which it searches first."""
+    ignored = options.pop("ignore_patterns", None) or []
     ignored = [ignored] if isinstance(ignored, str) else list(ignored)
     ignored += _NEVER_PUSHED
-    ignored += _with_secrets(Path(given["folder_path"]), ignored, given.get("token"))
-    return upload(**given, ignore_patterns=ignored)
+    ignored += _with_secrets(Path(options["folder_path"]), ignored, options.get("token"))
+    return upload(**options, ignore_patterns=ignored)
 
 
 @contextmanager
-def only_what_is_meant() -> Iterator[None]:
-    """Has uploads leave out what of a run is no part of a model.
+def filter_uploads() -> Iterator[None]:
+    """Makes uploads of the Trainer skip files of a run that are no part of a model.
 
-    The Trainer uploads all that lies in its directory, but for checkpoints and names that it
-    knows, and has no way to be told more of them.
+    The Trainer uploads all files in its directory except checkpoints and a fixed list of names.
     """
     has_client = hasattr(hub, "hf_api")  # older versions have a function of the module
     uploader: Any = hub.hf_api() if has_client else trainer_module
     upload = uploader.upload_folder
 
-    def upload_folder(**given: Any) -> Any:
-        if not given.pop("run_as_future", False):
-            return _upload(upload, given)
-        # The search reads all files, which training does not wait for either.
+    def upload_folder(**options: Any) -> Any:
+        if not options.pop("run_as_future", False):
+            return _upload(upload, options)
+        # The search reads all files, so it runs in the background too.
         run = getattr(uploader, "run_as_future", run_as_future)
-        return run(_upload, upload, given)
+        return run(_upload, upload, options)
 
     uploader.upload_folder = upload_folder
     try:

@@ -1,10 +1,6 @@
-"""What a step of a Trainer consists of.
+"""The state of a Trainer in its checkpoints: which are complete, which are removed, what they hold.
 
 Source: transformers 5.23, `Trainer._save_checkpoint` and what it calls.
-
-Which checkpoints of a Trainer's run can be resumed from, and which of them may go.
-
-What saves cost, told to the Trainer's callbacks that draw curves: TensorBoard and others.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from ckptkit.training.run_folders import saved_steps
 
 logger = logging.getLogger(__name__)
 
-# What the Trainer saves a whole model as, or an adapter.
+# The files as which the Trainer saves a whole model, or an adapter.
 _WHOLE_MODELS = (
     "pytorch_model_fsdp.bin",
     "model.safetensors",
@@ -42,14 +38,14 @@ _WHOLE_MODELS = (
     "adapter_model.safetensors",
 )
 _SENTINEL = "checkpoint-is-incomplete.txt"
-"""What the Trainer puts into a step that it saves when it is told to end.
+"""The file in a step that the Trainer saves when a signal ends training.
 
 Source: transformers 5.23, `trainer_jit_checkpoint.py`.
 """
 
 
-def newest_checkpoint(run: Path) -> Path:
-    """Returns the newest checkpoint of a run that is complete, whoever wrote it.
+def find_newest_checkpoint(run: Path) -> Path:
+    """Returns the newest complete checkpoint of a run, of ckptkit or of the Trainer.
 
     The Trainer itself takes the one with the highest number.
     """
@@ -57,7 +53,7 @@ def newest_checkpoint(run: Path) -> Path:
         folder = run / step.name
         if step.complete or _is_whole_stock(folder):
             return folder
-        logger.warning("%s is passed over: %s", folder, step.problem)
+        logger.warning("%s is skipped: %s", folder, step.problem)
     raise ResumeError(
         "no complete checkpoint was found",
         where=str(run),
@@ -65,24 +61,23 @@ def newest_checkpoint(run: Path) -> Path:
     )
 
 
-def newest_of_all(run: Path) -> Path:
-    """Returns the newest checkpoint as rank 0 finds it, on all ranks; they all have to call this.
+def agree_on_newest(run: Path) -> Path:
+    """Returns the newest checkpoint as rank 0 sees it; all ranks have to call this.
 
-    Others may still see an older state of a shared file system.
-
+    Other ranks may still see an older state of a shared file system.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return newest_checkpoint(run)
-    found: list[Any] = [None]
+        return find_newest_checkpoint(run)
+    box: list[Any] = [None]
     if distributed.get_rank() == 0:
         try:
-            found = [newest_checkpoint(run)]
+            box = [find_newest_checkpoint(run)]
         except CkptkitError as error:
-            found = [error.to_json()]
-    distributed.broadcast_object_list(found)
-    if isinstance(found[0], dict):
-        raise error_from_json(found[0])
-    newest: Path = found[0]
+            box = [error.to_json()]
+    distributed.broadcast_object_list(box)
+    if isinstance(box[0], dict):
+        raise error_from_json(box[0])
+    newest: Path = box[0]
     return newest
 
 
@@ -94,24 +89,23 @@ def has_optimizer(folder: Path) -> bool:
     return (folder / step_names.optimizer_unit(0) / METADATA).is_file()
 
 
-def drop_sentinel(folder: Path) -> None:
-    """Removes the Trainer's mark of a step under way, which is no longer needed.
+def remove_sentinel(folder: Path) -> None:
+    """Removes the Trainer's mark of an unfinished step.
 
-    The step gets its name when it is complete, and something else must not have it by then.
+    The complete step is renamed to that path, which has to be free then.
     """
     (folder / _SENTINEL).unlink(missing_ok=True)
 
 
 def steps_beyond(steps: Sequence[RunStep], limit: int | None, best: int | None) -> tuple[int, ...]:
-    """Returns the complete steps that `save_total_limit` leaves no room for.
+    """Returns the complete steps beyond `save_total_limit`.
 
-    The newest stays and so does the best, which counts among those that stay. What is not
-    complete neither counts nor goes.
+    The newest stays, and so does the best, which counts. Incomplete steps stay and do not count.
 
     Args:
         steps: All steps of the run.
         limit: `save_total_limit`: how many may stay; all for None or 0.
-        best: The step with the best metric, None where there is none.
+        best: The step with the best metric, or None.
 
     Source: transformers 5.23, `trainer_utils.rotate_checkpoints`.
 
@@ -130,7 +124,7 @@ def steps_beyond(steps: Sequence[RunStep], limit: int | None, best: int | None) 
 
 
 def _is_whole_stock(folder: Path) -> bool:
-    """Returns whether the Trainer has finished a checkpoint; it writes its own state last."""
+    """Returns whether the Trainer has finished a checkpoint: it writes its own state last."""
     if not (folder / step_names.TRAINER_STATE).is_file():
         return False
     if (folder / MANIFEST_NAME).exists() or (folder / _SENTINEL).exists():
@@ -139,23 +133,23 @@ def _is_whole_stock(folder: Path) -> bool:
 
 
 def state_of(trainer: Any) -> dict[str, object]:
-    """Returns what the Trainer saves: its model, optimizer, scheduler and scaler."""
+    """Returns the model, optimizer, scheduler and scaler, or the model with save_only_model."""
     return {"model": trainer.model} if trainer.args.save_only_model else _all_of(trainer)
 
 
 def state_in(trainer: Any, folder: Path) -> dict[str, object]:
-    """Returns what of the Trainer's state a checkpoint holds, which may be the model alone."""
-    there = {"model"}
+    """Returns the part of the Trainer's state that a checkpoint holds, at least the model."""
+    stored = {"model"}
     if has_optimizer(folder) and (folder / step_names.trainer_scheduler_file(0)).is_file():
-        there |= {"optimizer", "scheduler"}
-        there |= {"scaler"} if (folder / step_names.scaler_file(0)).is_file() else set()
-    return {key: value for key, value in _all_of(trainer).items() if key in there}
+        stored |= {"optimizer", "scheduler"}
+        stored |= {"scaler"} if (folder / step_names.scaler_file(0)).is_file() else set()
+    return {key: value for key, value in _all_of(trainer).items() if key in stored}
 
 
 def own_state(trainer: Any) -> dict[str, bytes] | None:
-    """Returns the file with the Trainer's own state, on rank 0."""
+    """Returns the file with the Trainer's own state; None on other ranks than 0."""
     if trainer.args.should_save:
-        _note_callbacks(trainer)
+        _update_callback_states(trainer)
     if not trainer.is_world_process_zero():
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -165,38 +159,38 @@ def own_state(trainer: Any) -> dict[str, bytes] | None:
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    """Returns what the evaluation at this step has found, if there was one."""
-    found: dict[str, Any] = {}
+    """Returns the metrics of the evaluation at this step, if there was one."""
+    metrics: dict[str, Any] = {}
     for entry in reversed(trainer.state.log_history):
         if entry.get("step") != trainer.state.global_step:
             break
-        found |= {name: value for name, value in entry.items() if name.startswith("eval_")}
-    return {name: value for name, value in found.items() if isinstance(value, (int, float))}
+        metrics |= {name: value for name, value in entry.items() if name.startswith("eval_")}
+    return {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
 
 
 def sidecar_of(trainer: Any) -> dict[str, object]:
-    """Returns what the Trainer saves beside a model: a tokenizer or processor."""
-    found = trainer.processing_class
-    if found is None:
-        found = getattr(trainer.data_collator, "tokenizer", None)
-    return {} if found is None else {"processing_class": found}
+    """Returns the tokenizer or processor that the Trainer saves with a model."""
+    processor = trainer.processing_class
+    if processor is None:
+        processor = getattr(trainer.data_collator, "tokenizer", None)
+    return {} if processor is None else {"processing_class": processor}
 
 
-def _note_callbacks(trainer: Any) -> None:
-    """Takes the states of callbacks into the Trainer's own, as they are now."""
-    kept = trainer.state.stateful_callbacks
+def _update_callback_states(trainer: Any) -> None:
+    """Updates the states of callbacks in the Trainer's state."""
+    states = trainer.state.stateful_callbacks
     for entry in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(entry, ExportableState):
             name = type(entry).__name__
-            if isinstance(kept.get(name), list):
-                kept[name].append(entry.state())
+            if isinstance(states.get(name), list):
+                states[name].append(entry.state())
             else:
-                kept[name] = entry.state()
+                states[name] = entry.state()
 
 
 def _all_of(trainer: Any) -> dict[str, object]:
     state: dict[str, object] = {"model": trainer.model}
-    if trainer.optimizer is None:  # it is made later
+    if trainer.optimizer is None:  # it is created later
         return state
     optimizer = trainer.optimizer
     is_wrapped = isinstance(optimizer, AcceleratedOptimizer)
@@ -207,24 +201,24 @@ def _all_of(trainer: Any) -> dict[str, object]:
 
 
 _REPORTERS = "transformers.integrations."
-_COUNTING = frozenset({"DVCLiveCallback"})  # which take each call for a step of training
+_COUNTING = frozenset({"DVCLiveCallback"})  # these count each call as a training step
 
 
-class Reports:
-    """Reports of saves, on their way from the thread that writes to the one that trains.
+class ReportQueue:
+    """Passes reports of saves from the thread that writes to the thread that trains.
 
-    Callbacks are made to be called by the latter alone.
+    Callbacks of the Trainer expect to be called by the latter only.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[SaveReport] = deque()
 
-    def take(self, report: SaveReport) -> None:
-        """Keeps a report until somebody calls `tell`; may be called in any thread."""
+    def put(self, report: SaveReport) -> None:
+        """Keeps a report until `write_to`; can be called in any thread."""
         self._waiting.append(report)
 
-    def tell(self, trainer: Any) -> None:
-        """Has what is kept written at the steps that were saved, as `train/ckptkit/…`."""
+    def write_to(self, trainer: Any) -> None:
+        """Logs the reports at the steps that were saved, as `train/ckptkit/…`."""
         while self._waiting:
             report = self._waiting.popleft()
             state = copy.copy(trainer.state)
@@ -237,9 +231,9 @@ class Reports:
 
 
 def _reporters(trainer: Any) -> Iterator[Any]:
-    """Yields what `report_to` names, and what was made from it."""
+    """Yields the callbacks of `report_to`, and subclasses of them."""
     for callback in trainer.callback_handler.callbacks:
         kinds = type(callback).__mro__
-        is_one = any(kind.__module__.startswith(_REPORTERS) for kind in kinds)
-        if is_one and _COUNTING.isdisjoint(kind.__name__ for kind in kinds):
+        reports = any(kind.__module__.startswith(_REPORTERS) for kind in kinds)
+        if reports and _COUNTING.isdisjoint(kind.__name__ for kind in kinds):
             yield callback

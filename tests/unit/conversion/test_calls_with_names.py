@@ -41,7 +41,7 @@ ALLOWED = {
     ("ckptkit/integrations/accelerate/saves", "_files_below", "folder.rglob"): CONSTANT,
     (
         "ckptkit/integrations/accelerate/accelerator_state",
-        "files_of_hooks",
+        "call_save_hooks",
         "folder.rglob",
     ): CONSTANT,
     ("ckptkit/integrations/model_export", "_move_into", "hidden.rglob"): CONSTANT,
@@ -58,7 +58,7 @@ ALLOWED = {
     ("ckptkit/storage/place_identity", "_find_s3_endpoint", "filesystem.connect"): NAMELESS,
     ("ckptkit/storage/place_identity", "_find_s3_endpoint", "filesystem.s3"): NAMELESS,
     ("ckptkit/storage/local/workdir", "_place_all", "files.rglob"): CONSTANT,
-    ("ckptkit/runs/push_journal", "pushes_in", "state.glob"): CONSTANT,
+    ("ckptkit/runs/push_journal", "read_journals", "state.glob"): CONSTANT,
     ("ckptkit/storage/remote/store", "RemoteStore._delete", "filesystem.rm_file"): EXACT,
     ("ckptkit/storage/remote/store", "RemoteStore._list_all.ask", "filesystem.find"): EXACT,
     (

@@ -9,7 +9,7 @@ import pytest
 from ckptkit.core.errors import RefusedError
 from ckptkit.hub.publish.card import ModelFacts, base_model_of, is_ours, write_card
 from ckptkit.hub.publish.folder_files import choose_files, find_stale_files
-from ckptkit.hub.publish.package import SmallFile, check_contents, clean_contents
+from ckptkit.hub.publish.package import LoadedFile, check_contents, clean_contents
 from ckptkit.hub.publish.secrets import (
     find_secrets,
     is_repo_id,
@@ -214,7 +214,7 @@ def test_a_card_loses_its_local_base_and_nothing_else() -> None:
 def test_a_file_without_paths_is_published_byte_by_byte() -> None:
     data = b'{"model_type":"llama",  "x": 1}\n'
     assert clean_contents(
-        {"config.json": SmallFile("config.json", data, json.loads(data))}, None, []
+        {"config.json": LoadedFile("config.json", data, json.loads(data))}, None, []
     ) == {"config.json": data}
 
 

@@ -13,7 +13,7 @@ from ckptkit.runs.push_journal import (
     StepPush,
     journal_path,
     open_journal,
-    pushes_in,
+    read_journals,
     take_watch_lock,
     watch_identity,
 )
@@ -86,9 +86,9 @@ def test_a_journal_is_read_back_and_is_that_of_its_run_and_repository(tmp_path: 
     journal.note(PUSH)
     journal.note(StepPush(6, "e", "pushing", "org/name"))
     assert open_journal(tmp_path, "org/name", "run")[0].pushes == journal.pushes
-    assert [push.step for push in pushes_in(tmp_path)] == [5, 6]
+    assert [push.step for push in read_journals(tmp_path)] == [5, 6]
     journal.forget(6)
-    assert pushes_in(tmp_path) == (PUSH,)
+    assert read_journals(tmp_path) == (PUSH,)
     assert not open_journal(tmp_path, "org/other", "run")[0].pushes
     known, note = open_journal(tmp_path, "org/name", "its name now", ["run"])
     assert (known.pushes, note) == ({5: PUSH}, "")
@@ -104,7 +104,7 @@ def test_a_damaged_journal_is_put_aside(text: str, tmp_path: Path) -> None:
     journal, note = open_journal(tmp_path, "org/name", "run")
     assert not journal.pushes
     assert "is no journal" in note
-    assert pushes_in(tmp_path) == ()
+    assert read_journals(tmp_path) == ()
     journal.note(PUSH)
     assert json.loads(path.read_text())["steps"]["5"]["commit"] == "c"
 
@@ -112,7 +112,7 @@ def test_a_damaged_journal_is_put_aside(text: str, tmp_path: Path) -> None:
 def test_one_process_at_a_time_has_the_lock_of_a_run_wherever_its_state_is(tmp_path: Path) -> None:
     run, state = tmp_path / "run", tmp_path / "state"
     lock = take_watch_lock(run, run)
-    with pytest.raises(RefusedError, match=r"another watch is at work there: process \d+"):
+    with pytest.raises(RefusedError, match=r"another watch is running: process \d+"):
         take_watch_lock(state, run)
     lock.close()
     identity = watch_identity(run)

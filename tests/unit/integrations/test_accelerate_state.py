@@ -18,13 +18,13 @@ from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.integrations.accelerate import install, load_state, save_model, save_state
 from ckptkit.integrations.accelerate.accelerator_state import (
-    Target,
+    SaveTarget,
     source_of,
+    stock_reason,
     target_of,
-    why_stock,
     with_limit,
 )
-from ckptkit.integrations.accelerate.saves import given_folder, newest_folder, obstacle
+from ckptkit.integrations.accelerate.saves import examine_folder, find_newest_folder, obstacle
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_folders_are_named_as_accelerate_names_them(
         "out/latest": (4, "checkpoint-", "latest"),
     }
     for path, (step, prefix, name) in named.items():
-        assert target_of(accelerator, path) == Target(tmp_path / "out", step, prefix, name)
+        assert target_of(accelerator, path) == SaveTarget(tmp_path / "out", step, prefix, name)
         assert target_of(accelerator, path).folder == tmp_path / path
     with pytest.raises(UsageError, match="automatic_checkpoint_naming is off"):
         target_of(accelerator, None)
@@ -79,7 +79,7 @@ def test_a_load_looks_where_the_user_or_the_project_says(
     monkeypatch.setenv("HOME", str(tmp_path))
     assert source_of(accelerator, "~/out/checkpoint_7").folder == tmp_path / "out/checkpoint_7"
     assert source_of(accelerator, "~/out/last").folder == tmp_path / "out/last"
-    with pytest.raises(UsageError, match="input_dir: was not given"):
+    with pytest.raises(UsageError, match="input_dir: was not passed"):
         source_of(accelerator, None)
     accelerator.project_configuration.automatic_checkpoint_naming = True
     assert source_of(accelerator, None).run == tmp_path / "checkpoints"
@@ -92,7 +92,7 @@ def test_a_model_that_is_not_sharded_is_accelerates_to_save(
     accelerator: Accelerator, tmp_path: Path
 ) -> None:
     model = accelerator.prepare(torch.nn.Linear(2, 2))
-    with pytest.raises(UsageError, match="no parameter of it is sharded"):
+    with pytest.raises(UsageError, match="it has no sharded parameter"):
         save_model(accelerator, model, tmp_path / "out")
     install(accelerator)
     accelerator.save_model(model, tmp_path / "out", "1GB", safe_serialization=False)
@@ -109,15 +109,15 @@ def test_the_only_good_folder_always_stays(limit: int | None, kept: dict[str, in
 
 def test_an_accelerator_of_another_kind_is_left_alone(accelerator: Accelerator) -> None:
     odd: Any = SimpleNamespace(**{k: v for k, v in vars(accelerator).items() if k != "_models"})
-    assert "has no _models" in why_stock(odd)
+    assert "has no _models" in stock_reason(odd)
     accelerator.state.distributed_type = "FSDP"
     accelerator.state.fsdp_plugin = SimpleNamespace(state_dict_type="FULL_STATE_DICT")
-    assert why_stock(accelerator).endswith("FULL_STATE_DICT, not SHARDED_STATE_DICT")
+    assert stock_reason(accelerator).endswith("FULL_STATE_DICT, not SHARDED_STATE_DICT")
     accelerator.state.fsdp_plugin.state_dict_type = "SHARDED_STATE_DICT"
     accelerator.project_configuration.save_on_each_node = True
-    assert "the nodes share no file system" in why_stock(accelerator)
+    assert "the nodes share no file system" in stock_reason(accelerator)
     accelerator.project_configuration.save_on_each_node = False
-    assert why_stock(accelerator) == "no model was prepared"
+    assert stock_reason(accelerator) == "no model was prepared"
 
 
 def manifest(*files: str) -> bytes:
@@ -127,7 +127,7 @@ def manifest(*files: str) -> bytes:
 
 
 def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(tmp_path: Path) -> None:
-    target = Target(tmp_path, 3, "checkpoint-", "latest")
+    target = SaveTarget(tmp_path, 3, "checkpoint-", "latest")
     assert not obstacle(target)
     target.folder.mkdir()
     assert not obstacle(target)
@@ -140,9 +140,9 @@ def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(tmp_path: Path)
     (target.folder / "ckptkit.json").write_bytes(b"{")
     assert "cannot be read" in obstacle(target)
     (tmp_path / "link").symlink_to(target.folder)
-    assert "a link" in obstacle(Target(tmp_path, 3, "checkpoint-", "link"))
-    assert not obstacle(Target(tmp_path, 3, "checkpoint-", "checkpoint-003"))
-    assert "none for a step" in obstacle(Target(tmp_path, 3, "checkpoint-", ".hidden"))
+    assert "a link" in obstacle(SaveTarget(tmp_path, 3, "checkpoint-", "link"))
+    assert not obstacle(SaveTarget(tmp_path, 3, "checkpoint-", "checkpoint-003"))
+    assert "no step can have" in obstacle(SaveTarget(tmp_path, 3, "checkpoint-", ".hidden"))
 
 
 def put_stock(folder: Path, *, whole: bool = True) -> Path:
@@ -156,21 +156,21 @@ def put_stock(folder: Path, *, whole: bool = True) -> Path:
 
 def test_the_newest_whole_folder_is_found_whoever_wrote_it(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="no complete folder"):
-        newest_folder(tmp_path / "nowhere", 1, 1)
+        find_newest_folder(tmp_path / "nowhere", 1, 1)
     first = put_stock(tmp_path / "checkpoint_9")
     put_stock(tmp_path / "checkpoint_10", whole=False)
     (tmp_path / "checkpoint_11").mkdir()
-    found = newest_folder(tmp_path, 1, 1)
+    found = find_newest_folder(tmp_path, 1, 1)
     assert (found.folder, found.ours) == (first, False)
     with pytest.raises(ResumeError, match="no complete folder"):
-        newest_folder(tmp_path, 2, 1)
+        find_newest_folder(tmp_path, 2, 1)
 
 
 def test_a_named_folder_is_loaded_by_whoever_can(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="no such directory"):
-        given_folder(tmp_path / "nowhere")
+        examine_folder(tmp_path / "nowhere")
     (tmp_path / "full").mkdir()
-    assert given_folder(tmp_path / "full") is None
-    stock = given_folder(put_stock(tmp_path / "stock"))
+    assert examine_folder(tmp_path / "full") is None
+    stock = examine_folder(put_stock(tmp_path / "stock"))
     assert stock is not None
     assert not stock.ours

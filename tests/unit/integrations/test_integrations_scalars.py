@@ -140,5 +140,5 @@ class Trainer:
 
 @pytest.mark.parametrize(("writer", "kind"), [("logs", "a str"), (Trainer(), "a Trainer")])
 def test_what_cannot_log_at_a_step_is_refused_by_its_kind(writer: object, kind: str) -> None:
-    with pytest.raises(UsageError, match=rf"{kind} was found where something with add_scalar"):
+    with pytest.raises(UsageError, match=rf"found {kind}, expected an object with add_scalar"):
         scalars(writer)

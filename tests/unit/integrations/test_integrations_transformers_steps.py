@@ -11,8 +11,8 @@ import pytest
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.manifest import Manifest
 from ckptkit.integrations.transformers.trainer_state import (
-    drop_sentinel,
-    newest_checkpoint,
+    find_newest_checkpoint,
+    remove_sentinel,
     steps_beyond,
 )
 from ckptkit.runs.steps import RunStep
@@ -70,11 +70,11 @@ def test_the_newest_complete_step_is_resumed_from_whoever_wrote_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ResumeError, match="no complete checkpoint"):
-        newest_checkpoint(tmp_path)
+        find_newest_checkpoint(tmp_path)
     for step, model in enumerate(("model.safetensors", "pytorch_model_fsdp.bin")):
         full = put(tmp_path, step, "trainer_state.json", model)
-        assert newest_checkpoint(tmp_path) == full
-    assert newest_checkpoint(put_ours(tmp_path, 2).parent).name == "checkpoint-2"
+        assert find_newest_checkpoint(tmp_path) == full
+    assert find_newest_checkpoint(put_ours(tmp_path, 2).parent).name == "checkpoint-2"
     stock = put(tmp_path, 10, "trainer_state.json", "pytorch_model_fsdp_0/.metadata")
     put(tmp_path, 11, "pytorch_model_fsdp_0/.metadata")  # stock, killed
     put(tmp_path, 12, "trainer_state.json", "optimizer_0/.metadata")
@@ -84,7 +84,7 @@ def test_the_newest_complete_step_is_resumed_from_whoever_wrote_it(
     damaged.write_text(json.dumps(document))
     put(tmp_path, 14, "trainer_state.json", "pytorch_model_fsdp_0/.metadata", SENTINEL)
     caplog.clear()
-    assert newest_checkpoint(tmp_path) == stock
+    assert find_newest_checkpoint(tmp_path) == stock
     assert [
         f"checkpoint-{step}" in record.message
         for step, record in zip((14, 13, 12, 11), caplog.records, strict=True)
@@ -93,6 +93,6 @@ def test_the_newest_complete_step_is_resumed_from_whoever_wrote_it(
 
 def test_the_mark_of_a_step_under_way_goes(tmp_path: Path) -> None:
     folder = put(tmp_path, 3, SENTINEL)
-    drop_sentinel(folder)
+    remove_sentinel(folder)
     assert list(folder.iterdir()) == []
-    drop_sentinel(folder)
+    remove_sentinel(folder)

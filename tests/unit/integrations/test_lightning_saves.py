@@ -91,5 +91,5 @@ def test_a_directory_is_loaded_where_nothing_can_be_written(
 
 
 def test_options_that_lightning_decides_about_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"the option 'keep_last' was found"):
+    with pytest.raises(UsageError, match=r"the option 'keep_last' cannot be passed"):
         StrategySaves({"keep_last": 2})

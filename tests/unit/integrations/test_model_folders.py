@@ -80,7 +80,7 @@ def test_a_model_that_cannot_go_to_its_place_is_said_to_be_whole_elsewhere(tmp_p
     model = nn.Linear(2, 2)
     with (
         Checkpointer(tmp_path / "run") as checkpointer,
-        pytest.raises(OutputError, match=r"whole in '\.ckptkit-model'.*directory") as caught,
+        pytest.raises(OutputError, match=r"complete in '\.ckptkit-model'.*directory") as caught,
     ):
         export_into(checkpointer, out, model, is_first=True)
     assert caught.value.where == str(out)

@@ -35,13 +35,13 @@ print(Accelerator.save_state.__code__.co_filename.rsplit("/", 1)[-1], Accelerato
 OURS = """
 import sys, types
 from ckptkit.core.errors import UnsupportedError
-def saved_like_stock(accelerator, *arguments, **options):
+def save_like_stock(accelerator, *arguments, **options):
     print("save", arguments, options)
-def loaded_like_stock(accelerator, *arguments, **options):
+def load_like_stock(accelerator, *arguments, **options):
     print("load", arguments, options)
-def model_saved_like_stock(accelerator, *arguments, **options):
+def save_model_like_stock(accelerator, *arguments, **options):
     print("model", arguments, options)
-def state_like_stock(accelerator, *arguments, **options):
+def get_state_like_stock(accelerator, *arguments, **options):
     print("state", arguments, options)
 def install(trainer, **options):
     if trainer.odd:
@@ -240,7 +240,7 @@ def test_a_script_that_imports_nothing_pays_for_nothing(run: Run, tmp_path: Path
     [
         ([], "no script to run was given"),
         (["-m"], "no module to run was given"),
-        (["nowhere.py"], "nowhere.py: no such script was found"),
+        (["nowhere.py"], "nowhere.py: no such script"),
         (["--verbose", "x.py"], "--verbose: no such option"),
     ],
 )

@@ -20,7 +20,7 @@ from ckptkit.runs.local import LocalRun
 from ckptkit.runs.marks import claim, hold
 from ckptkit.runs.pruning import Pruned, prune_run
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
-from ckptkit.runs.run_paths import step_in_use
+from ckptkit.runs.run_paths import hold_step
 from ckptkit.runs.save_order import Retention
 from ckptkit.writer.commit import clear
 from tests.made_up_runs import save_step, save_stock_step
@@ -114,8 +114,8 @@ def test_a_step_that_is_open_stays_and_goes_once_it_is_closed(run: Path) -> None
 
 def test_a_step_that_another_process_uses_stays_until_that_is_killed(run: Path) -> None:
     program = (
-        "import sys, time; from ckptkit.runs.run_paths import step_in_use\n"
-        "with step_in_use(sys.argv[1]):\n    print('held', flush=True); time.sleep(600)"
+        "import sys, time; from ckptkit.runs.run_paths import hold_step\n"
+        "with hold_step(sys.argv[1]):\n    print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", program, str(run / "checkpoint-300")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
@@ -129,7 +129,7 @@ def test_a_step_that_another_process_uses_stays_until_that_is_killed(run: Path) 
 
 
 def test_the_retention_of_training_leaves_a_step_that_is_being_read(run: Path) -> None:
-    with step_in_use(run / "checkpoint-100"):
+    with hold_step(run / "checkpoint-100"):
         removed, notes = clear(None, [run / "checkpoint-100", run / "checkpoint-200"])
     assert removed == [run / "checkpoint-200"]
     assert "being read" in notes[0]
@@ -233,7 +233,7 @@ def test_a_step_that_is_saved_again_meanwhile_is_not_removed(
     pruned = ckptkit.prune(run, keep_last=1)
     assert names(run) == ["checkpoint-100", "checkpoint-600"]
     assert ckptkit.list_run(run).steps[0].save_number == 9
-    assert "written again" in pruned.failed[0].why
+    assert "was replaced or changed" in pruned.failed[0].why
 
 
 def test_a_file_that_came_to_a_step_since_it_was_listed_is_not_removed(
@@ -250,7 +250,7 @@ def test_a_file_that_came_to_a_step_since_it_was_listed_is_not_removed(
     pruned = ckptkit.prune(run, keep_last=1)
     assert names(run) == ["checkpoint-200", "checkpoint-600"]
     assert ckptkit.list_run(run).steps[0].complete
-    assert "changed, since it was listed" in pruned.failed[0].why
+    assert "changed since it was listed" in pruned.failed[0].why
 
 
 def test_nothing_more_is_removed_once_the_newest_is_gone(

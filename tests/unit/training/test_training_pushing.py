@@ -18,7 +18,7 @@ from transformers.utils import hub as transformers_hub
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.publish.searching import secrets_in
-from ckptkit.integrations.transformers.trainer_models import only_what_is_meant
+from ckptkit.integrations.transformers.trainer_models import filter_uploads
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
 from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing
@@ -103,10 +103,10 @@ def test_what_goes_wrong_is_raised_by_the_handle_and_at_the_close(
     saver = checkpointer(tmp_path / "run", hub_token=wrong)
     handle = saver.save(1, state())
     assert handle.result(WAIT).name == "checkpoint-1"
-    with pytest.raises(HubError, match="token was not accepted"):
+    with pytest.raises(HubError, match="token is wrong or expired"):
         handle.pushed(WAIT)
     saver.save(2, state())
-    with pytest.raises(HubError, match="token was not accepted"):
+    with pytest.raises(HubError, match="token is wrong or expired"):
         saver.close()
     assert not hub.has(REPO)
     assert wrong not in caplog.text
@@ -222,7 +222,7 @@ def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
         (tmp_path / name).write_text(SECRETS["wandb netrc"])
     (tmp_path / "README.md").write_text("nothing")
     (tmp_path / "tokens.gz").write_bytes(gzip.compress(TOKEN.encode()))
-    with only_what_is_meant():
+    with filter_uploads():
         api.upload_folder(folder_path=str(tmp_path), token=TOKEN, ignore_patterns="_*")
     (patterns,) = found
     names = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")]
@@ -241,7 +241,7 @@ def test_a_token_of_any_form_that_the_environment_has_is_looked_for_by_value(
     )
     monkeypatch.setenv("HF_TOKEN", "company-93hf7Kq20dLw81")
     (tmp_path / "state.dat").write_bytes(b"\0\1company-93hf7Kq20dLw81\0")
-    with only_what_is_meant():
+    with filter_uploads():
         api.upload_folder(folder_path=str(tmp_path), token=None)
     assert "state.dat" in found[0]
 

@@ -194,7 +194,7 @@ def test_a_second_job_is_refused_and_told_who_has_the_run(tmp_path: Path) -> Non
     with pytest.raises(RefusedError, match="another job is writing") as caught:
         RunFolder(tmp_path).lock()
     assert f"process {os.getpid()} on " in str(caught.value)
-    assert "it is this very process" in caught.value.hint
+    assert "this process has opened" in caught.value.hint
     lock.close()
     lock.close()
     assert run_is_live(tmp_path) is False
