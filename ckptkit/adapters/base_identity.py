@@ -19,7 +19,7 @@ from ckptkit.adapters.merge.report import SourceAdapter
 from ckptkit.adapters.quantized.bases import ModelWeights, QloraBase, QuantizedBase
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.places import absolute, resolved
+from ckptkit.conversion.source.places import make_absolute, resolve_path
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Span, TensorEntry
@@ -84,9 +84,9 @@ def check_identity(
         allowed: Whether another base is taken all the same.
     """
     path = base.opened.path
-    found = identify_base(absolute(path), base.config)
+    found = identify_base(make_absolute(path), base.config)
     if not found.repository:
-        found = identify_base(resolved(path), base.config)
+        found = identify_base(resolve_path(path), base.config)
     judgement = compare_bases(expected, found)
     if judgement.contradictions:
         refuse_other_base(judgement.contradictions, path, where=where, allowed=allowed)

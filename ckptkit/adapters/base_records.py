@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.adapters.quantized.requantize import find_packings
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.places import absolute
+from ckptkit.conversion.source.places import make_absolute
 from ckptkit.core.checksums import RangeChecksum
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import InputError
@@ -85,7 +85,7 @@ def _quantization(
     settings = told if isinstance(told, Mapping) else {}
     four_bits = read_settings({"quantization_config": settings}).quant_type or "4 bits"
     kinds = [_kind(weight, four_bits) for weight in packed.values()]
-    checkpoint = absolute(found.opened.path)
+    checkpoint = make_absolute(found.opened.path)
     if kinds:
         packings = _packings(found, packed, read_settings(config))
         return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint, packings)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.adapters.merge.base_model import BaseSource, open_base, place_on_disk
-from ckptkit.conversion.names_on_disk import disk_names
+from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.places import is_folder
 from ckptkit.conversion.source.side_folders import SideFolders, find_ties
@@ -344,7 +344,7 @@ def open_models(
     for side in (after, before):
         _refuse_quantized(list(side.entries.values()), side.config, side.opened.path)
     config = after.config or before.config
-    names = disk_names(config, None, base=place_of(base) if is_folder(base) else None)
+    names = find_disk_names(config, None, base=place_of(base) if is_folder(base) else None)
     after, parts = _rename_to_live(after, names.names)
     before, parts_before = _rename_to_live(before, names.names)
     last, tied = _drop_tied_names(after, config)

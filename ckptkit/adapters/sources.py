@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.merge.merged_ties import find_resized_embeddings
 from ckptkit.conversion.source.adapter_records import AdapterRecord, AdapterRecords, read_record
-from ckptkit.conversion.source.adapters import Choice, base_of, choose_adapter, sort_trees
+from ckptkit.conversion.source.adapters import Choice, choose_adapter, find_base, sort_trees
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
@@ -142,7 +142,7 @@ class _Opening:
         found = trees.get(choice.tree)
         if found is None:
             return self._empty(choice, record)
-        base = rename_plainly(base_of(choice.tree, trees))
+        base = rename_plainly(find_base(choice.tree, trees))
         if record is None:
             inferred = self._inferred(found, choice, base)
             settings = LoraSettings.parse(inferred, where=self._checkpoint.path)

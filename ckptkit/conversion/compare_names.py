@@ -1,7 +1,7 @@
-"""Whether an output would load as the model of its configuration: names and shapes are compared.
+"""Compares names and shapes of an output with the model of its configuration.
 
-The installed transformers knows best, and answers in a process of its own while tensors are
-copied; where it cannot, the headers of the base model do, or the counts in the configuration.
+The installed transformers reports what loading would report, in a process of its own while tensors
+are copied. Without it, the headers of the base model or the counts in the configuration are used.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from ckptkit.conversion.naming_program import (
     LoadQuestion,
     NamingProgram,
-    transformers_version,
-    what_is_not_installed,
+    find_transformers_version,
+    list_missing_libraries,
 )
-from ckptkit.conversion.source.model_folders import names_in, shapes_there
+from ckptkit.conversion.source.model_folders import read_names, read_shapes_if_any
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.index import Shape
 from ckptkit.core.text import without_url_secrets
@@ -32,8 +32,8 @@ from ckptkit.hub_names.known_models import (
 from ckptkit.plan.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, make_refusal
 
 _OLDEST = 5  # the first transformers whose loading can be asked
-_PATIENCE_SECONDS = 120  # after all is copied
-_SILENT_SECONDS = 1.0
+_TIMEOUT_SECONDS = 120  # after all is copied
+_SILENT_SECONDS = 1.0  # before `Waiting` is reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Subject:
     """What is compared.
 
     Attributes:
-        config: The configuration as it is written, or None; with `auto_map` if it had one.
-        tensors: Element types and shapes of what is written and of what the user left out.
+        config: The configuration as it is written, with its `auto_map`, or None.
+        tensors: Element types and shapes of the tensors that are written or left out.
         left_out: The names that the user left out.
         where: The source, for messages.
-        base: A folder of a model that the output should equal, or None. It is one only where the
-            configuration is that folder's.
-        is_live: Whether names are those of training, which differ from those on disk.
-        advice: What the command offers.
+        base: The folder of the model that the configuration is from, which the output has to
+            match, or None.
+        is_live: Whether names are those of training, which can differ from those on disk.
+        advice: The options that messages propose.
     """
 
     config: Mapping[str, Any] | None
@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def request(self) -> LoadRequest:
-        """What transformers is asked."""
+        """The question to transformers."""
         config = {key: value for key, value in (self.config or {}).items() if key != "auto_map"}
         return LoadRequest(
             config, self.tensors, self.left_out, is_packed=bool(config.get("quantization_config"))
@@ -77,65 +77,65 @@ class Subject:
 
 
 class Comparison:
-    """A comparison of which the answer may still be outstanding."""
+    """A comparison that may still wait for its answer."""
 
     def __init__(
         self, subject: Subject | None = None, question: LoadQuestion | None = None
     ) -> None:
-        """Takes what is compared, and what transformers is to be asked; None if nothing is."""
+        """Takes what is compared, and the question to transformers; None compares nothing."""
         self._subject = subject
         self._question = question
 
     def begin(self) -> None:
-        """Starts what takes time; returns at once."""
+        """Asks transformers; does not wait."""
         if self._question is not None:
             self._question.begin()
 
     def finish(self, listener: Listener) -> None:
-        """Waits for the outcome; called before an output becomes visible.
+        """Waits for the answer, and refuses an output that would not load.
 
         Args:
-            listener: Is told that an answer is waited for, and given a note if there is none.
+            listener: Receives `Waiting`, and a note if there is no answer.
         """
         if self._subject is None or self._question is None:
             return
         question, self._question = self._question, None
         if not question.is_answered(_SILENT_SECONDS):
             listener(Waiting("transformers has compared the names with the model"))
-        notes = _asked(self._subject, question)
+        notes = _ask(self._subject, question)
         if notes:
             listener(Planned(notes))
 
 
-NOTHING = Comparison()
+NO_COMPARISON = Comparison()
 
 
 def plan_comparison(subject: Subject, program: NamingProgram) -> tuple[Comparison, tuple[str, ...]]:
-    """Compares what can be compared at once, and prepares the rest.
+    """Compares what can be compared without waiting, and prepares the rest.
 
     Args:
         subject: What is compared.
-        program: Answers later.
+        program: The process that answers later.
 
     Returns:
-        What is still to be done, and what the user should know.
+        The rest, and notes for the user.
     """
     if subject.config is None:
-        return NOTHING, ()
-    why = _why_not_asked(subject)
+        return NO_COMPARISON, ()
+    why = _why_not_ask(subject)
     if why:
-        return NOTHING, _compared_otherwise(subject, why)
+        return NO_COMPARISON, _judge_without_asking(subject, why)
     question = LoadQuestion(subject.request, program)
-    report = question.known()
+    report = question.read_cached()
     if report is not None:
-        return NOTHING, judge(subject, report)
-    if _looks_wrong(subject):  # then nothing is written before it is known
-        return NOTHING, _asked(subject, question)
+        return NO_COMPARISON, judge(subject, report)
+    if _looks_wrong(subject):  # then the answer is awaited before anything is written
+        return NO_COMPARISON, _ask(subject, question)
     return Comparison(subject, question), ()
 
 
 def compare_now(subject: Subject) -> tuple[str, ...]:
-    """Compares, and waits for the outcome; returns what the user should know."""
+    """Compares, waits for the answer, and returns notes for the user."""
     late: list[str] = []
 
     def listen(event: Event) -> None:
@@ -147,56 +147,51 @@ def compare_now(subject: Subject) -> tuple[str, ...]:
     return (*notes, *late)
 
 
-def _why_not_asked(subject: Subject) -> str:
-    """Says why transformers cannot be asked; empty where it can."""
-    missing = what_is_not_installed()
+def _looks_wrong(subject: Subject) -> bool:
+    return any(not report.is_clean for report in _compare_without_asking(subject))
+
+
+def _why_not_ask(subject: Subject) -> str:
+    """Returns why transformers cannot be asked; empty where it can."""
+    missing = list_missing_libraries()
     if missing:
         return f"{' and '.join(missing)} cannot be imported"
     if not isinstance((subject.config or {}).get("model_type"), str):
         return "config.json names no model type"
-    found = transformers_version()
-    digits = re.match(r"\d+", found[0]) if found is not None else None
-    if found is not None and digits is not None and int(digits[0]) < _OLDEST:
-        return f"transformers {found[0]} is too old"
+    installed = find_transformers_version()
+    digits = re.match(r"\d+", installed[0]) if installed is not None else None
+    if installed is not None and digits is not None and int(digits[0]) < _OLDEST:
+        return f"transformers {installed[0]} is too old"
     return ""
 
 
-def _asked(subject: Subject, question: LoadQuestion) -> tuple[str, ...]:
+def _ask(subject: Subject, question: LoadQuestion) -> tuple[str, ...]:
     try:
-        report = question.finish(_PATIENCE_SECONDS)
+        report = question.finish(_TIMEOUT_SECONDS)
     except CkptkitError as error:
-        return _compared_otherwise(subject, error.message)
+        return _judge_without_asking(subject, error.message)
     return judge(subject, report)
 
 
 def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
-    """Refuses what a report says would not load; returns what the user should know."""
+    """Refuses an output that would not load by a report; returns notes for the user."""
     if report.is_clean and subject.request.is_packed:
-        # Transformers was asked for weights; what a method packs beside them, the base has.
-        return _compared_with_base(subject)
+        # Transformers was asked for weights; the base also has what a method packs with them.
+        base = _shapes_of_base(subject)
+        if base:
+            report = compare_packed_parts(subject.request, base, _describe_base(subject.base))
+            if not report.is_clean:
+                raise make_refusal(report, subject.written, subject.where, subject.advice)
     if report.is_clean:
         return ()
     if subject.has_code:
-        return _compared_otherwise(subject, "the model has code of its own beside config.json")
+        return _judge_without_asking(subject, "the model has code of its own beside config.json")
     raise make_refusal(report, subject.written, subject.where, subject.advice)
 
 
-def _compared_with_base(subject: Subject) -> tuple[str, ...]:
-    base = _base_of(subject)
-    if base:
-        report = compare_packed_parts(subject.request, base, _words_for(subject.base))
-        if not report.is_clean:
-            raise make_refusal(report, subject.written, subject.where, subject.advice)
-    return ()
-
-
-def _looks_wrong(subject: Subject) -> bool:
-    return any(not report.is_clean for report in _otherwise(subject))
-
-
-def _compared_otherwise(subject: Subject, why: str) -> tuple[str, ...]:
-    """Compares without transformers, as far as that can be done."""
-    reports = _otherwise(subject)
+def _judge_without_asking(subject: Subject, why: str) -> tuple[str, ...]:
+    """Compares without transformers where that is possible; returns notes for the user."""
+    reports = _compare_without_asking(subject)
     for report in reports:
         if not report.is_clean:
             raise make_refusal(report, subject.written, subject.where, subject.advice)
@@ -205,34 +200,31 @@ def _compared_otherwise(subject: Subject, why: str) -> tuple[str, ...]:
     return (f"names and shapes were not compared with the model of config.json: {why}",)
 
 
-def _otherwise(subject: Subject) -> list[LoadReport]:
-    """Returns what can be said without transformers, the most certain first."""
-    request, found = subject.request, list[LoadReport]()
+def _compare_without_asking(subject: Subject) -> list[LoadReport]:
+    """Returns the reports that need no transformers, the most certain first."""
+    request, reports = subject.request, list[LoadReport]()
     counts = None if subject.has_code else compare_with_counts(request)
-    base = _base_of(subject)
+    base = _shapes_of_base(subject)
     if base:
-        found.append(compare_with_base(request, base, _words_for(subject.base)))
+        reports.append(compare_with_base(request, base, _describe_base(subject.base)))
     if counts is not None:
-        found.append(counts)
-    return found
+        reports.append(counts)
+    return reports
 
 
-def _base_of(subject: Subject) -> Mapping[str, Shape | None]:
-    """Returns what a base holds by the names that are written; nothing where they may differ."""
+def _shapes_of_base(subject: Subject) -> Mapping[str, Shape | None]:
+    """Returns the shapes of the base by names on disk; nothing where its names may differ."""
     need = determine_need(subject.config, has_base=True)
     if subject.base is None or (subject.is_live and need.kind == "ask"):
         return {}
-    for look in (shapes_there, _names_there):  # an index may be there without its files
-        with suppress(InputError):  # weights of the base that are not needed may be damaged
-            found = look(subject.base)
-            if found:
-                return found
+    with suppress(InputError):  # weights of the base that are not needed may be damaged
+        shapes = read_shapes_if_any(subject.base)
+        if shapes:
+            return shapes
+    with suppress(InputError):  # there may be an index without its files
+        return dict.fromkeys(map(str, read_names(subject.base)))
     return {}
 
 
-def _words_for(base: str | None) -> str:
+def _describe_base(base: str | None) -> str:
     return f"the model in {without_url_secrets(str(base))}"
-
-
-def _names_there(folder: str) -> Mapping[str, Shape | None]:
-    return dict.fromkeys(map(str, names_in(folder)))

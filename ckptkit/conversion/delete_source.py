@@ -1,10 +1,10 @@
-"""`--delete-source`: the files of a checkpoint go once what was made of them is proven.
+"""`--delete-source`: removes the files of a checkpoint once the output is verified.
 
-Only files that were read go, and only if nothing in them is lost: every tensor that they hold has
+Only files that were read are removed, and only if nothing in them is lost: every tensor in them has
 to be in the output.
 
-A removal that is killed is finished by the same command. Before the first file goes, a record of
-all of them is written into the source, and it goes last.
+The same command finishes a removal that was killed. A record of all files is written into the
+source before the first file is removed, and is removed last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import xxhash
 
 from ckptkit.conversion.existing_output import read_output_manifest, verify_existing_output
 from ckptkit.conversion.source.open import SOURCE_IDENTITY, describe_sources, open_checkpoint
-from ckptkit.conversion.source.places import resolved
+from ckptkit.conversion.source.places import resolve_path
 from ckptkit.conversion.verify import run_verification
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import (
@@ -65,18 +65,18 @@ _OPTION = "--delete-source"
 
 @dataclass(frozen=True, slots=True)
 class SourceRemoval:
-    """What goes with a source, once the output is proven.
+    """The files of a source that are removed once the output is verified.
 
     Attributes:
-        root: The place that the files lie in.
+        root: The folder of the files.
         out: The output.
-        files: In the order in which they go: first those without which nobody takes the rest for
-            a checkpoint.
-        markers: The files by which whoever reads it is known.
-        identity: Of the source, as the manifest of the output has it.
-        values: How many values that are no tensors the source holds; they are in no output.
-        request: What the output was made by, as JSON values.
-        manifest: Digest of the output's manifest, of a removal that was begun already; else empty.
+        files: The files in the order of their removal: first those by which the rest is recognised
+            as a checkpoint.
+        markers: The files that readers of the checkpoint lock.
+        identity: The identity of the source in the manifest of the output.
+        values: The number of values in the source that are no tensors; no output has them.
+        request: The options of the output, as JSON values.
+        manifest: Digest of the output's manifest, for a removal that has begun; else empty.
     """
 
     root: Place
@@ -93,7 +93,7 @@ class SourceRemoval:
         return sum(file.size_bytes for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what goes as plain values."""
+        """Returns the removal as plain values."""
         return {
             "root": self.root.location,
             "files": [file.path for file in self.files],
@@ -102,14 +102,11 @@ class SourceRemoval:
         }
 
     def carry_out(self, manifest: Manifest, listener: Listener) -> None:
-        """Removes the files, once all of the output was read back and found to be right.
-
-        Of a removal that was begun already, those that are left.
+        """Verifies all of the output, then removes the files that are left.
 
         Args:
-            manifest: Of the output.
-            listener: Is told how far the reading is.
-
+            manifest: The manifest of the output.
+            listener: Receives the progress of the verification.
         """
         self._verify(manifest, listener)
         if manifest.source.get(SOURCE_IDENTITY) != self.identity:
@@ -139,7 +136,7 @@ class SourceRemoval:
     def _record(self, manifest: Manifest) -> bytes:
         files = [[file.path, file.size_bytes, file.identity] for file in self.files]
         record = {
-            "out": resolved(self.out),
+            "out": resolve_path(self.out),
             "request": self.request,
             "manifest": _digest(manifest.to_json()),
             "identity": self.identity,
@@ -152,15 +149,16 @@ class SourceRemoval:
     def _verify(self, manifest: Manifest, listener: Listener) -> None:
         where = os.fspath(self.out)
         if not is_url(self.out):
-            _forget(local_path(self.out), manifest)
+            _drop_from_cache(local_path(self.out), manifest)
         with open_source(self.out) as output:
             size = output.stat(MANIFEST_NAME).size_bytes
             is_same = output.read(MANIFEST_NAME, 0, size) == manifest.to_json()
             is_same = is_same and self.manifest in {"", _digest(manifest.to_json())}
-        found = run_verification(self.out, listener=listener)
-        if is_same and found.ok:
+        verification = run_verification(self.out, listener=listener)
+        if is_same and verification.ok:
             return
-        problem = str(found.problems[0]) if found.problems else "its manifest is another one"
+        problems = verification.problems
+        problem = str(problems[0]) if problems else "its manifest is another one"
         raise VerificationError(
             f"the output was read back and is damaged: {problem}; the source was not removed",
             where=where,
@@ -171,7 +169,7 @@ class SourceRemoval:
         return SourceChangedError(
             f"{what}, and was not removed",
             where=self.root.location,
-            hint="the output is whole; see who writes to the source",
+            hint="the output is complete; find the process that writes to the source",
         )
 
 
@@ -228,27 +226,29 @@ def plan_removal(job: ConversionJob) -> SourceRemoval:
 def _refuse_several(job: ConversionJob) -> None:
     if job.also:
         raise UsageError(
-            "stands beside --also: what lies in several places is not removed",
+            "cannot be combined with --also: files in several places are not removed",
             where=_OPTION,
             hint="leave it out, and remove the files by hand",
         )
 
 
 def refuse_linked(src: PathLike) -> None:
-    """Refuses a source that is a link, or that lies in a step which is one.
+    """Refuses a source that is a link, or is in a step that is a link.
 
-    A link further up, such as one to another disk, is a way to the same files as any other.
+    A link further up, such as one to another disk, leads to the same files and is allowed.
     """
     if is_url(src):
         return
     path = local_path(src).absolute()
-    for one in (path, *path.parents):
-        target = one.resolve().name
-        if one.is_symlink() and (one == path or _is_of_step(one.name) or _is_of_step(target)):
+    for folder in (path, *path.parents):
+        target = folder.resolve().name
+        is_of_step = _is_of_step(folder.name) or _is_of_step(target)
+        if folder.is_symlink() and (folder == path or is_of_step):
             raise RefusedError(
-                f"{str(one)!r} is a link to {str(one.resolve())!r}, whose files are not removed",
+                f"{str(folder)!r} is a link to {str(folder.resolve())!r}, whose files are not"
+                " removed",
                 where=f"{_OPTION} {os.fspath(src)}",
-                hint="name the directory that the link stands for, or leave --delete-source out",
+                hint="name the target of the link, or leave --delete-source out",
             )
 
 
@@ -258,13 +258,13 @@ def _is_of_step(name: str) -> bool:
 
 def _request_of(job: ConversionJob) -> dict[str, Any]:
     base = None if job.base is None else os.fspath(job.base)
-    facts = {**changed_options(job.request), "base": base, "src": resolved(job.src)}
+    facts = {**changed_options(job.request), "base": base, "src": resolve_path(job.src)}
     plain: dict[str, Any] = json.loads(json.dumps(facts, default=os.fspath))
     return plain
 
 
 def _record_name(out: PathLike) -> str:
-    return f".ckptkit-removal-{_digest(resolved(out).encode(errors='surrogateescape'))}"
+    return f".ckptkit-removal-{_digest(resolve_path(out).encode(errors='surrogateescape'))}"
 
 
 def _digest(data: bytes) -> str:
@@ -272,11 +272,11 @@ def _digest(data: bytes) -> str:
 
 
 def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
-    """Returns the removal that a killed run of the same command has begun; None for none."""
+    """Returns the removal that a killed run of the same command has begun, or None."""
     src, name = place_of(job.src), _record_name(job.out)
     for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
         record = _read_record(root, name)
-        if record is None or record["out"] != resolved(job.out):
+        if record is None or record["out"] != resolve_path(job.out):
             continue
         if record["request"] != _request_of(job):
             raise OutputExistsError(
@@ -309,45 +309,45 @@ def _read_record(root: Place, name: str) -> Any:
 
 
 def _find_finished(job: ConversionJob, listener: Listener) -> Manifest | None:
-    """Returns the manifest of an output whose source was removed by an earlier run of the command.
+    """Returns the manifest of an output whose source an earlier run of the command has removed.
 
-    Nothing of what the output was made of is there any more, it was made in the same way, and it
-    is proven. Older steps may lie beside: they stay, also with `overwrite`, which would replace
-    the newest step by an older one otherwise.
+    The source is gone, the options are the same, and the output is verified. Older steps stay, also
+    with `overwrite`: otherwise the output of the newest step would be replaced by that of an older
+    one.
     """
     if job.also or _find_unfinished(job) is not None:
         return None
     try:
         manifest = read_output_manifest(job.out)
-    except CkptkitError:  # damaged; the run that would replace it goes on
+    except CkptkitError:  # a damaged output is replaced
         return None
     if manifest is None or manifest.options != changed_options(job.request):
         return None
-    made_of, src = resolved(str(manifest.source.get("path", ""))), resolved(job.src)
+    made_of, src = resolve_path(str(manifest.source.get("path", ""))), resolve_path(job.src)
     if not (_is_removed(job.src, src, made_of) and run_verification(job.out, listener=listener).ok):
         return None
     listener(OutputKept(os.fspath(job.out)))
     listener(Planned((f"the source {made_of} was removed by an earlier run",)))
     if not is_url(src):
-        with suppress(OSError):  # something else lies there, as it may
+        with suppress(OSError):  # other files may be there
             local_path(src).rmdir()
     return manifest
 
 
 def _is_removed(place: PathLike, src: str, made_of: str) -> bool:
-    """Tells whether a source holds no model, or nothing but steps older than the removed one."""
+    """Returns whether a source holds no model, or only steps older than the removed one."""
     if made_of != src and not made_of.startswith(f"{src}/"):
         return False
     left = _model_at(place)
     if left is None:
         return True
-    removed, found = parse_step(made_of), parse_step(resolved(left))
-    is_older = removed is not None and found is not None and found < removed
+    removed, newest = parse_step(made_of), parse_step(resolve_path(left))
+    is_older = removed is not None and newest is not None and newest < removed
     return is_older and made_of != src and _model_at(place_of(place).beside(made_of)) is None
 
 
 def _model_at(place: PathLike) -> str | None:
-    """Returns where the model lies that a command would take there; None where there is none."""
+    """Returns the path of the model that a command would read there, or None."""
     try:
         with open_checkpoint(place) as checkpoint:
             holds = next(iter(checkpoint.index.of_part("model")), None) is not None
@@ -408,11 +408,11 @@ def _files_by_key(index: TensorIndex) -> Mapping[Key, set[str]]:
 def _not_written(
     entries: list[TensorEntry], planned: PlannedOutput, read: set[Key]
 ) -> Iterator[TensorEntry]:
-    """Yields those of which the output does not have the values, as exactly as they are stored."""
+    """Yields tensors whose values, as precise as they are stored, are not in the output."""
     index = planned.checkpoint.index
     tied = {str(name) for name in planned.plan.dropped}
     kept = {key for group in index.aliases if group & read for key in group}
-    # Another model may have a tensor of the same name, of which nothing was compared.
+    # Another model can have a tensor of the same name that was not compared.
     trees = {entry.tree for entry in index.tensors.values() if _best(entry) in read}
     for entry in entries:
         is_tied = entry.part == "model" and entry.tree in trees and str(entry.name) in tied
@@ -439,23 +439,23 @@ def _refuse_lost(lost: list[TensorEntry], root: Place) -> None:
 
 
 def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> None:
-    """Refuses a folder with files that look like the checkpoint's, and are of something else.
+    """Refuses files that look like the checkpoint's and do not belong to it.
 
-    Such as those of further ranks that saved there before.
+    An example are files of further ranks of an earlier save.
     """
-    known = {file.path for file in index.files}
-    unknown = [file.path for file in files if file.size_bytes and file.path not in known]
+    own = {file.path for file in index.files}
+    unknown = [file.path for file in files if file.size_bytes and file.path not in own]
     if unknown:
         more = f", and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
         raise RefusedError(
-            f"{unknown[0]!r}{more} would go with the checkpoint, and is no part of it",
+            f"{unknown[0]!r}{more} would be removed with the checkpoint, and is no part of it",
             where=f"{_OPTION} {root.location}",
-            hint="see what it is and move it elsewhere, or remove the checkpoint by hand",
+            hint="move it to another folder, or remove the checkpoint by hand",
         )
 
 
 def _first(folder: Folder, units: list[CheckpointUnit]) -> Iterator[str]:
-    """Yields the manifest of a step that ckptkit saved, and the files that stand for a unit."""
+    """Yields the manifest of a step that ckptkit saved, and the marker of each unit."""
     for unit in units:
         manifest = posixpath.join(step_folder(unit.candidate.folder), MANIFEST_NAME)
         if is_there(folder, manifest):
@@ -468,14 +468,14 @@ def _stat(folder: Folder, path: str) -> FileRef:
         return folder.stat(path)
     except InputError as error:
         raise RefusedError(
-            f"{path!r} is put together from other files",
+            f"{path!r} is merged from other files",
             where=f"{_OPTION} {folder.location}",
             hint="remove the checkpoint by hand",
         ) from error
 
 
 def _refuse_step_in_use(root: Place, files: tuple[FileRef, ...]) -> None:
-    """Refuses a step of a run that is being pushed, or is marked at a store as being read."""
+    """Refuses a step that is being pushed, or is marked at a store as being read."""
     for folder in sorted({posixpath.join(root.location, file.path) for file in files}):
         parts = folder.split("/")
         named = [at for at, part in enumerate(parts[:-1]) if parse_step(part) is not None]
@@ -488,7 +488,7 @@ def _refuse_used(run: Place, name: str) -> None:
     pushes = read_pushes(run, None)
     if any(push.state == "pushing" and push.step == parse_step(name) for push in pushes):
         raise RefusedError(
-            "its push has begun and is not done", where=run.location, hint="wait until it is"
+            "its push has begun and is not done", where=run.location, hint="wait until it is done"
         )
     if is_url(run) and open_run(run).in_use(name, ()):
         raise _in_use(run.beside(f"{run}/{name}"))
@@ -496,16 +496,16 @@ def _refuse_used(run: Place, name: str) -> None:
 
 def _in_use(place: Place) -> RefusedError:
     return RefusedError(
-        "somebody reads the source at this moment; it was not removed",
+        "another process reads the source; it was not removed",
         where=place.location,
-        hint="wait until that is done, and run the same command again",
+        hint="wait until it has ended, and run the same command again",
     )
 
 
-def _forget(out: Path, manifest: Manifest) -> None:
-    """Has the output read from the disk, and not from memory, as far as the system does so."""
+def _drop_from_cache(out: Path, manifest: Manifest) -> None:
+    """Makes the system read the output from the disk next, where it supports that."""
     for path in manifest.files:
-        with suppress(OSError):  # is met again by whoever reads it
+        with suppress(OSError):  # reading it reports the error
             file = LOCAL_DISK.open_for_reading(out / path)
             try:
                 file.forget()

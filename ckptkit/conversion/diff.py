@@ -49,11 +49,11 @@ class Difference:
         a: The first checkpoint.
         b: The second one.
         equal: How many tensors have the same name, dtype, shape and bytes.
-        only_in_a: Names that the second one lacks; a tied name stands for its source.
+        only_in_a: Names that the second one lacks; a tied name counts as its source.
         only_in_b: Names that the first one lacks.
         reshaped: Names with another dtype or shape, with both in words.
         changed: Names with other bytes.
-        note: Why most names may differ between two equal models; empty where nothing tells.
+        note: Why most names may differ between two equal models; empty where no reason is known.
     """
 
     a: str
@@ -148,7 +148,7 @@ def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> D
 
 
 def _note_on_names(sides: Iterable[_Side]) -> str:
-    """Returns what to do where training calls tensors otherwise than `save_pretrained` does."""
+    """Returns a note for models whose names in training differ from those on disk."""
     needs = [determine_need(side.config, has_base=True) for side in sides]
     if not any(need.kind == "ask" for need in needs):
         return ""
@@ -173,21 +173,21 @@ class _Comparison:
         self._origin = origin
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._found: dict[Fqn, TensorDifference] = {}
+        self._differences: dict[Fqn, TensorDifference] = {}
 
     def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
         named = {name: _renamed(entry, name) for name, entry in self._first.items()}
-        found = scan(
+        result = scan(
             origin,
             list(named.values()),
             self._visit,
             workers=usable_cores() + 1,
             listener=listener,
         )
-        for error in found.failures.values():
+        for error in result.failures.values():
             raise error
         self._origin.checksums.finish()
-        return tuple(self._found[name] for name in named if name in self._found)
+        return tuple(self._differences[name] for name in named if name in self._differences)
 
     def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
         other = self._read(self._second[entry.name], leaf, len(view))
@@ -195,10 +195,10 @@ class _Comparison:
             return
         elements, largest = _count(entry, view, other)
         with self._lock:
-            before = self._found.get(entry.name, TensorDifference(entry.name, 0, None))
-            known = [value for value in (before.largest, largest) if value is not None]
-            self._found[entry.name] = TensorDifference(
-                entry.name, before.elements + elements, max(known, default=None)
+            before = self._differences.get(entry.name, TensorDifference(entry.name, 0, None))
+            values = [value for value in (before.largest, largest) if value is not None]
+            self._differences[entry.name] = TensorDifference(
+                entry.name, before.elements + elements, max(values, default=None)
             )
 
     def _read(self, entry: TensorEntry, leaf: int, size_bytes: int) -> memoryview:

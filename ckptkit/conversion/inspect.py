@@ -1,7 +1,4 @@
-"""`ckptkit.inspect`: what lies at a path, told from headers alone.
-
-What lies beside a model in the folder of its step: what was noted, and what is ignored.
-"""
+"""`ckptkit.inspect`: describes a checkpoint and the files beside it by headers alone."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ import numpy as np
 from ckptkit.conversion.source.adapters import (
     AdapterFacts,
     PeftFinding,
-    adapter_facts,
-    config_of,
+    describe_adapters,
     find_peft,
+    read_config,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -42,8 +39,8 @@ from ckptkit.runs.steps import parse_metrics
 _DESCRIBING = (SIDE_FOLDER, "huggingface")  # folders of side files
 
 
-def ignored_files(checkpoint: OpenedCheckpoint) -> tuple[FileGroup, ...]:
-    """Groups the files of a step that are neither read nor taken along beside the weights."""
+def list_ignored_files(checkpoint: OpenedCheckpoint) -> tuple[FileGroup, ...]:
+    """Groups the files of a step that are neither read nor copied with the weights."""
     base = checkpoint.folder
     inside = [path for path in checkpoint.paths if _is_inside(path, base)]
     read = {file.path for file in checkpoint.index.files}
@@ -56,14 +53,14 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def _describes(path: str, base: str) -> bool:
-    """Tells whether a file describes the model or the step, and is known by its name."""
+    """Returns whether a file describes the model or the step, by its name."""
     first, _, rest = posixpath.relpath(path, base or ".").partition("/")
     name = posixpath.basename(path)
     is_known = name == MANIFEST_NAME or name in TAG_FILES or is_side_file(name)
     return is_known or (rest != "" and first in _DESCRIBING)
 
 
-def saved_mesh(checkpoint: OpenedCheckpoint) -> tuple[tuple[str, int], ...]:
+def read_saved_mesh(checkpoint: OpenedCheckpoint) -> tuple[tuple[str, int], ...]:
     """Returns the mesh of the first model of a step that ckptkit saved; empty where unknown."""
     if checkpoint.manifest is None:
         return ()
@@ -157,11 +154,11 @@ class MeshDimension:
 class Inspection:
     """Everything that `ckptkit inspect` shows.
 
-    The layout, the metrics and the time are told by the manifest of a step that ckptkit saved;
+    The layout, the metrics and the time are those in the manifest of a step that ckptkit saved;
     `adapter` is None where the one model has none. The mesh has the name and the size of each
-    dimension. What is ignored lies in the folder of the step, and no part of the model or of the
-    optimizer is in it. `peft` is set for adapters of every method, and `refusals` says of each
-    state dict why it is not consolidated.
+    dimension. Ignored files are in the folder of the step, without any part of the model or of the
+    optimizer. `peft` is set for adapters of every method, and `refusals` has the reason why a state
+    dict is not consolidated.
     """
 
     path: str
@@ -219,22 +216,18 @@ def run_inspection(
     also: Sequence[PathLike] = (),
     model_config: PathLike | None = None,
 ) -> Inspection:
-    """Describes the checkpoint at or under a path; reads headers, never tensor data.
-
-    Returns:
-        What was found.
-    """
+    """Describes the checkpoint at or under a path; reads headers, never tensor data."""
     with ExitStack() as stack:
         checkpoint = stack.enter_context(
             open_checkpoint(path, select=select, also=also, model_config=model_config)
         )
         folders = SideFolders(stack, checkpoint, None)
-        config = config_of(folders)
+        config = read_config(folders)
         report = _report(checkpoint, config or {}, _ties(checkpoint, config))
         peft = find_peft(checkpoint, folders)
         return replace(
             report,
-            adapter=adapter_facts(checkpoint, folders),
+            adapter=describe_adapters(checkpoint, folders),
             mesh=_mesh(checkpoint),
             peft=peft,
             refusals=_refusals(report.tensors, peft, config),
@@ -251,8 +244,8 @@ def _refusals(
             trees.setdefault(line.tree, []).append((line.name, line.shape, line.dtype))
     if peft is not None and len(trees) == 1:
         return dict.fromkeys(trees, peft.refusal)
-    found = {tree: explain_random_weights(held, config=config) for tree, held in trees.items()}
-    return {tree: told for tree, told in found.items() if told}
+    reasons = {tree: explain_random_weights(held, config=config) for tree, held in trees.items()}
+    return {tree: reason for tree, reason in reasons.items() if reason}
 
 
 def _report(
@@ -285,12 +278,12 @@ def _report(
         metrics=_metrics(saved.get("metrics")),
         saved_at=_text(saved.get("saved_at")),
         version=index.run.version,
-        ignored=ignored_files(checkpoint),
+        ignored=list_ignored_files(checkpoint),
     )
 
 
 def _mesh(checkpoint: OpenedCheckpoint) -> tuple[MeshDimension, ...]:
-    mesh = checkpoint.index.run.mesh or saved_mesh(checkpoint)
+    mesh = checkpoint.index.run.mesh or read_saved_mesh(checkpoint)
     return tuple(MeshDimension(name, size) for name, size in mesh)
 
 
@@ -346,7 +339,7 @@ def _trees(entries: Sequence[TensorEntry]) -> Iterator[TreeLine]:
 
 
 def _split(entry: TensorEntry) -> str:
-    """Says how a tensor is split, such as `dimension 0 over 4`."""
+    """Returns in words how a tensor is split, such as `dimension 0 over 4`."""
     full = entry.chunks.elements() > 0
     count = int(np.count_nonzero(full))
     if count <= 1:
@@ -368,8 +361,8 @@ def _bytes_per_rank(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
         sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
         for rank in distinct(entry.chunks.rank).tolist():
             totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
-    known = [rank for rank in totals if rank >= 0]
-    return tuple(totals[rank] for rank in range(max(known) + 1)) if known else ()
+    ranks = [rank for rank in totals if rank >= 0]
+    return tuple(totals[rank] for rank in range(max(ranks) + 1)) if ranks else ()
 
 
 def _ties(checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None) -> tuple[TieLine, ...]:
@@ -396,22 +389,22 @@ def _equal_checksums(locator: Locator, entries: Sequence[TensorEntry]) -> bool |
     if any(len(entry.chunks) > _TIE_CHUNKS for entry in entries):
         return None
     try:
-        found = [_contents(locator, entry) for entry in entries]
+        chunks = [_contents(locator, entry) for entry in entries]
     except CkptkitError:
         return None  # reported as a problem already, or found when it is read
-    if any(content.crc32 is None for contents in found for content in contents.values()):
+    if any(content.crc32 is None for contents in chunks for content in contents.values()):
         return None
-    return all(contents == found[0] for contents in found)
+    return all(contents == chunks[0] for contents in chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What is known of a chunk's elements without reading them.
+    """A chunk's content by its checksum.
 
     Attributes:
-        crc32: Of the whole record that the chunk is a view of.
-        origin: Byte of the record's data at which the chunk begins.
-        strides: How it goes on from there.
+        crc32: CRC-32 of the whole record that the chunk is a view of.
+        origin: First byte of the chunk in the record's data.
+        strides: Strides of the view.
     """
 
     crc32: int | None
@@ -420,10 +413,10 @@ class _Content:
 
 
 def _contents(locator: Locator, entry: TensorEntry) -> dict[bytes, _Content]:
-    places = np.hstack([entry.chunks.offsets, entry.chunks.sizes])
-    found = {}
+    boxes = np.hstack([entry.chunks.offsets, entry.chunks.sizes])
+    contents = {}
     for row in np.flatnonzero(entry.chunks.elements() > 0).tolist():
         at = locator.locate(entry, entry.chunks, row)
         content = _Content(at.crc32, at.origin - at.start, at.strides)
-        found[places[row].tobytes()] = content
-    return found
+        contents[boxes[row].tobytes()] = content
+    return contents

@@ -1,10 +1,8 @@
-"""Tensors under the names that `save_pretrained` gives them, made of those that training holds.
+"""The tensors of a model under the names, and in the forms, that `save_pretrained` writes.
 
-Groups of tensors that transformers converts as a whole, since it computes with them.
-
-Most conversions move elements, and what they make streams. Where one computes, its tensors are
-gathered in files of a temporary folder, one group at a time, and transformers converts them
-there in a process of its own.
+Most conversions of transformers move elements, which streams. Where one computes, its tensors are
+gathered in files of a temporary folder, one group at a time, and transformers converts them there
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, program_command
-from ckptkit.conversion.source.model_folders import names_in
+from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, build_program_command
+from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, error_from_json
 from ckptkit.core.index import Fqn, Key, Shape, Span
+from ckptkit.core.text import Closing
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine.budget import WORKER_BYTES
 from ckptkit.engine.kernels import ConstantKernel, Operand, StoredOperand
@@ -47,12 +45,12 @@ _LIVE = "pass --names live to write the names that training holds"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A group of tensors that one conversion is given, and what it makes of them.
+    """The inputs and outputs of one conversion that computes.
 
     Attributes:
-        model: What transformers is told of the model.
-        inputs: The live tensors, as they would be saved.
-        operands: Where their elements come from.
+        model: The model, as transformers is asked about it.
+        inputs: The tensors of training, as they would be saved.
+        operands: The sources of their elements.
         outputs: The tensors on disk.
     """
 
@@ -63,7 +61,7 @@ class Conversion:
 
     @property
     def size_bytes(self) -> int:
-        """What the group takes while it is converted: what goes in, and what comes out."""
+        """The size of the inputs and outputs together."""
         return sum(spec.size_bytes for spec in (*self.inputs, *self.outputs))
 
     @property
@@ -73,7 +71,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """One of the tensors that a conversion makes; it has to be prepared with the others.
+    """The kernel of one output of a conversion; it is prepared together with the others.
 
     Attributes:
         group: The conversion.
@@ -84,18 +82,18 @@ class Converted:
     spec: TensorSpec
 
     def prepare(self, _out: TensorSpec, reading: Reading) -> ConstantKernel:
-        """Returns a kernel that has the elements, converting the group if nobody has yet."""
+        """Converts the group unless that was done; returns a kernel that has the elements."""
         model = self.group.model
         converter = reading.open_once(("conversions", id(model)), partial(Converter, model))
         return ConstantKernel(converter.take(self.group, self.spec, reading))
 
 
-def beside_conversions(resources: Resources, size_bytes: int) -> Resources:
-    """Returns what is left for everything else while the largest group is converted.
+def reserve_for_conversions(resources: Resources, size_bytes: int) -> Resources:
+    """Returns the limits of everything else while the largest group is converted.
 
     Args:
-        resources: What the user allows.
-        size_bytes: What the group takes.
+        resources: The user's limits.
+        size_bytes: The memory that the group takes.
     """
     limit = resources.memory_limit_bytes
     if limit is None or not size_bytes:
@@ -111,10 +109,10 @@ def beside_conversions(resources: Resources, size_bytes: int) -> Resources:
     return replace(resources, memory_limit_bytes=limit - size_bytes)
 
 
-class Converter:
-    """The program that converts, and the folder that tensors go through; a context.
+class Converter(Closing):
+    """The process that converts, and the folder of its files. Use it as a context manager.
 
-    One group is converted at a time. What comes out lies in files until it is written.
+    One group is converted at a time. Its outputs stay in files until they are written.
     """
 
     def __init__(self, model: NamingRequest) -> None:
@@ -126,17 +124,8 @@ class Converter:
         self._home = tempfile.TemporaryDirectory(prefix="ckptkit-")
         self._folder = Path(self._home.name)
 
-    def __enter__(self) -> Self:
-        """Begins; the program starts with the first group."""
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        """Ends the program and removes the files."""
+    def close(self) -> None:
+        """Ends the process and removes the files."""
         process = self._process
         if process is not None:
             process.kill()
@@ -145,16 +134,16 @@ class Converter:
         self._home.cleanup()
 
     def take(self, group: Conversion, spec: TensorSpec, reading: Reading) -> NDArray[Any]:
-        """Returns the elements of one tensor, which lie in a file that has no name any more.
+        """Returns the elements of one output, in a file that is unlinked.
 
         Args:
             group: The conversion that makes it.
             spec: The tensor.
-            reading: Reads what the conversion is given.
+            reading: Reads the inputs.
         """
         with self._lock:
             if spec not in self._finished:
-                self._finished |= self._converted(group, reading)
+                self._finished |= self._convert(group, reading)
             path = self._finished.pop(spec)
         kind = numpy_dtype(spec.dtype)
         if not spec.elements:
@@ -163,10 +152,10 @@ class Converter:
         path.unlink()
         return held.view(kind)
 
-    def _converted(self, group: Conversion, reading: Reading) -> dict[TensorSpec, Path]:
+    def _convert(self, group: Conversion, reading: Reading) -> dict[TensorSpec, Path]:
         try:
             gathered = [
-                self._gathered(spec, operand, reading)
+                self._gather(spec, operand, reading)
                 for spec, operand in zip(group.inputs, group.operands, strict=True)
             ]
         except OSError as error:
@@ -175,14 +164,14 @@ class Converter:
                 where=self._home.name,
                 hint="set TMPDIR to a folder with more room",
             ) from error
-        made = {spec: self._new_path() for spec in group.outputs}
-        answer = self._asked(group, gathered, made)
+        outputs = {spec: self._new_path() for spec in group.outputs}
+        answer = self._ask(group, gathered, outputs)
         for path in gathered:
             path.unlink()
         self._check(group, answer)
-        return made
+        return outputs
 
-    def _gathered(self, spec: TensorSpec, operand: Operand, reading: Reading) -> Path:
+    def _gather(self, spec: TensorSpec, operand: Operand, reading: Reading) -> Path:
         """Writes a tensor into a file, block by block."""
         path = self._new_path()
         with path.open("wb") as file:
@@ -196,38 +185,40 @@ class Converter:
         self._count += 1
         return self._folder / str(self._count)
 
-    def _asked(
-        self, group: Conversion, gathered: Sequence[Path], made: dict[TensorSpec, Path]
+    def _ask(
+        self, group: Conversion, gathered: Sequence[Path], outputs: dict[TensorSpec, Path]
     ) -> dict[str, Any]:
         request = {
             "inputs": [
                 [spec.name, spec.dtype.name, spec.shape, str(path)]
                 for spec, path in zip(group.inputs, gathered, strict=True)
             ],
-            "outputs": [[spec.name, str(path)] for spec, path in made.items()],
+            "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
         }
-        process = self._process or self._started()
+        process = self._process or self._start()
         try:
-            _say(process, json.dumps(request).encode())
-            answer: dict[str, Any] = json.loads(_heard(process))
+            _send(process, json.dumps(request).encode())
+            answer: dict[str, Any] = json.loads(
+                process.stdout.readline() if process.stdout else b""
+            )
         except (OSError, ValueError) as error:
-            raise self._ended(process, group) from error
+            raise self._failure(process, group) from error
         return answer
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603
-                program_command("convert"), stdin=pipe, stdout=pipe, stderr=log
+                build_program_command("convert"), stdin=pipe, stdout=pipe, stderr=log
             )
-        _say(self._process, self._model.to_json())
+        _send(self._process, self._model.to_json())
         return self._process
 
     @property
     def _log(self) -> Path:
         return self._folder / "log"
 
-    def _ended(self, process: subprocess.Popen[bytes], group: Conversion) -> RefusedError:
+    def _failure(self, process: subprocess.Popen[bytes], group: Conversion) -> RefusedError:
         status = process.wait()
         log = self._log.read_text(errors="replace").strip()
         _LOG.debug("the program that converts tensors said: %s", log)
@@ -239,29 +230,25 @@ class Converter:
         )
 
     def _check(self, group: Conversion, answer: dict[str, Any]) -> None:
-        """Refuses what is not what was planned."""
+        """Refuses outputs that differ from the planned ones."""
         where = f"tensor {group.outputs[0].name!r}"
         if "error" in answer:
             error: CkptkitError = error_from_json(answer["error"])
             raise error.located(where)
-        found = {name: (dtype, tuple(shape)) for name, dtype, shape in answer["outputs"]}
+        actual = {name: (dtype, tuple(shape)) for name, dtype, shape in answer["outputs"]}
         expected = {str(spec.name): (spec.dtype.name, spec.shape) for spec in group.outputs}
-        if found != expected:
+        if actual != expected:
             raise RefusedError(
-                f"transformers made {found} of a group, against {expected} that it announced",
+                f"transformers made {actual} of a group, against {expected} that it announced",
                 where=where,
                 hint=_LIVE,
             )
 
 
-def _say(process: subprocess.Popen[bytes], line: bytes) -> None:
+def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
     if process.stdin is not None:
         process.stdin.write(line + b"\n")
         process.stdin.flush()
-
-
-def _heard(process: subprocess.Popen[bytes]) -> bytes:
-    return b"" if process.stdout is None else process.stdout.readline()
 
 
 _LISTED = 3
@@ -269,17 +256,17 @@ Specs = Mapping[Fqn, tuple[DType, Shape]]
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What is written, and under which names.
+class NamedProducts:
+    """The tensors to be written, with the names on disk.
 
     Attributes:
-        products: The tensors to be written.
-        dropped: Tied names that are not written, with the name that stands for each.
-        notes: What the user should know.
-        versions: The libraries that told the names, with their versions.
-        conversion_bytes: What the largest group of tensors takes that is converted as a whole.
-        left_out: Element types and shapes of tensors that the user left out, by the names that
-            they would have.
+        products: The tensors.
+        dropped: Tied names that are not written, each with the name that has its bytes.
+        notes: Notes for the user.
+        versions: The libraries that gave the names, with their versions.
+        conversion_bytes: Memory of the largest group of tensors that is converted as a whole.
+        left_out: Element types and shapes of tensors that the user left out, by their names on
+            disk.
     """
 
     products: Sequence[Product]
@@ -290,7 +277,7 @@ class Named:
     left_out: Specs = field(default_factory=dict)
 
 
-def named(
+def name_on_disk(
     products: Sequence[Product],
     dropped: Mapping[Fqn, Fqn],
     tensors: Specs,
@@ -299,7 +286,7 @@ def named(
     choice: NameChoice,
     base: str | None,
     program: NamingProgram | None = None,
-) -> Named:
+) -> NamedProducts:
     """Gives tensors the names, and the forms, that `save_pretrained` would give them.
 
     Args:
@@ -308,47 +295,47 @@ def named(
         tensors: Element types and shapes of all tensors of the model, by live name: also of
             those that the user left out, on which the others may depend.
         config: The model's parsed `config.json`, or None.
-        choice: `auto` leaves names that nobody can tell as they are, `hub` refuses.
+        choice: `auto` keeps names for which there is no answer, `hub` refuses them.
         base: A folder of the model that training began from, or None.
-        program: What asks transformers, if it is needed for other questions too.
+        program: The process that asks transformers, if other questions need it too.
     """
-    disk = _told(config, tensors, choice=choice, base=base, program=program)
+    disk = _find_names(config, tensors, choice=choice, base=base, program=program)
     if disk.names is None or disk.request is None:
-        return Named(products, dropped, disk.notes, left_out=left_out(products, dropped, tensors))
+        return NamedProducts(
+            products, dropped, disk.notes, left_out=find_left_out(products, dropped, tensors)
+        )
     maker = _Maker(disk.names, disk.request, {p.spec.name: p for p in products})
-    made = tuple(maker.products())
+    renamed = tuple(maker.products())
     called = {s: n for n, t in disk.names.tensors.items() if (s := find_whole(t, disk.names.live))}
     ties = {called.get(t, t): called.get(s, s) for t, s in dropped.items()}
     unsaved = [name for name in disk.names.unsaved if name in {p.spec.name for p in products}]
     library = disk.names.library
-    notes = (*disk.notes, *maker.notes, *(_said_of(name, library) for name in unsaved))
+    remade = (
+        f"tensor {name!r} is not written, as transformers {library} makes it anew when it loads"
+        " such a model"
+        for name in unsaved
+    )
+    notes = (*disk.notes, *maker.notes, *remade)
     versions = {"transformers": library}
     specs = {n: (tensors[t.sources[0]][0], t.shape) for n, t in disk.names.tensors.items()}
-    rest = left_out(made, ties, specs)
-    return Named(made, ties, notes, versions, maker.largest_bytes, rest)
+    rest = find_left_out(renamed, ties, specs)
+    return NamedProducts(renamed, ties, notes, versions, maker.largest_bytes, rest)
 
 
-def left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tensors: Specs) -> Specs:
-    """Returns the tensors that are not written, and that no other stands for."""
+def find_left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tensors: Specs) -> Specs:
+    """Returns the tensors that are not written and not tied to one that is."""
     written = {*dropped, *(product.spec.name for product in products)}
     return {name: spec for name, spec in tensors.items() if name not in written}
 
 
-def _said_of(unsaved: Fqn, library: str) -> str:
-    return (
-        f"tensor {unsaved!r} is not written, as transformers {library} makes it anew when it loads"
-        " such a model"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class DiskNames:
-    """The names on disk, or None where they are the live ones, and what the user should know.
+    """The names on disk.
 
     Attributes:
-        names: The names.
-        notes: What the user should know.
-        request: What transformers was asked, if it was.
+        names: The names, or None where they are those of training.
+        notes: Notes for the user.
+        request: The question to transformers, if it was asked.
     """
 
     names: HubNames | None
@@ -356,24 +343,24 @@ class DiskNames:
     request: NamingRequest | None = None
 
 
-def disk_names(
+def find_disk_names(
     config: Mapping[str, Any] | None,
     tensors: Specs | None,
     *,
     choice: NameChoice = "auto",
     base: str | None = None,
 ) -> DiskNames:
-    """Finds what a model's tensors are called on disk, asking transformers where that is needed.
+    """Finds the names of a model's tensors on disk, asking transformers where that is needed.
 
     Args:
         config: The model's parsed `config.json`, or None.
         tensors: Element types and shapes by live name; None for those of the model as its class
             makes it, without the names that it ties to others.
-        choice: `auto` leaves names that nobody can tell as they are, `hub` refuses.
+        choice: `auto` keeps names for which there is no answer, `hub` refuses them.
         base: A folder of the model that training began from, or None.
     """
-    found = _told(config, tensors, choice=choice, base=base)
-    for tensor in () if found.names is None else found.names.tensors.values():
+    disk = _find_names(config, tensors, choice=choice, base=base)
+    for tensor in () if disk.names is None else disk.names.tensors.values():
         if tensor.computed is not None:
             raise RefusedError(
                 f"tensor {tensor.name!r} on disk is computed from {tensor.sources[0]!r} by"
@@ -381,10 +368,10 @@ def disk_names(
                 hint="name a folder with the names of training, as `ckptkit consolidate --names"
                 " live` writes it",
             )
-    return found
+    return disk
 
 
-def _told(
+def _find_names(
     config: Mapping[str, Any] | None,
     tensors: Specs | None,
     *,
@@ -392,17 +379,18 @@ def _told(
     base: str | None,
     program: NamingProgram | None = None,
 ) -> DiskNames:
-    # Weights of the base that nobody needs may be damaged, or not be there.
+    # Weights of the base that are not needed may be damaged or missing.
     may_need = choice != "live" and determine_need(config, has_base=True).kind != "none"
-    known = names_in(base) if base is not None and may_need else ()
-    need = determine_need(config, has_base=bool(known))
+    names_of_base = read_names(base) if base is not None and may_need else ()
+    need = determine_need(config, has_base=bool(names_of_base))
     if choice == "live" or need.kind == "none":
         return DiskNames(None)
     specs = tensors or {}
     reason = need.reason or explain_doubt(config or {}, (dtype for dtype, _ in specs.values()))
     if reason or config is None:
         return _left_live(reason, choice, has_config=config is not None)
-    request = NamingRequest(_without_code(config), tensors, known)
+    without_code = {key: value for key, value in config.items() if key != "auto_map"}
+    request = NamingRequest(without_code, tensors, names_of_base)
     names = ask_transformers(request, program)
     if names.unknown and config.get("auto_map"):
         reason = (
@@ -410,28 +398,24 @@ def _told(
             " beside config.json seems to have been trained"
         )
         return _left_live(reason, choice)
-    # Of tied tensors either is written, or the user is told that they differ.
+    # One of two tied tensors is written, or a note says that they differ.
     tied = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs)}
-    return DiskNames(names, tuple(_differences(names, known, base, tied)), request)
+    return DiskNames(names, tuple(_differences(names, names_of_base, base, tied)), request)
 
 
 def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> DiskNames:
     if choice == "hub":
-        raise RefusedError(f"the names on disk cannot be told: {reason}", hint=_LIVE)
-    # Without a configuration the output cannot be loaded anyway, which is said elsewhere.
+        raise RefusedError(f"the names on disk are not known: {reason}", hint=_LIVE)
+    # Another note says that without a configuration the output cannot be loaded.
     note = f"names are written as training holds them: {reason}"
     return DiskNames(None, (note,) if has_config else ())
 
 
-def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "auto_map"}
-
-
 def _differences(
-    names: HubNames, known: Sequence[Fqn], base: str | None, tied: Collection[Fqn]
+    names: HubNames, names_of_base: Sequence[Fqn], base: str | None, tied: Collection[Fqn]
 ) -> Iterator[str]:
-    """Says where the names differ from those of the model that training began from."""
-    new = names.tensors.keys() - set(known) if known else ()
+    """Yields a note where the names differ from those of the model that training began from."""
+    new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
     differing = sorted(name for name in new if not set(names.tensors[name].sources) <= set(tied))
     if differing:
         listed = ", ".join(map(repr, differing[:_LISTED]))
@@ -440,10 +424,10 @@ def _differences(
 
 
 class _Maker:
-    """Makes what is written from what training holds.
+    """Makes the tensors on disk from those of training.
 
     Attributes:
-        largest_bytes: What the largest group takes that is converted as a whole.
+        largest_bytes: Memory of the largest group that is converted as a whole.
     """
 
     def __init__(
@@ -457,7 +441,7 @@ class _Maker:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Says how much memory conversions take that compute."""
+        """A note on the memory of conversions that compute."""
         count = len(self._groups)
         if not count:
             return ()
@@ -466,7 +450,7 @@ class _Maker:
         return (f"{said}; the largest takes {self.largest_bytes:,} bytes of memory",)
 
     def products(self) -> Iterator[Product]:
-        """Yields what is written, in the order in which `save_pretrained` writes it."""
+        """Yields the tensors in the order in which `save_pretrained` writes them."""
         for tensor in self._names.tensors.values():
             wanted = [source for source in tensor.sources if source in self._live]
             if wanted and len(wanted) < len(tensor.sources):
@@ -496,8 +480,8 @@ class _Maker:
         return Product(TensorSpec(tensor.name, dtype, tensor.shape), Compute(kernel, kernel.reads))
 
     def _group(self, sources: tuple[Fqn, ...]) -> Conversion:
-        found = self._groups.get(sources)
-        if found is None:
+        group = self._groups.get(sources)
+        if group is None:
             outputs = tuple(
                 TensorSpec(tensor.name, tensor.computed.dtype, tensor.shape)
                 for tensor in self._names.tensors.values()
@@ -506,9 +490,9 @@ class _Maker:
             inputs = [self._live[source] for source in sources]
             operands = tuple(_operand(product) for product in inputs)
             specs = tuple(product.spec for product in inputs)
-            found = self._groups[sources] = Conversion(self._request, specs, operands, outputs)
-            self.largest_bytes = max(self.largest_bytes, found.size_bytes)
-        return found
+            group = self._groups[sources] = Conversion(self._request, specs, operands, outputs)
+            self.largest_bytes = max(self.largest_bytes, group.size_bytes)
+        return group
 
 
 def _rearranged(tensor: HubTensor, operands: Sequence[Operand]) -> RearrangeKernel:

@@ -1,14 +1,11 @@
-"""Starts the program that asks transformers, and takes its answers.
+"""Questions to the installed transformers, answered by a process of its own and cached on disk.
 
-It is the only way from here to transformers: a process of its own, without a GPU, without the
-network and without anyone's code but that of installed libraries, which ends with the command.
-Answers are kept on disk, so that the same question does not start it again.
+ckptkit uses transformers in this way only. The process has no GPU, no network and no code but
+that of installed libraries, and it ends with the command.
 
-Answers of the program that asks transformers, kept on disk for the next command.
-
-What an entry is an answer to is its name: a digest of the question, of the installed transformers
-and of this version's format. An entry that is damaged, too large, or not this user's own is no
-entry, and a folder that cannot be written is no error.
+The name of a cache entry is a digest of the question, of the installed transformers and of the
+cache's format. Entries that are damaged, too large or of another user are ignored, as is a folder
+that cannot be written.
 """
 
 from __future__ import annotations
@@ -27,20 +24,20 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
-from ckptkit.core.errors import CkptkitError, RefusedError, error_from_json
+from ckptkit.core.errors import RefusedError, error_from_json
+from ckptkit.core.text import Closing
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
 from ckptkit.plan.load_report import LoadReport, LoadRequest
 from ckptkit.version import __version__
 
 _FORMAT = 1
 _FOLDER = f"ckptkit/answers-{_FORMAT}"
-_MOST_BYTES = 16 << 20  # of an entry as it lies on disk
+_MOST_BYTES = 16 << 20  # of an entry on disk
 _MOST_ANSWER_BYTES = 48 << 20
 _MOST_ENTRIES = 512
 _VERSION = re.compile(r"""^__version__\s*=\s*["']([^"']{1,64})["']""", re.MULTILINE)
@@ -56,7 +53,7 @@ class AnswerCache:
         self._program = program
 
     def read(self, question: bytes) -> dict[str, Any] | None:
-        """Returns the answer to a question, None where there is none."""
+        """Returns the cached answer to a question, or None."""
         path = self._path(question)
         try:
             data = None if path is None else _read(path)
@@ -66,7 +63,7 @@ class AnswerCache:
         return answer if isinstance(answer, dict) else None
 
     def keep(self, question: bytes, answer: Mapping[str, Any]) -> None:
-        """Keeps an answer, if that can be done."""
+        """Stores an answer; does nothing where that fails."""
         path = self._path(question)
         data = json.dumps(answer).encode()
         if path is None or len(data) > _MOST_ANSWER_BYTES:
@@ -77,7 +74,7 @@ class AnswerCache:
                 _write(path, packed)
 
     def forget(self, question: bytes) -> None:
-        """Removes an answer that turned out to be none."""
+        """Removes an answer that cannot be parsed."""
         path = self._path(question)
         if path is not None:
             with suppress(OSError):
@@ -87,13 +84,13 @@ class AnswerCache:
         folder = _folder()
         if folder is None or self._library is None:
             return None
-        told = json.dumps([_FORMAT, __version__, self._program, self._library]).encode()
-        name = hashlib.sha256(told + b"\n" + question).hexdigest()
+        versions = json.dumps([_FORMAT, __version__, self._program, self._library]).encode()
+        name = hashlib.sha256(versions + b"\n" + question).hexdigest()
         return folder / name
 
 
 def _folder() -> Path | None:
-    """Returns where a user's answers are kept, as the XDG specification says."""
+    """Returns the user's cache folder by the XDG specification."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     if Path(named).is_absolute():
         return Path(named, _FOLDER)
@@ -106,9 +103,9 @@ def _folder() -> Path | None:
 def _read(path: Path) -> bytes | None:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(path, flags), "rb") as file:
-        found = os.fstat(file.fileno())
-        is_own = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if not stat.S_ISREG(found.st_mode) or not is_own or found.st_size > _MOST_BYTES:
+        status = os.fstat(file.fileno())
+        is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if not stat.S_ISREG(status.st_mode) or not is_own or status.st_size > _MOST_BYTES:
             return None
         packed = file.read(_MOST_BYTES)
     size = hashlib.sha256().digest_size
@@ -120,7 +117,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Puts an entry in place by one rename, and removes the oldest where there are too many."""
+    """Writes an entry by one rename, and removes the oldest ones where there are too many."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
     try:
@@ -136,12 +133,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _library(config: Mapping[str, Any]) -> list[Any] | None:
-    """Returns what stands for the installed transformers, which is not imported; None if absent."""
-    found = transformers_version()
-    if found is None:
+    """Returns values that change with the installed transformers; None if there is none."""
+    installed = find_transformers_version()
+    if installed is None:
         return None
-    version, folder = found
-    models = sorted({_module(name) for name in _model_types(config, _NESTING)})
+    version, folder = installed
+    types = _model_types(config, _NESTING)
+    models = sorted({re.sub(r"\W", "_", name)[:64] for name in types})
     files = [*_FILES, *(f"models/{name}/modeling_{name}.py" for name in models)]
     own = sorted(
         Path(__file__).resolve().parents[1].joinpath("hub_names", "transformers").glob("*.py")
@@ -149,7 +147,7 @@ def _library(config: Mapping[str, Any]) -> list[Any] | None:
     return [version, [_size(path) for path in (*(folder / file for file in files), *own)]]
 
 
-def transformers_version() -> tuple[str, Path] | None:
+def find_transformers_version() -> tuple[str, Path] | None:
     """Returns the version and the folder of the installed transformers, without importing it."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
@@ -162,15 +160,11 @@ def transformers_version() -> tuple[str, Path] | None:
 
 
 def _model_types(config: Mapping[str, Any], depth: int) -> set[str]:
-    found = {str(config["model_type"])} if isinstance(config.get("model_type"), str) else set()
+    types = {str(config["model_type"])} if isinstance(config.get("model_type"), str) else set()
     for value in config.values() if depth else ():
         if isinstance(value, Mapping):
-            found |= _model_types(value, depth - 1)
-    return found
-
-
-def _module(model_type: str) -> str:
-    return re.sub(r"\W", "_", model_type)[:64]
+            types |= _model_types(value, depth - 1)
+    return types
 
 
 def _size(path: Path) -> int:
@@ -191,63 +185,50 @@ _LAYOUT = "call `ckptkit.training.write_flat_layout` in the training script inst
 _LIVE = "pass --names live to write the names that training holds, which Transformers 5 loads too"
 
 
-class NamingProgram:
-    """The program, started with its first question; a context that ends it.
+class NamingProgram(Closing):
+    """The process, started with its first question. Use it as a context manager.
 
     One question is asked at a time.
     """
 
     def __init__(self, entry: str = "main") -> None:
-        """Takes the function of the program that is run."""
+        """Takes the name of the function that the process runs."""
         self._entry = entry
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
 
-    def __enter__(self) -> Self:
-        """Begins; nothing is started yet."""
-        return self
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        """Ends the program: nothing outlives the command, however that ends."""
-        self.close()
-
     def close(self) -> None:
-        """Ends the program, if it was started."""
+        """Ends the process, if it was started."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with suppress(OSError):  # what it has not read is lost
+                    with suppress(OSError):  # unread data cannot be flushed
                         pipe.close()
         if self._log is not None:
             self._log.close()
             self._log = None
 
     def ask(self, question: bytes) -> Future[bytes]:
-        """Asks a question, and returns at once.
+        """Asks a question; does not wait.
 
         Returns:
-            The line of the answer to be; empty where the program ends without one.
+            The line of the answer; empty where the process ends without one.
         """
         if self._process is None:
-            with suppress(OSError):  # where no file may be written, what it prints is lost
-                self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the program
+            with suppress(OSError):  # without a file, what the process prints is lost
+                self._log = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
             self._process = subprocess.Popen(  # noqa: S603
-                program_command(self._entry),
+                build_program_command(self._entry),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log or subprocess.DEVNULL,
             )
         answer: Future[bytes] = Future()
         arguments = self._process, question, answer
-        # A daemon: it waits for a process that is killed when this one ends.
+        # A daemon: `close` kills the process that it waits for.
         threading.Thread(target=_exchange, args=arguments, daemon=True).start()
         return answer
 
@@ -257,9 +238,9 @@ class NamingProgram:
         """Waits for an answer.
 
         Args:
-            answer: What `ask` returned.
-            hint: What to do if there is none.
-            seconds: How long to wait.
+            answer: The result of `ask`.
+            hint: The hint of the error if there is no answer.
+            seconds: The most time to wait.
         """
         seconds = _SECONDS if seconds is None else seconds
         try:
@@ -281,7 +262,7 @@ class NamingProgram:
         return document
 
     def _failure(self, hint: str) -> RefusedError:
-        """Returns what to raise for a program that ended."""
+        """Returns the error for a process that ended."""
         status, log = 0, ""
         if self._process is not None:
             status = self._process.wait()
@@ -291,13 +272,13 @@ class NamingProgram:
         self.close()
         _LOG.debug("the program that asks transformers said: %s", log)
         last = log.splitlines()[-1] if log else f"it ended with status {status}"
-        return RefusedError(f"transformers could not tell the names on disk: {last}", hint=hint)
+        return RefusedError(f"transformers could not answer: {last}", hint=hint)
 
 
 def _exchange(process: subprocess.Popen[bytes], question: bytes, answer: Future[bytes]) -> None:
     assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  pipes
     line = b""
-    with suppress(OSError, ValueError):  # it may have ended, after an answer or without one
+    with suppress(OSError, ValueError):  # the process may have ended
         process.stdin.write(question + b"\n")
         process.stdin.flush()
     with suppress(OSError, ValueError):
@@ -306,70 +287,69 @@ def _exchange(process: subprocess.Popen[bytes], question: bytes, answer: Future[
 
 
 def ask_transformers(request: NamingRequest, program: NamingProgram | None = None) -> HubNames:
-    """Asks the installed transformers what a model's tensors are called on disk.
+    """Asks the installed transformers for the names of a model's tensors on disk.
 
     Args:
         request: The model and its tensors.
-        program: What answers, if it has been begun; it is one of its own otherwise.
-
+        program: The process to ask; None starts one.
     """
-    missing = what_is_not_installed()
+    missing = list_missing_libraries()
     if missing:
         raise RefusedError(
             f"model type {request.config.get('model_type')!r} is kept under other names on disk,"
-            f" and {' and '.join(missing)}, which would tell them, cannot be imported",
+            f" and {' and '.join(missing)}, which know them, cannot be imported",
             hint=f"run `pip install {' '.join(missing)}`, or {_LIVE}",
         )
     cache, question = AnswerCache(request.config, _PROGRAM), request.to_json()
-    known = cache.read(question)
-    if known is not None:
+    cached = cache.read(question)
+    if cached is not None:
         try:
-            return names_from_json(known)
+            return names_from_json(cached)
         except (LookupError, TypeError, ValueError):
             cache.forget(question)
-    document = _asked(program, question)
+    with ExitStack() as stack:
+        answering = program or stack.enter_context(NamingProgram())
+        document = answering.wait(answering.ask(question), _LIVE)
     if "error" in document:
-        raise _refusal(error_from_json(document["error"]), request)
+        error = error_from_json(document["error"])
+        raise RefusedError(
+            f"the names on disk of model type {request.config.get('model_type')!r} are not known:"
+            f" {error.message}",
+            hint=error.hint or _LIVE,
+        )
     cache.keep(question, document)
     return names_from_json(document)
 
 
-def _asked(program: NamingProgram | None, question: bytes) -> dict[str, Any]:
-    if program is not None:
-        return program.wait(program.ask(question), _LIVE)
-    with NamingProgram() as own:
-        return own.wait(own.ask(question), _LIVE)
-
-
 class LoadQuestion:
-    """What loading would report, asked of transformers; the program answers beside other work."""
+    """The question what loading would report; the process answers during other work."""
 
     def __init__(self, request: LoadRequest, program: NamingProgram) -> None:
-        """Takes what to ask, and what answers."""
+        """Takes the question, and the process that answers it."""
         config = {key: value for key, value in request.config.items() if key not in _DTYPES}
         self._question = json.dumps({"loading": {**request.to_json(), "config": config}}).encode()
         self._cache = AnswerCache(request.config, _PROGRAM)
         self._program = program
         self._answer: Future[bytes] | None = None
 
-    def known(self) -> LoadReport | None:
-        """Returns the answer if it was given before."""
-        known = self._cache.read(self._question)
-        if known is None:
+    def read_cached(self) -> LoadReport | None:
+        """Returns the cached answer, or None."""
+        cached = self._cache.read(self._question)
+        if cached is None:
             return None
         try:
-            return LoadReport.from_json(known)
+            return LoadReport.from_json(cached)
         except (LookupError, TypeError, ValueError):
             self._cache.forget(self._question)
             return None
 
     def begin(self) -> None:
-        """Asks; returns at once."""
+        """Asks; does not wait."""
         if self._answer is None:
             self._answer = self._program.ask(self._question)
 
     def is_answered(self, seconds: float) -> bool:
-        """Tells whether there is an answer, or the program ended; waits so long at most."""
+        """Waits so long at most; returns whether there is an answer, or the process ended."""
         self.begin()
         return bool(self._answer and wait([self._answer], seconds).done)
 
@@ -388,8 +368,8 @@ class LoadQuestion:
         return report
 
 
-def what_is_not_installed() -> list[str]:
-    """Returns which of the libraries that know models cannot be imported."""
+def list_missing_libraries() -> list[str]:
+    """Returns the libraries that the process needs and that cannot be imported."""
     return [name for name in _NEEDED if find_spec(name) is None]
 
 
@@ -398,12 +378,12 @@ def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mappi
 
     Args:
         config: The model's parsed `config.json`.
-        live: Names that the checkpoint tells.
+        live: The names in the checkpoint.
 
     Returns:
         For each parameter, in the order of modules, its `names` and its `shape`.
     """
-    missing = what_is_not_installed()
+    missing = list_missing_libraries()
     if missing:
         raise RefusedError(
             f"{' and '.join(missing)}, which would build the model, cannot be imported",
@@ -416,26 +396,18 @@ def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mappi
     if "error" in document:
         error = error_from_json(document["error"])
         raise RefusedError(error.message, where="--model-config", hint=error.hint or _LAYOUT)
-    found: list[Mapping[str, Any]] = document["parameters"]
-    return found
+    parameters: list[Mapping[str, Any]] = document["parameters"]
+    return parameters
 
 
-def program_command(entry: str) -> list[str]:
-    """Returns the command that starts the program.
+def build_program_command(entry: str) -> list[str]:
+    """Returns the command that starts the process.
 
     Args:
-        entry: The function of it that is run.
+        entry: The function that it runs.
     """
-    # Where a model folder is at hand, its python files must not pass for libraries.
+    # Python files of a model folder must not be imported as libraries.
     here = {"", str(Path.cwd())}
     roots = [path for path in sys.path if path not in here]
     roots.append(str(Path(__file__).resolve().parents[2]))
     return [sys.executable, "-P", "-c", _PROGRAM.format(roots, entry, entry)]
-
-
-def _refusal(error: CkptkitError, request: NamingRequest) -> RefusedError:
-    return RefusedError(
-        f"the names on disk of model type {request.config.get('model_type')!r} cannot be told:"
-        f" {error.message}",
-        hint=error.hint or _LIVE,
-    )

@@ -9,18 +9,28 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.conversion.compare_names import NOTHING, Comparison, Subject, plan_comparison
-from ckptkit.conversion.names_on_disk import Named, beside_conversions, left_out, named
+from ckptkit.conversion.compare_names import NO_COMPARISON, Comparison, Subject, plan_comparison
+from ckptkit.conversion.names_on_disk import (
+    NamedProducts,
+    find_left_out,
+    name_on_disk,
+    reserve_for_conversions,
+)
 from ckptkit.conversion.naming_program import NamingProgram
-from ckptkit.conversion.source.adapters import adapter_facts, choices, find_peft, step_of_base
+from ckptkit.conversion.source.adapters import (
+    build_selection_options,
+    describe_adapters,
+    find_peft,
+    find_step_of_base,
+)
 from ckptkit.conversion.source.model_folders import (
     check_reach,
-    dtypes_in,
-    file_map_of,
-    optimizer_output,
+    plan_optimizer_files,
+    read_dtypes,
+    read_file_map,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
-from ckptkit.conversion.source.side_folders import SideFolders, Ties, absent_twins, find_ties
+from ckptkit.conversion.source.side_folders import SideFolders, Ties, find_absent_twins, find_ties
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,
@@ -153,14 +163,14 @@ def _refuse_adapters(
 
 def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders) -> str:
     """Returns the commands that take an adapter of LoRA; empty where none does."""
-    facts = adapter_facts(checkpoint, folders)
+    facts = describe_adapters(checkpoint, folders)
     out = os.fspath(job.out)
     if facts is None:
-        step = step_of_base(checkpoint)
+        step = find_step_of_base(checkpoint)
         merge = shlex.join(["ckptkit", "adapter", "merge", step, out])
         of_base = "this is the base that training left as it was; for the trained model run"
         return f"{of_base} `{merge}`" if step else ""
-    chosen = choices(job.request.select, job.also)
+    chosen = build_selection_options(job.request.select, job.also)
     source = os.fspath(job.src) if chosen else checkpoint.path
     extract = facts.extract(source, out, chosen=chosen)
     alone = "" if facts.is_ready else f", for the adapter alone `{extract}`"
@@ -192,9 +202,9 @@ class OutputOptions:
         self._trim: Trim | None = None
         self._tokens = 0
         wanted = request.dtype == "base" and base is not None
-        self._dtypes = dtypes_in(str(base), option="--base") if wanted else None
+        self._dtypes = read_dtypes(str(base), option="--base") if wanted else None
         like = request.like
-        self._files = None if like is None else file_map_of(like, option="--like")
+        self._files = None if like is None else read_file_map(like, option="--like")
 
     @property
     def before_names(self) -> ConsolidateRequest:
@@ -320,7 +330,7 @@ class _Planner:
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
         ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, entries, origin)
         if request.layout == "dcp":
-            absent, note = absent_twins(config, {entry.name for entry in entries})
+            absent, note = find_absent_twins(config, {entry.name for entry in entries})
             entries = add_tied_names(entries, absent)
             self._notes += filter(None, [note])
         live = make_products(entries, options.before_names, ties.dropped, CastKernel)
@@ -335,17 +345,17 @@ class _Planner:
                 f"python files were left out: {', '.join(code)}; pass --allow-code to copy them"
             )
         comparison = self._compare_names(config, side, products, names)
-        states = optimizer_output(checkpoint, request, entries)
+        states = plan_optimizer_files(checkpoint, request, entries)
         self._notes += (*names.notes, *options.notes, *states.notes)
         plan = Plan((*weights, *states.files, *files), names.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
         return self._planned(plan, names, comparison, read + states.bytes_read)
 
     def _planned(
-        self, plan: Plan, names: Named, comparison: Comparison, bytes_read: int
+        self, plan: Plan, names: NamedProducts, comparison: Comparison, bytes_read: int
     ) -> PlannedOutput:
         checkpoint, out = self._checkpoint, self._job.out
-        resources = beside_conversions(self._job.resources, names.conversion_bytes)
+        resources = reserve_for_conversions(self._job.resources, names.conversion_bytes)
         settings = choose_settings(resources, plan, sources=(checkpoint,), out=out)
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         return PlannedOutput(
@@ -392,7 +402,7 @@ class _Planner:
 
     def _name_on_disk(
         self, products: Sequence[Product], config: Mapping[str, Any] | None, ties: Ties
-    ) -> Named:
+    ) -> NamedProducts:
         """Gives tensors the names on disk; only model folders are loaded by those."""
         request, checkpoint = self._request, self._checkpoint
         whole = replace(request, select=checkpoint.select, include=(), exclude=())
@@ -400,9 +410,9 @@ class _Planner:
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
         if request.layout != "hf":
-            rest = left_out(products, ties.dropped, tensors)
-            return Named(products, ties.dropped, left_out=rest)
-        return named(
+            rest = find_left_out(products, ties.dropped, tensors)
+            return NamedProducts(products, ties.dropped, left_out=rest)
+        return name_on_disk(
             *(products, ties.dropped, tensors, config),
             choice=request.names,
             base=self._folders.base,
@@ -434,16 +444,16 @@ class _Planner:
         config: Mapping[str, Any] | None,
         side: Sequence[SideFile],
         products: Sequence[Product],
-        names: Named,
+        names: NamedProducts,
     ) -> Comparison:
         """Compares names and shapes with the model that the configuration describes."""
         if config is None:
-            return NOTHING
+            return NO_COMPARISON
         if self._request.names == "live":
             self._notes.append(
                 "names and shapes are not compared with the model of config.json: --names live"
             )
-            return NOTHING
+            return NO_COMPARISON
         specs = {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
         if names.left_out:
             self._notes.append(

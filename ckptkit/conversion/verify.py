@@ -1,7 +1,4 @@
-"""`ckptkit.verify`: checksums, coverage and completeness, of a source or of our output.
-
-Checks the objects of a checkpoint, which are stored beside its tensors, without parsing them.
-"""
+"""`ckptkit.verify`: checksums, coverage and completeness of a source or of an output of ckptkit."""
 
 from __future__ import annotations
 
@@ -45,12 +42,12 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CheckedObjects:
-    """What came of it.
+    """The result of `check_objects`.
 
     Attributes:
-        proven: How many objects have the checksums that were stored for them.
-        unverified: How many have none.
-        problems: What is wrong with the others.
+        proven: The number of objects that match their stored checksums.
+        unverified: The number of objects without a stored checksum.
+        problems: The problems of the others.
     """
 
     proven: int
@@ -59,11 +56,7 @@ class CheckedObjects:
 
 
 def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
-    """Compares every object in a DCP directory with its stored CRC-32.
-
-    Returns:
-        How many there are, and what is wrong with them.
-    """
+    """Compares every object in a DCP directory with its stored CRC-32; does not parse it."""
     summed: list[bool] = []
     problems = []
     for path, value in index.values.items():
@@ -78,7 +71,7 @@ def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
 
 
 def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
-    """Tells whether checksums are stored for an object, having compared them."""
+    """Compares an object with its stored checksums; returns whether there are any."""
     read, size = open_blob(source, blob, where=where)
     archive = open_archive(read, size, where=where)
     sums = []
@@ -87,10 +80,10 @@ def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
             continue
         start = data_start(read, entry, where=where)
         sums.append((entry, _crc32(read, start, start + entry.size_bytes)))
-    for entry, found in sums:
-        if found != entry.crc32:
+    for entry, actual in sums:
+        if actual != entry.crc32:
             raise ChecksumError(
-                f"{posixpath.basename(entry.name)!r} has CRC-32 {found:#010x},"
+                f"{posixpath.basename(entry.name)!r} has CRC-32 {actual:#010x},"
                 f" {entry.crc32:#010x} was stored",
                 where=where,
             )
@@ -160,11 +153,8 @@ def run_verification(
 ) -> Verification:
     """Reads everything at a path and checks it against what was stored for it.
 
-    A directory with our manifest is checked against the manifest's digests, anything else
-    against the checksums of its own format.
-
-    Returns:
-        What was checked, and what is wrong.
+    An output of ckptkit is checked against the digests of its manifest, anything else against the
+    checksums of its own format.
     """
     listener = listener or ignore
     place = place_of(path)
@@ -194,8 +184,8 @@ def _verify_source(
         problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]
         origin = Origin(SOURCE, checkpoint.source, index)
-        found = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
-        failed = [_problem_of(error, key) for key, error in found.failures.items()]
+        result = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
+        failed = [_problem_of(error, key) for key, error in result.failures.items()]
         files = _FilesBeside(checkpoint)
         objects = check_objects(checkpoint.source, index)
         return Verification(
@@ -203,13 +193,13 @@ def _verify_source(
             kind="source",
             problems=(*problems.values(), *failed, *objects.problems, *files.problems),
             tensors=len(whole),
-            size_bytes=found.size_bytes,
+            size_bytes=result.size_bytes,
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),
-            proven=(*_told_of(objects), *files.proven),
+            proven=(*_describe_objects(objects), *files.proven),
         )
 
 
-def _told_of(objects: CheckedObjects) -> Iterator[str]:
+def _describe_objects(objects: CheckedObjects) -> Iterator[str]:
     if objects.proven:
         yield f"objects beside the tensors that have their CRC-32: {objects.proven:,}"
     if objects.unverified:
@@ -248,7 +238,7 @@ def _name_written(entry: TensorEntry) -> str:
 
 
 class _Output:
-    """Checks one output of ours against its manifest."""
+    """Checks one output of ckptkit against its manifest."""
 
     def __init__(self, source: Source, manifest: Manifest, path: str) -> None:
         self._source = source
@@ -260,8 +250,8 @@ class _Output:
         read = 0
         missing = any(problem.code != _MISMATCH for problem in problems)
         if not missing:
-            found, read = self._tensor_problems(listener)
-            problems += found
+            of_tensors, read = self._tensor_problems(listener)
+            problems += of_tensors
         tensors = self._manifest.tensors
         return Verification(
             path=self._path,
@@ -300,8 +290,8 @@ class _Output:
         problems = list(self._differences(indexes))
         read = 0
         for index in indexes:
-            found, size_bytes = self._digest_problems(index, listener)
-            problems += [*found, *check_objects(self._source, index).problems]
+            of_digests, size_bytes = self._digest_problems(index, listener)
+            problems += [*of_digests, *check_objects(self._source, index).problems]
             read += size_bytes
         return problems, read
 
@@ -315,27 +305,27 @@ class _Output:
             digests[entry.key].add(leaf, view)
 
         origin = Origin(SOURCE, self._source, index)
-        found = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
-        problems = [_problem_of(error, key) for key, error in found.failures.items()]
+        result = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
+        problems = [_problem_of(error, key) for key, error in result.failures.items()]
         problems += [
             Problem(_MISMATCH, f"tensor {name!r}", "has another digest than the manifest")
             for entry in entries
-            if entry.key not in found.failures
+            if entry.key not in result.failures
             and digests[entry.key].value(entry.size_bytes)
             != expected[name := names[entry.key]].digest
         ]
-        return problems, found.size_bytes
+        return problems, result.size_bytes
 
     def _indexes(self) -> list[TensorIndex]:
         wanted = _FORMATS.get(self._manifest.kind)
-        found = [
+        indexes = [
             read_index(self._source, candidate)
             for candidate in recognise(sorted(self._manifest.files))
             if candidate.format in {wanted, TorchOptimizerReader.name}
         ]
-        if not any(index.format == wanted for index in found):
+        if not any(index.format == wanted for index in indexes):
             raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
-        return found
+        return indexes
 
     def _differences(self, indexes: Sequence[TensorIndex]) -> Iterator[Problem]:
         expected = self._manifest.tensors
@@ -349,9 +339,9 @@ class _Output:
                 yield Problem("stray-tensor", where, "is in a file and not in the manifest")
             else:
                 entry, record = by_name[name], expected[name]
-                found = f"{entry.dtype.name} {list(entry.shape)}"
+                actual = f"{entry.dtype.name} {list(entry.shape)}"
                 wanted = f"{record.dtype} {list(record.shape)}"
-                if found != wanted:
+                if actual != wanted:
                     yield Problem(
-                        "other-tensor", where, f"is {found} against {wanted} in the manifest"
+                        "other-tensor", where, f"is {actual} against {wanted} in the manifest"
                     )

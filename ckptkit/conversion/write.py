@@ -11,15 +11,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import xxhash
 
-from ckptkit.conversion.compare_names import NOTHING, Comparison
+from ckptkit.conversion.compare_names import NO_COMPARISON, Comparison
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, describe_sources
 from ckptkit.conversion.source.places import check_path
 from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, SourceChangedError
@@ -41,7 +41,7 @@ from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.store_copies import with_store_copies
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
-from ckptkit.plan.plan import TASK_BYTES, Body, Compute, Copy, Plan, Segment, ServerCopy
+from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
 from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.target import free_bytes, output_exists_error
@@ -50,6 +50,7 @@ from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
+from ckptkit.storage.shared import SharedOutput
 from ckptkit.version import __version__
 
 R = TypeVar("R")
@@ -57,7 +58,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an execution will take.
+    """Bytes and memory that an execution needs.
 
     Attributes:
         bytes_read: Tensor bytes read from the sources.
@@ -98,7 +99,7 @@ class PlannedOutput:
     options: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    comparison: Comparison = NOTHING
+    comparison: Comparison = NO_COMPARISON
 
     @property
     def checkpoint(self) -> OpenedCheckpoint:
@@ -127,15 +128,13 @@ class PlannedOutput:
             for segment in file.segments:
                 spec = segment.spec
                 tensor = None if spec is None else [spec.name, spec.dtype.name, spec.shape]
-                yield [segment.start, segment.stop, tensor, _describe_body(segment.body)]
+                body = segment.body
+                # What a kernel computes follows from the options and the sources.
+                described = repr(body)
+                if isinstance(body, Compute):
+                    described = f"{type(body.kernel).__name__} of {body.reads!r}"
+                yield [segment.start, segment.stop, tensor, described]
         yield sorted(map(list, self.plan.dropped.items()))
-
-
-def _describe_body(body: Body) -> str:
-    """Describes a body; what a kernel computes follows from the options and the sources."""
-    if isinstance(body, Compute):
-        return f"{type(body.kernel).__name__} of {body.reads!r}"
-    return repr(body)
 
 
 def estimate_plan(
@@ -146,19 +145,23 @@ def estimate_plan(
     bytes_read: int,
     besides_bytes: int = 0,
 ) -> Estimate:
-    """Returns what executing a plan will take.
+    """Estimates the bytes and the memory that executing a plan needs.
 
     Args:
         plan: The plan.
-        settings: How it may use the machine.
-        out: Where the output will lie.
+        settings: Workers and memory of the execution.
+        out: The output.
         bytes_read: Tensor bytes that it reads.
-        besides_bytes: Memory that it takes beside the workers' own.
+        besides_bytes: Memory in addition to that of the workers.
     """
+    bytes_free = None
+    if not is_url(out):
+        with suppress(OSError):
+            bytes_free = free_bytes(local_path(out).absolute())
     return Estimate(
         bytes_read=bytes_read,
         bytes_written=plan.bytes_written,
-        bytes_free=_free_bytes(out),
+        bytes_free=bytes_free,
         peak_bytes=memory_in_use_bytes() + settings.workers * settings.worker_bytes + besides_bytes,
     )
 
@@ -170,22 +173,23 @@ def choose_settings(
     sources: Iterable[OpenedCheckpoint] = (),
     out: PathLike = "",
 ) -> ExecutionSettings:
-    """Chooses how many workers fit into what the user allows.
+    """Chooses how many workers fit into the user's limits.
 
     Args:
-        resources: What that is.
-        plan: What they execute, if anything is planned yet.
-        sources: What they read.
-        out: Where they write.
+        resources: The limits.
+        plan: The plan, if there is one yet.
+        sources: The checkpoints that it reads.
+        out: The output.
     """
     sources = tuple(sources)
-    is_far = any(distant(one.source) is not None for one in sources)
+    is_far = any(distant(checkpoint.source) is not None for checkpoint in sources)
     needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
     if plan is not None and is_url(out):
         sent = max((choose_part_bytes(file.size_bytes) for file in plan.files), default=0)
         needed += sent
-        if is_far and _is_s3(out) and not _computes(plan, sources):
-            # What was fetched beside the block is dropped before anything is sent.
+        is_s3 = place_of(out).protocol in S3_PROTOCOLS
+        if is_far and is_s3 and not _computes(plan, sources):
+            # What was fetched in addition to a block is dropped before anything is sent.
             needed = STRAIGHT_WORKER_BYTES + max(READ_AHEAD_BYTES, sent)
             task_bytes = STRAIGHT_TASK_BYTES
     workers = settle_workers(
@@ -193,27 +197,19 @@ def choose_settings(
         cores=usable_cores(),
         budget_bytes=resources.memory_budget_bytes,
         limit_bytes=resources.memory_limit_bytes,
-        used_bytes=memory_in_use_bytes() + _decoding_bytes(sources),
+        used_bytes=memory_in_use_bytes() + sum(decoding_bytes(s.index) for s in sources),
         worker_bytes=needed,
     )
     return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
 
 
-def _is_s3(out: PathLike) -> bool:
-    return place_of(out).protocol in S3_PROTOCOLS
-
-
 def _computes(plan: Plan, sources: Sequence[OpenedCheckpoint]) -> bool:
-    """Tells whether anything is made of what is read, in memory of its own."""
+    """Reports whether anything is computed from what is read, which takes memory."""
     bodies = (segment.body for file in plan.files for segment in file.segments)
     entries = (entry for source in sources for entry in source.index.tensors.values())
     return any(isinstance(body, Compute) for body in bodies) or any(
         entry.rounded_from is not None for entry in entries
     )
-
-
-def _decoding_bytes(sources: Sequence[OpenedCheckpoint]) -> int:
-    return sum(decoding_bytes(one.index) for one in sources)
 
 
 class WriteStrategy(ABC, Generic[R]):
@@ -268,8 +264,9 @@ def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: L
     if existing is not None:
         return existing
     planned.comparison.begin()
-    # Steps on a disk are marked for as long as they are open, those at a URL only from here on.
-    with mark_as_read(planned):
+    # Steps on a disk are marked as being read while they are open; those at a URL from here on.
+    saved = [source for source in planned.sources if source.manifest is not None]
+    with hold_at_stores([place_of(s.location).beside(s.path) for s in saved]):
         strategy.execute()
         try:
             planned.comparison.finish(listener)
@@ -310,31 +307,12 @@ class SingleProcess(WriteStrategy[Manifest]):
         self._listener(OutputCommitted(self._target.location))
         return manifest
 
-    def close(self, error: BaseException | None) -> None:  # noqa: ARG002  of no matter here
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002  success and failure alike
         self._target.abandon()
 
 
-def mark_as_read(planned: PlannedOutput) -> AbstractContextManager[None]:
-    """Marks those sources as being read that are steps of the hooks on an object store."""
-    saved = [source for source in planned.sources if source.manifest is not None]
-    return hold_at_stores([place_of(source.location).beside(source.path) for source in saved])
-
-
-class Room(Protocol):
-    """A place that knows how much room it has."""
-
-    @property
-    def location(self) -> str:
-        """The place as the user named it."""
-        ...
-
-    def free_bytes(self) -> int | None:
-        """Returns how much room there is, None where nobody knows."""
-        ...
-
-
-def refuse_full_disk(planned: PlannedOutput, target: Room) -> None:
-    """Refuses to begin where the output has no room."""
+def refuse_full_disk(planned: PlannedOutput, target: Target | SharedOutput) -> None:
+    """Refuses to begin where there is no room for the output."""
     needed, free = planned.estimate.bytes_written, target.free_bytes()
     if free is not None and needed > free:
         raise NoSpaceError(
@@ -359,7 +337,7 @@ def refuse_changed_sources(planned: PlannedOutput) -> None:
 
 
 def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
-    """Returns what the manifest of an output says, when all of it is written."""
+    """Returns the manifest of an output, all of which is written."""
     unverified = {
         (name, key) for name, origin in planned.inputs.origins.items() for key in origin.unverified
     }
@@ -390,24 +368,13 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
 
 
 def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]]) -> str:
-    if unverified & set(_reads(segment)):
+    body = segment.body
+    reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
+    if isinstance(body, (Copy, ServerCopy)):
+        reads = ((body.origin, body.key),)
+    if not unverified.isdisjoint(reads):
         return "unverified"
-    return BY_STORE if isinstance(segment.body, ServerCopy) else "crc32"
-
-
-def _reads(segment: Segment) -> Iterable[tuple[str, str]]:
-    if isinstance(segment.body, (Copy, ServerCopy)):
-        return ((segment.body.origin, segment.body.key),)
-    if isinstance(segment.body, Compute):
-        return segment.body.reads
-    return ()
-
-
-def _free_bytes(out: PathLike) -> int | None:
-    if not is_url(out):
-        with suppress(OSError):
-            return free_bytes(local_path(out).absolute())
-    return None
+    return BY_STORE if isinstance(body, ServerCopy) else "crc32"
 
 
 def check_destination(
@@ -426,12 +393,12 @@ def check_destination(
         out: The output.
         overwrite: Whether an output that holds something is replaced.
         also: Further directories of the source.
-        base: The model that is read besides, or None.
-        like: The model whose file names are kept, or None; the output may take its place.
+        base: The base model that is read too, or None.
+        like: The model whose file names are kept, or None; the output may replace it.
     """
     check_path(src, "SRC")
     check_path(out, "OUT")
-    read = [(one, "source") for one in (src, *also)]
+    read = [(path, "source") for path in (src, *also)]
     if base is not None:
         read.append((base, "base"))
     for place, what in read:
@@ -462,9 +429,9 @@ def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> 
         return
     if overlap is PlaceRelation.INSIDE or (overlap is PlaceRelation.SAME and not is_single):
         raise RefusedError(
-            f"the output would lie inside the {what}",
+            f"the output would be inside the {what}",
             where=out.location,
-            hint="choose a place beside the checkpoint",
+            hint="choose a place outside of the checkpoint",
         )
     if overwrite or is_url(out):
         _refuse_around(out, what)
@@ -472,7 +439,7 @@ def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> 
 
 def _refuse_around(out: Place, what: str) -> NoReturn:
     raise RefusedError(
-        f"the {what} lies inside the output, which is to be replaced",
+        f"the {what} is inside the output, which is to be replaced",
         where=out.location,
         hint="choose another place",
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ckptkit.conversion.inspect import Inspection, TensorLine, TieLine, TreeLine, run_inspection
-from ckptkit.conversion.source.adapters import AdapterFacts, choices
+from ckptkit.conversion.source.adapters import AdapterFacts, build_selection_options
 from ckptkit.core.index import Part, Problem
 from ckptkit.core.text import size_text
 from ckptkit.options import matches
@@ -125,7 +125,7 @@ def _of_a_model(
 
 
 def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> NextStep:
-    chosen = choices(typed.select, typed.also)
+    chosen = build_selection_options(typed.select, typed.also)
     merge = escaped(adapter.merge(path, chosen=chosen))
     extract = escaped(adapter.extract(path, chosen=chosen))
     remark = f"; {escaped(adapter.remark)}" if adapter.remark else ""
@@ -162,7 +162,7 @@ def _consolidation(inspection: Inspection, path: str, typed: InspectArguments) -
 
 
 def _command(name: str, *words: str, typed: InspectArguments) -> str:
-    chosen = choices(typed.select, typed.also)
+    chosen = build_selection_options(typed.select, typed.also)
     return escaped(shlex.join(["ckptkit", name, *words, *chosen]))
 
 

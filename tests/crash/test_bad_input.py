@@ -340,7 +340,7 @@ def test_a_file_as_the_place_of_the_output_is_refused(copied: Copied, out: Path)
 
 def test_an_overwritten_output_may_not_hold_the_source(copied: Copied) -> None:
     checkpoint = copied(SHARDED)
-    with pytest.raises(RefusedError, match="lies inside the output"):
+    with pytest.raises(RefusedError, match="is inside the output"):
         ckptkit.consolidate(checkpoint, checkpoint.parent, overwrite=True)
     assert (checkpoint / ".metadata").is_file()
 

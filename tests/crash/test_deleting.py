@@ -164,7 +164,7 @@ def test_a_source_that_somebody_reads_stays(source: Callable[[str], Path]) -> No
     run = source(SEPARATE)
     with ckptkit.open(run):
         error = refused(run, RefusedError)
-    assert "somebody reads the source" in error.message
+    assert "another process reads the source" in error.message
 
 
 def test_links_are_not_followed_nor_removed(source: Callable[[str], Path]) -> None:
@@ -190,7 +190,7 @@ def test_a_file_that_is_no_part_of_the_checkpoint_keeps_all_of_it(
     (run / path).parent.mkdir(exist_ok=True)
     (run / path).write_bytes(b"another")
     error = refused(run, RefusedError)
-    assert f"'{path}' would go with the checkpoint, and is no part of it" in error.message
+    assert f"'{path}' would be removed with the checkpoint, and is no part of it" in error.message
     (run / path).write_bytes(b"")  # what a rank without anything leaves
     consolidated(run)
     assert not (run / path).exists()

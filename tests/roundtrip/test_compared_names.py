@@ -311,7 +311,7 @@ def test_code_of_its_own_is_compared_with_the_base_alone(tmp_path: Path) -> None
 
 @pytest.fixture
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "what_is_not_installed", lambda: ["transformers"])
+    monkeypatch.setattr(comparing, "list_missing_libraries", lambda: ["transformers"])
 
 
 @pytest.mark.usefixtures("no_transformers")
@@ -416,12 +416,12 @@ def test_a_program_that_fails_or_hangs_is_a_note(
     import re
 
     program(code)
-    monkeypatch.setattr(comparing, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(comparing, "_TIMEOUT_SECONDS", 0.3)
     src = trained(tmp_path / "src", {"a.weight": torch.ones(2, 2)})
     (src / "config.json").write_text('{"model_type": "my_own"}')
     notes = notes_of(src, tmp_path / "out")
     if code != "import time; time.sleep(60)":
-        monkeypatch.setattr(comparing, "_PATIENCE_SECONDS", 30)
+        monkeypatch.setattr(comparing, "_TIMEOUT_SECONDS", 30)
         notes = notes_of(src, tmp_path / "again")
     assert [note for note in notes if "not compared" in note and re.search(said, note)]
 

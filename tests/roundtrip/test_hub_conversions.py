@@ -12,7 +12,7 @@ import pytest
 import ckptkit
 from ckptkit.conversion import names_on_disk as naming
 from ckptkit.conversion import naming_program
-from ckptkit.conversion.names_on_disk import disk_names
+from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NoSpaceError, RefusedError
@@ -140,16 +140,16 @@ def test_what_is_computed_is_what_save_pretrained_computes(
 
 
 def test_memory_that_holds_no_group_is_refused_beforehand(source: Path, tmp_path: Path) -> None:
-    from ckptkit.conversion.names_on_disk import beside_conversions
+    from ckptkit.conversion.names_on_disk import reserve_for_conversions
     from ckptkit.core.threads import memory_in_use_bytes
     from ckptkit.engine.budget import WORKER_BYTES
 
     allowed = memory_in_use_bytes() + WORKER_BYTES + (64 << 20)
-    assert beside_conversions(Resources(), 1 << 40) == Resources()
-    left = beside_conversions(Resources(memory_limit_bytes=allowed), 1 << 20)
+    assert reserve_for_conversions(Resources(), 1 << 40) == Resources()
+    left = reserve_for_conversions(Resources(memory_limit_bytes=allowed), 1 << 20)
     assert left.memory_limit_bytes == allowed - (1 << 20)
     with pytest.raises(NoSpaceError, match="converts as a whole takes 1,099,511,627,776") as caught:
-        beside_conversions(Resources(memory_limit_bytes=allowed), 1 << 40)
+        reserve_for_conversions(Resources(memory_limit_bytes=allowed), 1 << 40)
     assert caught.value.where == "--memory-limit"
     assert "--names live" in caught.value.hint
     with pytest.raises(NoSpaceError):
@@ -181,7 +181,7 @@ def test_names_survive_the_way_and_adapters_are_refused_there(source: Path) -> N
     projections = (Fqn(f"{attention}k_proj.weight"), Fqn(f"{attention}v_proj.weight"))
     assert total.computed == Computation(BY_NAME["float32"], projections)
     with pytest.raises(RefusedError, match="on disk is computed from") as caught:
-        disk_names(config, None)
+        find_disk_names(config, None)
     assert "--names live" in caught.value.hint
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit.conversion import names_on_disk as naming
-from ckptkit.conversion.names_on_disk import disk_names
+from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError, RefusedError
 from ckptkit.core.index import Box, Fqn
@@ -658,7 +658,7 @@ def test_no_conversion_of_transformers_computes() -> None:
 def test_windows_tell_a_merge_where_disk_tensors_lie(asked: list[NamingRequest]) -> None:
     config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TEXT | EXPERTS
     model = BY_MODEL["MixtralForCausalLM"].build()
-    names = disk_names(config, None).names
+    names = find_disk_names(config, None).names
     assert names is not None
     live = model.state_dict()
     assert {name: tuple(value.shape) for name, value in live.items()} == names.live

@@ -18,8 +18,8 @@ from typing import Any
 
 from ckptkit.adapters.merge.base_tensors import BaseTensor, rearrange
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
-from ckptkit.conversion.names_on_disk import DiskNames, disk_names
-from ckptkit.conversion.source.model_folders import pretrained_index
+from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
+from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.places import is_anything, is_folder
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -145,7 +145,7 @@ def _open_pretrained(stack: ExitStack, path: PathLike) -> OpenedCheckpoint | Non
         return None
     place = place_of(path)
     folder = stack.enter_context(open_source(place))
-    index = pretrained_index(folder)
+    index = read_pretrained_index(folder)
     if index is None:
         return None
     return OpenedCheckpoint(place, OverlaySource([folder]), "", (), index, None, ())
@@ -172,7 +172,7 @@ def align(
     names = base.entries.keys()
     if base.is_live:
         specs = {name: (entry.dtype, entry.shape) for name, entry in base.entries.items()}
-        return _align_live(names, disk_names(config, specs, base=folder))
+        return _align_live(names, find_disk_names(config, specs, base=folder))
     for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
         renamed = [Fqn(before_base + name) for name in names]
         known = [*renamed, *find_absent_tied_names(config, renamed)]
@@ -180,7 +180,7 @@ def align(
             return Alignment(place_as_stored(names, before_base), {}, before_adapter)
     # Untied, a model has names for all that a merge may have to write.
     untied = None if config is None else untie_config(config)
-    return _align_given(names, disk_names(untied, None, base=folder))
+    return _align_given(names, find_disk_names(untied, None, base=folder))
 
 
 def _align_given(names: Collection[Fqn], found: DiskNames) -> Alignment:

@@ -12,7 +12,7 @@ from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.open import PathLike
-from ckptkit.conversion.source.places import resolved
+from ckptkit.conversion.source.places import resolve_path
 from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destination, write_output
 from ckptkit.core.errors import AmbiguousSourceError, UsageError
 from ckptkit.core.manifest import Manifest
@@ -185,7 +185,7 @@ def _refuse_repeated(opened: Sequence[SourceAdapter]) -> None:
     seen = set()
     for one in opened:
         tensors = one.found.adapter.tensors.values()
-        path = resolved(one.found.opened.path)
+        path = resolve_path(one.found.opened.path)
         identity = path, frozenset(entry.key for entry in tensors)
         if identity in seen:
             raise UsageError(

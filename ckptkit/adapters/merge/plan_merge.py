@@ -44,7 +44,7 @@ from ckptkit.adapters.merge.report import (
 )
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.quantized.requantize import requantize
-from ckptkit.conversion.compare_names import NOTHING, Comparison, Subject, plan_comparison
+from ckptkit.conversion.compare_names import NO_COMPARISON, Comparison, Subject, plan_comparison
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -489,12 +489,12 @@ class MergePreparation:
     ) -> Comparison:
         """Compares names and shapes with the model that the configuration describes."""
         if config is None:
-            return NOTHING
+            return NO_COMPARISON
         if self._request.names == "live":
             self._notes.append(
                 "names and shapes are not compared with the model of config.json: --names live"
             )
-            return NOTHING
+            return NO_COMPARISON
         # Where an adapter brought another head, that of the base stays in the output, unused.
         is_headed = config.get("architectures") != (self._config or {}).get("architectures")
         heads = {str(p.spec.name) for p in products if is_headed and is_head(p.spec.name)}

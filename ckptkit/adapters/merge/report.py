@@ -16,7 +16,7 @@ from ckptkit.adapters.merge.base_model import BaseSource
 from ckptkit.adapters.merge.base_tensors import BaseTensor
 from ckptkit.adapters.quantized.bases import QuantizedBase, measure_quantization
 from ckptkit.adapters.sources import OpenedAdapter
-from ckptkit.conversion.source.places import resolved
+from ckptkit.conversion.source.places import resolve_path
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
 from ckptkit.core.index import Fqn, Span, TensorEntry
@@ -110,7 +110,7 @@ def _tensor_digest(reader: TensorReader, entry: TensorEntry) -> str:
 
 
 def _base_facts(base: BaseSource) -> dict[str, Any]:
-    found = identify_base(resolved(base.opened.path), base.config)
+    found = identify_base(resolve_path(base.opened.path), base.config)
     manifest = _manifest_of(base)
     told = {
         "path": base.opened.path,

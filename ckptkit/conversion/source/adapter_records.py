@@ -1,4 +1,4 @@
-"""Where the configuration of an adapter may lie, and reading it."""
+"""Finds and reads the configurations of adapters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OPTION = "--adapter-config"
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """A configuration that was found.
+    """The configuration of an adapter.
 
     Attributes:
         document: Its content.
-        path: Where it lies.
+        path: Its path.
         is_own: Whether the run wrote it into the step itself, with the weights.
     """
 
@@ -39,7 +39,7 @@ class AdapterRecord:
 
 
 class AdapterRecords:
-    """The configurations of adapters beside and above a checkpoint's weights."""
+    """The configurations of adapters in the side folders of a checkpoint."""
 
     def __init__(self, folders: SideFolders) -> None:
         self._folders = folders
@@ -51,8 +51,8 @@ class AdapterRecords:
 
         Args:
             adapter: Its name.
-            is_only_one: Whether a configuration that tells no name is its.
-            others: The names of folders that are those of other adapters.
+            is_only_one: Whether a configuration without a name belongs to it.
+            others: The names of folders that belong to other adapters.
         """
         unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
         named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]
@@ -60,19 +60,19 @@ class AdapterRecords:
             own = [ADAPTER_CONFIG] if Path(location).name == adapter else []
             own += [] if Path(location).name in others else unnamed
             for path in dict.fromkeys([*named, *own]):
-                found = _read(source, path)
-                if found is not None:
+                document = _read(source, path)
+                if document is not None:
                     is_own = Path(location).name == SIDE_FOLDER
-                    return AdapterRecord(found, posixpath.join(location, path), is_own)
+                    return AdapterRecord(document, posixpath.join(location, path), is_own)
         return None
 
     def names(self) -> list[str]:
         """Returns the names of the adapters that the run recorded, the default one first."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for location, source in self._folders.sources.items():
             if Path(location).name == SIDE_FOLDER:
-                found |= dict.fromkeys(_recorded(source))
-        return sorted(found, key=lambda name: (name != DEFAULT, name))
+                names |= dict.fromkeys(_list_recorded(source))
+        return sorted(names, key=lambda name: (name != DEFAULT, name))
 
 
 def read_record(path: PathLike) -> AdapterRecord:
@@ -96,7 +96,7 @@ def read_record(path: PathLike) -> AdapterRecord:
     return AdapterRecord(document, posixpath.join(place, name))
 
 
-def _recorded(source: Source) -> Iterator[str]:
+def _list_recorded(source: Source) -> Iterator[str]:
     for path in source.walk(2):
         folder, _, name = path.rpartition("/")
         if name == ADAPTER_CONFIG and not folder:

@@ -1,7 +1,4 @@
-"""What of PEFT lies in a checkpoint, and which commands make something of it.
-
-Which of the adapters in a checkpoint is meant.
-"""
+"""Finds the adapters of PEFT in a checkpoint, chooses one, and proposes commands for it."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG, AdapterRecords
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike
-from ckptkit.conversion.source.places import absolute, is_folder
+from ckptkit.conversion.source.places import is_folder, make_absolute
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -37,10 +34,10 @@ from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, own_adapters,
 from ckptkit.plan.selection import model_trees
 from ckptkit.storage.base import is_there
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import Place, place_of
+from ckptkit.storage.places import place_of
 
 _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
-_BASE_UNIT = "base_model_"  # where the layout of the Trainer keeps the base of a PEFT model
+_BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +45,9 @@ class Choice:
     """One adapter of a checkpoint.
 
     Attributes:
-        name: What the run called it; "default" where nothing tells.
-        tree: The state dict that holds it.
-        is_named: Whether the name is known and not taken for granted.
+        name: Its name in the run; "default" where it is not known.
+        tree: Its state dict.
+        is_named: Whether the name is known.
     """
 
     name: str
@@ -61,7 +58,7 @@ class Choice:
 def sort_trees(
     checkpoint: OpenedCheckpoint, *, keep_module: bool = False
 ) -> dict[str, SortedTensors]:
-    """Tells adapters from bases in every model of a checkpoint."""
+    """Separates adapters from bases in every model of a checkpoint."""
     index = checkpoint.index
     trees = model_trees(index)
     if checkpoint.select is not None:
@@ -80,15 +77,15 @@ def sort_trees(
 
 
 def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> SortedTensors:
-    """Sorts tensors; a `module` that PEFT wrote, or that tells two of them apart, is no wrapper."""
+    """Sorts tensors; keeps a `module` in names where PEFT wrote it, or two names need it."""
     try:
-        found = sort_entries(entries, keep_module=keep_module)
+        by_kind = sort_entries(entries, keep_module=keep_module)
     except FormatError:
         if keep_module:
             raise
         return sort_entries(entries, keep_module=True)
-    is_file = not found.live and all(PEFT_PREFIX in entry.name for entry in entries)
-    return sort_entries(entries, keep_module=True) if found.cut_module and is_file else found
+    is_file = not by_kind.live and all(PEFT_PREFIX in entry.name for entry in entries)
+    return sort_entries(entries, keep_module=True) if by_kind.cut_module and is_file else by_kind
 
 
 def choose_adapter(
@@ -99,85 +96,87 @@ def choose_adapter(
     *,
     may_be_empty: bool = False,
 ) -> Choice:
-    """Returns the adapter that is meant.
+    """Returns the adapter that the user means.
 
     Args:
         checkpoint: The checkpoint.
         trees: Its models, as `sort_trees` returns them.
         recorded: Names of adapters that the run recorded.
-        wanted: The name that the user gave, or None.
-        may_be_empty: Whether an adapter that was saved without a tensor is taken for one.
-
+        wanted: The user's name for it, or None.
+        may_be_empty: Whether to accept an adapter that was saved without a tensor.
     """
-    found = list(adapters_in(trees, recorded))
-    if not found and may_be_empty and was_saved_empty(checkpoint):
+    adapters = list_adapters(trees, recorded)
+    if not adapters and may_be_empty and _was_saved_empty(checkpoint):
         return Choice(wanted or next(iter(recorded), DEFAULT), "", is_named=False)
-    if not found:
-        raise _nothing_found(checkpoint)
+    if not adapters:
+        raise _no_adapter_error(checkpoint)
     if wanted is not None:
-        named = [one for one in found if one.name == wanted]
-        if not named and len(found) == 1 and not found[0].is_named:
-            return Choice(wanted, found[0].tree, is_named=False)
-        found = named or found
+        named = [adapter for adapter in adapters if adapter.name == wanted]
+        if not named and len(adapters) == 1 and not adapters[0].is_named:
+            return Choice(wanted, adapters[0].tree, is_named=False)
         if not named:
             raise CannotPlanError(
-                f"holds no adapter {wanted!r}; found {_listed(found)}",
+                f"holds no adapter {wanted!r}; found {_listed(adapters)}",
                 where=checkpoint.path,
-                hint=f"pass --adapter {found[0].name}",
+                hint=f"pass --adapter {adapters[0].name}",
             )
-    if len(found) == 1:
-        return found[0]
-    raise _several(found, checkpoint)
+        adapters = named
+    if len(adapters) == 1:
+        return adapters[0]
+    raise _several_adapters_error(adapters, checkpoint)
 
 
-def _several(found: Sequence[Choice], checkpoint: OpenedCheckpoint) -> AmbiguousSourceError:
-    if len({one.name for one in found}) == 1:
+def _several_adapters_error(
+    adapters: Sequence[Choice], checkpoint: OpenedCheckpoint
+) -> AmbiguousSourceError:
+    trees, count = [adapter.tree for adapter in adapters], len({a.name for a in adapters})
+    if count == 1:
         return AmbiguousSourceError(
-            f"{len(found)} models have an adapter: {', '.join(repr(one.tree) for one in found)}",
+            f"{len(adapters)} models have an adapter: {', '.join(map(repr, trees))}",
             where=checkpoint.path,
-            hint=f"choose one with --select {found[0].tree}",
+            hint=f"choose one with --select {trees[0]}",
         )
-    holders = list(dict.fromkeys(one.tree for one in found))
+    holders = list(dict.fromkeys(trees))
     several = len(holders) > 1
     within = f", in {len(holders)} models: {', '.join(map(repr, holders))}" if several else ""
-    selected = f" and --select {found[0].tree}" if several else ""
+    selected = f" and --select {trees[0]}" if several else ""
     return AmbiguousSourceError(
-        f"holds {len({one.name for one in found})} adapters: {_listed(found)}{within}",
+        f"holds {count} adapters: {_listed(adapters)}{within}",
         where=checkpoint.path,
-        hint=f"choose one with --adapter {found[0].name}{selected}",
+        hint=f"choose one with --adapter {adapters[0].name}{selected}",
     )
 
 
-def base_of(tree: str, trees: Mapping[str, SortedTensors]) -> Mapping[Fqn, TensorEntry]:
-    """Returns what a checkpoint has of the base of a tree's adapter, names as they are."""
+def find_base(tree: str, trees: Mapping[str, SortedTensors]) -> Mapping[Fqn, TensorEntry]:
+    """Returns the tensors of the base of a tree's adapter, by their names in the checkpoint."""
     number = tree.rstrip("/").rpartition("_")[2]
     others = [
-        found.rest
-        for other, found in trees.items()
+        contents.rest
+        for other, contents in trees.items()
         if other != tree and posixpath.basename(other) == f"{_BASE_UNIT}{number}"
     ]
     return others[0] if others else trees[tree].rest
 
 
-def adapters_in(trees: Mapping[str, SortedTensors], recorded: Sequence[str]) -> list[Choice]:
+def list_adapters(trees: Mapping[str, SortedTensors], recorded: Sequence[str]) -> list[Choice]:
     """Returns all adapters of a checkpoint; arguments as for `choose_adapter`."""
-    live = [Choice(name, tree, is_named=True) for tree, one in trees.items() for name in one.live]
-    taken = {one.name for one in live}
-    found = [
+    live = [Choice(name, tree, is_named=True) for tree in trees for name in trees[tree].live]
+    left = [name for name in recorded if name not in {choice.name for choice in live}]
+    unnamed = [
         choice
-        for tree, one in trees.items()
-        if one.stripped
-        for choice in _unnamed(tree, [name for name in recorded if name not in taken])
+        for tree, contents in trees.items()
+        if contents.stripped
+        for choice in _name_adapter(tree, left)
     ]
-    return [*found, *live]
+    return [*unnamed, *live]
 
 
-def _unnamed(tree: str, left: Sequence[str]) -> list[Choice]:
-    """Returns what an adapter may be called whose tensors do not tell: one name at best.
+def _name_adapter(tree: str, left: Sequence[str]) -> list[Choice]:
+    """Returns the possible names of an adapter whose tensors have none.
 
     Args:
-        tree: Its state dict; a folder of PEFT's has the name of its adapter.
-        left: Names that the run recorded, and that no other tensors have.
+        tree: Its state dict; PEFT names the folder of an adapter by the adapter.
+        left: Names that the run recorded and no other adapter has.
     """
     folder = posixpath.basename(tree)
     if folder and "." not in folder and not is_unit_folder(folder):
@@ -188,30 +187,30 @@ def _unnamed(tree: str, left: Sequence[str]) -> list[Choice]:
 
 
 def _listed(choices: Sequence[Choice]) -> str:
-    return ", ".join(dict.fromkeys(repr(one.name) for one in choices))
+    return ", ".join(dict.fromkeys(repr(choice.name) for choice in choices))
 
 
-def was_saved_empty(checkpoint: OpenedCheckpoint) -> bool:
-    """Tells whether an adapter may have been saved there that had no tensor."""
+def _was_saved_empty(checkpoint: OpenedCheckpoint) -> bool:
+    """Returns whether an adapter without tensors may have been saved there."""
     holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
     return not holds_model and not all(map(is_optimizer_folder, _folders(checkpoint)))
 
 
-def _nothing_found(checkpoint: OpenedCheckpoint) -> RefusedError | IncompleteCheckpointError:
+def _no_adapter_error(checkpoint: OpenedCheckpoint) -> RefusedError | IncompleteCheckpointError:
     index = checkpoint.index
     moments = _moments(index)
     count = sum(1 for _ in index.of_part("model"))
     if not count and all(map(is_optimizer_folder, _folders(checkpoint))):
         return IncompleteCheckpointError(
-            "holds the state of an optimizer alone, which does not tell the values of an adapter",
+            "holds the state of an optimizer alone, which has no values of an adapter",
             where=checkpoint.path,
-            hint="pass the folder of the whole step, without --select; if nothing else lies there,"
+            hint="pass the folder of the whole step, without --select; if it holds nothing else,"
             " take another checkpoint",
         )
     if moments and not count:
         return IncompleteCheckpointError(
             "the adapter was saved without a single tensor; only the optimizer's moments of"
-            f" {moments:,} of its tensors are left, which do not tell their values",
+            f" {moments:,} of its tensors are left, which do not have their values",
             where=checkpoint.path,
             hint="PEFT 0.21 saves empty adapters under FSDP1: train with FSDP2, with PEFT 0.20,"
             " or with ckptkit's hooks, and take a checkpoint from there; --allow-untrained takes it"
@@ -233,24 +232,23 @@ def _nothing_found(checkpoint: OpenedCheckpoint) -> RefusedError | IncompleteChe
 
 def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
     """Returns the names of the folders that a checkpoint was read from."""
-    root = absolute(checkpoint.location)
+    root = make_absolute(checkpoint.location)
     paths = (posixpath.join(root, unit.candidate.folder) for unit in checkpoint.units)
     return [posixpath.basename(path.rstrip("/")) for path in paths]
 
 
 def _moments(index: TensorIndex) -> int:
     """Counts the factors that an optimizer has moments of."""
-    named = {
+    factors = {
         (match.string[: match.start()], match[2])
         for entry in index.of_part("optimizer")
         if (match := _FACTOR.search(entry.key)) is not None
     }
-    return len(named)
+    return len(factors)
 
 
 _SCALES = ".absmax"
 _MODEL = "pytorch_model_fsdp_"
-_BASE = "base_model_"
 _OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
@@ -259,12 +257,12 @@ class AdapterFacts:
     """The adapters of one model in a checkpoint.
 
     Attributes:
-        names: Their names, the one that PEFT gives by itself first.
-        holds_base: Whether the weights that they were trained on lie there too, and can be read
-            without others.
-        configured: Whether the configuration of the first adapter was found.
-        is_ready: Whether it is a folder that PEFT loads as it is.
-        packing: How its base was packed in training, where a folder of the adapter alone tells.
+        names: Their names, PEFT's default name first.
+        holds_base: Whether the checkpoint has the weights of the base, with all that is needed to
+            read them.
+        configured: Whether there is a configuration of the first adapter.
+        is_ready: Whether the checkpoint is a folder that PEFT loads as it is.
+        packing: How the base was packed in training, if a folder of the adapter has a record.
     """
 
     names: tuple[str, ...]
@@ -278,7 +276,7 @@ class AdapterFacts:
 
         Args:
             source: The checkpoint, as the user would type it.
-            out: The folder to make.
+            out: The output.
             chosen: Options with which the user chose the checkpoint.
         """
         return shlex.join(["ckptkit", "adapter", "extract", source, out, *self._options(chosen)])
@@ -295,12 +293,12 @@ class AdapterFacts:
 
     @property
     def remark(self) -> str:
-        """What to put in the place of the words in the commands; mostly empty."""
+        """An explanation of the placeholders in the commands, or nothing."""
         missing = []
         if not self.holds_base:
             missing.append("DIR is the model that the adapter was trained on")
         if self.packing is not None and not self.packing.can_be_repeated:
-            where = f", which lie in {self.packing.checkpoint}" if self.packing.weights else ""
+            where = f", which are in {self.packing.checkpoint}" if self.packing.weights else ""
             missing.append(f"the adapter was trained on packed weights{where}")
         elif self.packing is not None and self.packing.leaves_scales_open:
             missing.append("--no-double-quant where the run did not set bnb_4bit_use_double_quant")
@@ -323,9 +321,9 @@ class PeftFinding:
     """An adapter of PEFT, of any method, or a model that PEFT wraps.
 
     Attributes:
-        method: Its `peft_type`; empty where nothing tells it.
-        tensor: The tensor that shows it; empty where PEFT's files alone do.
-        folder: PEFT's folder of it; empty for other checkpoints.
+        method: Its `peft_type`; empty where it is not known.
+        tensor: A tensor of it; empty where only PEFT's files show it.
+        folder: The folder that PEFT wrote; empty for other checkpoints.
     """
 
     method: str
@@ -358,15 +356,15 @@ class PeftFinding:
 def find_peft(
     checkpoint: OpenedCheckpoint, folders: SideFolders, wants: Callable[[str], bool] | None = None
 ) -> PeftFinding | None:
-    """Finds out whether PEFT trained what would be consolidated.
+    """Finds out whether PEFT trained the model of a checkpoint.
 
     Evidence are the names of the tensors, and PEFT's own files: `adapter_model.*` with an
     `adapter_config.json` in the same folder.
 
     Args:
-        checkpoint: Whatever was opened.
-        folders: Those that may hold its side files.
-        wants: Tells which tensors are taken; None takes all.
+        checkpoint: The checkpoint.
+        folders: Its side folders.
+        wants: Returns whether a tensor is taken, by its name; None takes all.
     """
     select = checkpoint.select
     model = [e.name for e in checkpoint.index.of_part("model") if select in {None, e.tree}]
@@ -376,19 +374,19 @@ def find_peft(
     if sign is None and not folder:
         return None
     recorded, is_beside = _recorded_method(folders, folder)
-    sign = sign and find_adapter(names, own_adapters(config_of(folders)))
+    sign = sign and find_adapter(names, own_adapters(read_config(folders)))
     if sign is None and not is_beside:
         return None
-    told = "" if sign is None else sign.method
+    method = "" if sign is None else sign.method
     return PeftFinding(
-        told if told not in {"", LORA} else recorded or told,
+        method if method not in {"", LORA} else recorded or method,
         "" if sign is None else sign.name,
         folder if is_beside else "",
     )
 
 
-def config_of(folders: SideFolders) -> Mapping[str, Any] | None:
-    """Returns the model's configuration; None where there is none, or none that can be read."""
+def read_config(folders: SideFolders) -> Mapping[str, Any] | None:
+    """Returns the model's configuration; None where there is none, or it cannot be read."""
     try:
         return folders.config(folders.choose(allow_code=False)[0])
     except CkptkitError:
@@ -396,7 +394,7 @@ def config_of(folders: SideFolders) -> Mapping[str, Any] | None:
 
 
 def _folder_of_peft(checkpoint: OpenedCheckpoint) -> str:
-    """Returns the folder of a checkpoint whose only weights have the name of PEFT's file."""
+    """Returns the folder of a checkpoint whose only files are PEFT's `adapter_model.*`."""
     files = {file for unit in checkpoint.units for file in unit.candidate.files}
     if not files or not all(_OF_PEFT.fullmatch(posixpath.basename(file)) for file in files):
         return ""
@@ -406,7 +404,7 @@ def _folder_of_peft(checkpoint: OpenedCheckpoint) -> str:
 
 
 def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
-    """Returns the method that the nearest configuration names, and whether it lies in a folder."""
+    """Returns the method in the nearest configuration, and whether that is in a folder."""
     try:
         record = AdapterRecords(folders).find(DEFAULT, is_only_one=True)
     except CkptkitError:
@@ -418,12 +416,12 @@ def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
     return method if isinstance(method, str) else "", is_beside
 
 
-def adapter_facts(checkpoint: OpenedCheckpoint, folders: SideFolders) -> AdapterFacts | None:
-    """Tells what of PEFT lies in a checkpoint; None where nothing does, or nothing modelled.
+def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> AdapterFacts | None:
+    """Describes the adapters of a checkpoint; None where there is none that ckptkit handles.
 
     Args:
-        checkpoint: Whatever was opened.
-        folders: Those that may hold its side files.
+        checkpoint: The checkpoint.
+        folders: Its side folders.
     """
     peft = find_peft(checkpoint, folders)
     if peft is None or not peft.is_of_lora:
@@ -431,14 +429,14 @@ def adapter_facts(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
     try:
         trees = sort_trees(checkpoint)
         records = AdapterRecords(folders)
-        found = adapters_in(trees, records.names())
-        names = sorted({one.name for one in found}, key=lambda name: (name != DEFAULT, name))
-        if not names or len(names) < len(found) or _others(trees, found):
+        adapters = list_adapters(trees, records.names())
+        names = sorted({choice.name for choice in adapters}, key=lambda n: (n != DEFAULT, n))
+        if not names or len(names) < len(adapters) or _has_other_models(trees, adapters):
             return None
         record = records.find(names[0], is_only_one=len(names) == 1)
         packing = read_record_of_base(checkpoint).quantization
     except CkptkitError:
-        return None  # the commands say what is wrong with it
+        return None  # the commands report the error
     units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
     return AdapterFacts(
         tuple(names),
@@ -457,35 +455,32 @@ def read_record_of_base(checkpoint: OpenedCheckpoint) -> BaseRecord:
     return parse_base_record(manifest, posixpath.join(checkpoint.path, MANIFEST_NAME))
 
 
-def step_of_base(checkpoint: OpenedCheckpoint) -> str:
+def find_step_of_base(checkpoint: OpenedCheckpoint) -> str:
     """Returns the step whose frozen base was opened without its adapter; else an empty text."""
-    for folder in (one.candidate.folder for one in checkpoint.units):
-        place = absolute(checkpoint.source.folders[0].location)
+    for folder in (unit.candidate.folder for unit in checkpoint.units):
+        place = make_absolute(checkpoint.source.folders[0].location)
         step, name = posixpath.split(posixpath.join(place, folder).rstrip("/"))
-        adapter = name.replace(_BASE, _MODEL, 1)
-        if name.startswith(_BASE) and is_folder(_beside(checkpoint, posixpath.join(step, adapter))):
+        adapter = name.replace(_BASE_UNIT, _MODEL, 1)
+        neighbour = place_of(checkpoint.location).beside(posixpath.join(step, adapter))
+        if name.startswith(_BASE_UNIT) and is_folder(neighbour):
             return step
     return ""
 
 
-def _beside(checkpoint: OpenedCheckpoint, location: str) -> Place:
-    return place_of(checkpoint.location).beside(location)
-
-
-def choices(select: str | None, also: Sequence[PathLike]) -> list[str]:
+def build_selection_options(select: str | None, also: Sequence[PathLike]) -> list[str]:
     chosen = [] if select is None else ["--select", select]
     return [*chosen, *(text for folder in also for text in ("--also", os.fspath(folder)))]
 
 
-def _others(trees: Iterable[str], found: Iterable[Choice]) -> list[str]:
-    """Returns the models that neither have an adapter, nor are the base of one beside them."""
-    holders = {adapter.tree for adapter in found}
-    beside = {tree.replace(_MODEL, _BASE, 1) for tree in holders if tree.startswith(_MODEL)}
-    return [tree for tree in trees if tree not in holders | beside]
+def _has_other_models(trees: Iterable[str], adapters: Iterable[Choice]) -> bool:
+    """Returns whether a model neither has an adapter nor is the base of one."""
+    holders = {adapter.tree for adapter in adapters}
+    bases = {tree.replace(_MODEL, _BASE_UNIT, 1) for tree in holders if tree.startswith(_MODEL)}
+    return not holders.union(bases).issuperset(trees)
 
 
 def _holds_base(parts: Iterable[Mapping[Fqn, TensorEntry]]) -> bool:
-    """Tells whether the weights of the base are there, and not packed without their scales."""
+    """Returns whether the weights of the base are there, with their scales if they are packed."""
     rest = {name: entry for part in parts for name, entry in part.items()}
     weights = [entry for name, entry in rest.items() if name.endswith(f"{BASE_LAYER}.weight")]
     packed = any(entry.shape[1:] == (1,) for entry in weights)

@@ -1,6 +1,6 @@
-"""Model folders that an output is modelled on: their headers and indexes, never their weights.
+"""Model folders that an output takes types, names or files from, and the optimizer's states.
 
-What `--optimizer` adds to an output: the states of the optimizer that trained the model.
+Of model folders, headers and indexes are read, never weights.
 """
 
 from __future__ import annotations
@@ -49,47 +49,47 @@ from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import open_source
 
-# What `from_pretrained` looks for, first things first. Other weights may lie beside them, such as
-# `consolidated.safetensors` in Mistral's repositories, or both kinds of one model.
+# What `from_pretrained` looks for, in its order. A folder can have other weights, such as
+# `consolidated.safetensors` in Mistral's repositories, or a model in both formats.
 _WEIGHTS = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def dtypes_in(folder: PathLike, *, option: str) -> Mapping[Fqn, DType]:
-    """Returns the element type of every tensor of a model, as its files' headers tell it.
+def read_dtypes(folder: PathLike, *, option: str) -> Mapping[Fqn, DType]:
+    """Returns the element type of every tensor of a model, by the headers of its files.
 
     Args:
         folder: A model folder, or any checkpoint.
-        option: What named it, for messages.
+        option: The option that names it, for messages.
     """
     return {entry.name: entry.dtype for entry in _model_of(folder, option)}
 
 
-def shapes_in(folder: PathLike, *, option: str) -> Mapping[str, Shape]:
-    """Returns the shape of every tensor of a model; see `dtypes_in`."""
+def read_shapes(folder: PathLike, *, option: str) -> Mapping[str, Shape]:
+    """Returns the shape of every tensor of a model; see `read_dtypes`."""
     return {str(entry.name): entry.shape for entry in _model_of(folder, option)}
 
 
-def shapes_there(folder: PathLike) -> Mapping[str, Shape]:
-    """Returns the shapes of a model's tensors by their headers; none where it has no weights."""
+def read_shapes_if_any(folder: PathLike) -> Mapping[str, Shape]:
+    """Returns the shapes of a model's tensors by its headers; none where it has no weights."""
     with open_source(folder) as source:
-        index = pretrained_index(source)
+        index = read_pretrained_index(source)
     return {} if index is None else {str(e.name): e.shape for e in index.of_part("model")}
 
 
 def _model_of(folder: PathLike, option: str) -> list[TensorEntry]:
     with ExitStack() as stack:
         source = open_folder(stack, folder, option)
-        index = pretrained_index(source)
+        index = read_pretrained_index(source)
         if index is not None:
             return list(index.of_part("model"))
     with open_checkpoint(folder) as checkpoint:
         return list(checkpoint.index.of_part("model"))
 
 
-def file_map_of(folder: PathLike, *, option: str) -> FileMap:
+def read_file_map(folder: PathLike, *, option: str) -> FileMap:
     """Returns which of a model's safetensors files holds which tensor.
 
-    The index alone is enough: the weights that it names need not be there.
+    The index alone is enough; the weights may be missing.
     """
     where = f"{option} {folder}"
     with ExitStack() as stack:
@@ -102,18 +102,18 @@ def file_map_of(folder: PathLike, *, option: str) -> FileMap:
             files = read_weight_map(source, INDEX_NAME)
         else:
             raise NotACheckpointError(
-                f"neither {SINGLE_NAME!r} nor {INDEX_NAME!r} lies there",
+                f"neither {SINGLE_NAME!r} nor {INDEX_NAME!r} is there",
                 where=where,
                 hint="name a folder as save_pretrained writes it, or download the index of it",
             )
     strange = next((file for file in files.values() if not file.endswith(".safetensors")), None)
     if strange is not None or not files:
-        found = "no tensor" if strange is None else f"the file {strange!r}"
-        raise FormatError(f"the index names {found}, against safetensors files", where=where)
+        named = "no tensor" if strange is None else f"the file {strange!r}"
+        raise FormatError(f"the index names {named}, against safetensors files", where=where)
     return FileMap(str(folder), {Fqn(name): file for name, file in files.items()})
 
 
-def names_in(folder: PathLike) -> tuple[Fqn, ...]:
+def read_names(folder: PathLike) -> tuple[Fqn, ...]:
     """Returns the names of the tensors in a model folder; none where it has no weights.
 
     An index alone is enough here too.
@@ -123,11 +123,11 @@ def names_in(folder: PathLike) -> tuple[Fqn, ...]:
         first = next((file for file in _WEIGHTS if file in there), "")
         if first.endswith(".index.json"):
             return tuple(map(Fqn, read_weight_map(source, first)))
-        index = pretrained_index(source) if first else None
+        index = read_pretrained_index(source) if first else None
     return () if index is None else tuple(entry.name for entry in index.of_part("model"))
 
 
-def pretrained_index(source: Source) -> TensorIndex | None:
+def read_pretrained_index(source: Source) -> TensorIndex | None:
     """Reads the headers of the weights that `from_pretrained` would load from a folder.
 
     Returns:
@@ -145,15 +145,15 @@ def pretrained_index(source: Source) -> TensorIndex | None:
 def check_reach(
     checkpoint: OpenedCheckpoint, entries: Sequence[TensorEntry], models: Mapping[str, str | None]
 ) -> tuple[str, ...]:
-    """Compares shapes that are only what pieces reach to with those of another model.
+    """Compares shapes that are known only from shards with those of another model.
 
     Args:
-        checkpoint: What was opened.
+        checkpoint: The source.
         entries: Its tensors that are to be written.
-        models: Folders of models of the same architecture, by the option that named them.
+        models: Folders of models of the same architecture, by the option that names them.
 
     Returns:
-        What the user should know: that nothing was there to compare with.
+        Notes for the user where there is no model to compare with.
     """
     if all(unit.candidate.format != HfShardsReader.name for unit in checkpoint.units):
         return ()
@@ -169,15 +169,15 @@ def check_reach(
 
 def _shapes_of_model(folder: str, option: str) -> Mapping[str, Shape]:
     try:
-        return shapes_in(folder, option=option)
+        return read_shapes(folder, option=option)
     except InputError:
         if option == "--base":
             raise
-        return {}  # of this one the index may be there alone
+        return {}  # there may be an index without its files
 
 
 def _check_reach_of(entry: TensorEntry, expected: Shape, where: str, *, is_sized: bool) -> None:
-    """Refuses a tensor that is shorter; a vocabulary may be, if a configuration says so."""
+    """Refuses a shorter tensor; the vocabulary may differ if a configuration has its size."""
     may_differ = is_sized and (is_embedding(entry.name) or is_head(entry.name))
     if may_differ or len(expected) != len(entry.shape):
         return
@@ -199,12 +199,12 @@ _LISTED = 5
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOutput:
-    """The files that are written beside the weights.
+    """The files of the optimizer in an output.
 
     Attributes:
         files: The files.
-        bytes_read: How much of the source they are made from.
-        notes: What the user should know.
+        bytes_read: Bytes of the source that they are made from.
+        notes: Notes for the user.
     """
 
     files: tuple[OutputFile, ...] = ()
@@ -212,25 +212,25 @@ class OptimizerOutput:
     notes: tuple[str, ...] = ()
 
 
-def optimizer_output(
+def plan_optimizer_files(
     checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
 ) -> OptimizerOutput:
     """Plans the files of the optimizer; none where they were not asked for.
 
     Args:
         checkpoint: The source.
-        request: What was asked for.
+        request: The options.
         model: The tensors of the model that is written.
     """
     if not request.optimizer:
         return OptimizerOutput()
     tree = model[0].tree if model else ""
-    _raise_what_was_passed_over(checkpoint)
-    found, entries = select_optimizer_states(
+    _raise_ignored_error(checkpoint)
+    stored, entries = select_optimizer_states(
         checkpoint.index, tree, request, location=checkpoint.path
     )
     _check_whole(checkpoint, entries)
-    states, notes = _with_plain_values(found, checkpoint.source)
+    states, notes = _with_plain_values(stored, checkpoint.source)
     values = drop_unwanted_members(states.values, states.unwrapped, request)
     states = replace(states, values=restore_groups(values, request.wants))
     _check_names(states, model, checkpoint.path)
@@ -242,8 +242,8 @@ def optimizer_output(
     return OptimizerOutput(tuple(files), sum(entry.size_bytes for entry in entries), tuple(notes))
 
 
-def _raise_what_was_passed_over(checkpoint: OpenedCheckpoint) -> None:
-    """Raises what is wrong with the optimizer's file, which nobody else needs."""
+def _raise_ignored_error(checkpoint: OpenedCheckpoint) -> None:
+    """Raises the error in the optimizer's file, which is ignored without --optimizer."""
     if next(checkpoint.index.of_part("optimizer"), None) is not None:
         return
     for unit in checkpoint.units:
@@ -272,14 +272,14 @@ def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location
 def _with_plain_values(
     states: OptimizerStates, source: Source
 ) -> tuple[OptimizerStates, list[str]]:
-    """Reads values that lie in the source, and leaves out what is more than plain values."""
+    """Reads values from the source, and leaves out those that are not plain."""
     kept: dict[KeyPath, Any] = {}
     odd: list[str] = []
     budget = _Budget()
     for path, value in states.values.items():
-        found = _value_at(value, source, path) if isinstance(value, BlobRef) else value
+        stored = _value_at(value, source, path) if isinstance(value, BlobRef) else value
         try:
-            kept[path] = budget.plain(found)
+            kept[path] = budget.plain(stored)
         except _NotPlainError:
             odd.append(".".join(map(str, path)))
     notes = []
@@ -293,7 +293,7 @@ def _with_plain_values(
 
 
 def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
-    """Parses a python object that lies in the source."""
+    """Parses a python object of the source."""
     where = f"{blob.path}, object {'.'.join(map(str, path))!r}"
     size = blob.stop - blob.start
     if size > _MAX_BLOB_BYTES:
@@ -304,7 +304,7 @@ def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
     archive = open_archive(*open_blob(source, blob, where=where), where=where)
     try:
         return parse_values(archive.pickle(), where=where)
-    except (UnsafePickleError, UnsupportedError):  # sound, but of more than plain values
+    except (UnsafePickleError, UnsupportedError):  # not damaged, but not plain either
         return _UNREADABLE
 
 
@@ -316,7 +316,7 @@ class _NotPlainError(Exception):
 
 
 class _Budget:
-    """Copies values as far as they are plain, and no more of them than an optimizer has."""
+    """Copies plain values, up to the number that an optimizer can have."""
 
     def __init__(self) -> None:
         self._left = _MAX_VALUES

@@ -1,4 +1,4 @@
-"""From a path as the user typed it to an index of what lies there."""
+"""Opens checkpoints: from a path as the user typed it to an index of the files there."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 import xxhash
 
 from ckptkit.conversion.source.places import (
-    absolute,
     check_path,
+    make_absolute,
     open_folder,
     open_others,
     open_root,
 )
-from ckptkit.conversion.source.unite import LeftShards, unite
+from ckptkit.conversion.source.unite import LeftoverShards, unite
 from ckptkit.core.errors import (
     FormatError,
     InputError,
@@ -88,18 +88,18 @@ _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
 
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint that was found and parsed.
+    """A checkpoint, its files open and their headers parsed.
 
     Attributes:
         location: The path as the user typed it.
         source: The places that hold the files, read as one.
         folder: The chosen step's folder, relative to the source's root; empty for the root.
-        units: What the index was made from.
-        index: Everything the headers tell, over all units.
-        select: What is left of the user's selection: a state dict within the index, or None.
-        notes: What was passed over or left alone, and why.
-        manifest: Of a step that ckptkit saved, else None.
-        paths: All files that were looked at, relative to the source's root.
+        units: The units that the index covers.
+        index: The content of the headers, over all units.
+        select: The rest of the user's selection: a state dict within the index, or None.
+        notes: What was ignored, and why.
+        manifest: The manifest of a step that ckptkit saved, else None.
+        paths: All files of the source, relative to its root.
     """
 
     location: str
@@ -126,15 +126,15 @@ def open_checkpoint(
     limit_bytes: int | None = None,
     model_config: PathLike | None = None,
 ) -> Iterator[OpenedCheckpoint]:
-    """Opens whatever checkpoint lies at, or under, a path.
+    """Opens the checkpoint at, or under, a path.
 
     Args:
         path: Any path in or above a checkpoint.
-        select: Which of several to take.
+        select: Which of several checkpoints or models to take.
         also: Further directories, which hold files of the same checkpoint in the same places.
         limit_bytes: Memory that the process may use, or None.
-        model_config: A folder with the configuration of the model that flat parameters of FSDP1
-            are made of, or None.
+        model_config: A folder with the configuration of the model whose parameters are in flat
+            parameters of FSDP1, or None.
 
     Yields:
         The checkpoint, its files open.
@@ -144,14 +144,16 @@ def open_checkpoint(
     with ExitStack() as stack:
         root, only = open_root(stack, location)
         if only is not None and also:
-            raise UsageError("stands beside a file, where a directory was expected", where="--also")
+            raise UsageError("cannot be combined with a file as SRC", where="--also")
         folders = [root, *open_others(stack, location, also)]
         source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
-        found = _Search(source, location, only, limit_bytes).run(select)
+        checkpoint = _Search(source, location, only, limit_bytes).run(select)
         if model_config is not None:
-            found = replace(found, index=_with_model_config(found.index, model_config))
-        stack.enter_context(hold_candidates(folders, [unit.candidate for unit in found.units]))
-        yield found
+            index = _with_model_config(checkpoint.index, model_config)
+            checkpoint = replace(checkpoint, index=index)
+        candidates = [unit.candidate for unit in checkpoint.units]
+        stack.enter_context(hold_candidates(folders, candidates))
+        yield checkpoint
 
 
 def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
@@ -164,7 +166,8 @@ def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
     flat = flat_parameters(index)
     if not flat:
         return index
-    from ckptkit.conversion.naming_program import ask_parameters  # needed with --model-config alone
+    # Late, since it is needed with --model-config only.
+    from ckptkit.conversion.naming_program import ask_parameters
 
     config = _read_config(folder)
     alone = {entry.name for entry in index.of_part("model") if not is_flat(entry)}
@@ -187,9 +190,9 @@ def _read_config(folder: PathLike) -> dict[str, object]:
             size = source.stat(CONFIG).size_bytes
         except MissingFileError as error:
             raise NotACheckpointError(
-                f"no {CONFIG!r} lies there",
+                f"holds no {CONFIG!r}",
                 where=f"--model-config {folder}",
-                hint="name a folder as save_pretrained writes it; its weights need not be there",
+                hint="name a folder as save_pretrained writes it; its weights may be missing",
             ) from error
         if size > MAX_JSON_BYTES:
             raise FormatError(f"has {size:,} bytes, more than any configuration", where=where)
@@ -232,7 +235,7 @@ def _digest_of_files(sources: Sequence[OpenedCheckpoint]) -> str:
 
 
 class _Search:
-    """Finds, chooses and parses; parsed indexes are kept, since choosing may need them."""
+    """Finds, chooses and parses; keeps parsed indexes, since choosing may need them."""
 
     def __init__(
         self, source: OverlaySource, location: str, only: str | None, limit_bytes: int | None
@@ -260,15 +263,15 @@ class _Search:
             read_step=self._step_inside,
             find_rolled_back=self._left_behind,
         )
-        shards = LeftShards(self._source, self._location, candidates, self._index)
-        found = shards.settle(found, select)
+        shards = LeftoverShards(self._source, self._location, candidates, self._index)
+        found = shards.compare(found, select)
         self._check_parts(found)
         index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
         index = name_states(index, in_order=index.format == TorchFileReader.name)
-        step = _step_named(found, absolute(self._location))
+        step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
-        known = index.run.step if index.run.step is not None else step
-        run = replace(index.run, step=known, writer=writer)
+        run = replace(index.run, step=step if index.run.step is None else index.run.step)
+        run = replace(run, writer=writer)
         saved = step_folder(found.units[0].candidate.folder)
         problems = (*index.problems, *self._steps.problems(saved))
         return OpenedCheckpoint(
@@ -284,8 +287,8 @@ class _Search:
         )
 
     def _left_behind(self, folders: Sequence[str]) -> frozenset[str]:
-        """Returns the steps, folders of one run, that training went back from."""
-        found: set[str] = set()
+        """Returns the steps of one run that training went back from, by their folders."""
+        abandoned: set[str] = set()
         series: dict[str, list[RunStep]] = {}
         for folder in folders:
             place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
@@ -293,8 +296,8 @@ class _Search:
             if step is not None and len(folders) > 1:
                 series.setdefault("/".join(place), []).append(self._run_step(folder, step))
         for steps in series.values():
-            found |= left_behind(self._source, steps)
-        return frozenset(found)
+            abandoned |= left_behind(self._source, steps)
+        return frozenset(abandoned)
 
     def _run_step(self, folder: str, step: int) -> RunStep:
         manifest = self._steps.manifest(folder)
@@ -305,13 +308,13 @@ class _Search:
         return RunStep(step, folder, has_manifest=False, modified=max(times, default=0.0))
 
     def _candidates(self) -> list[Candidate]:
-        """Recognises what lies there; what lies in parts is laid over the parts as a whole."""
+        """Recognises checkpoints; steps in parts are replaced by the whole that the parts make."""
         self._paths = list_files(self._source)
         candidates = recognise(self._paths)
         _check_places(self._source.folders)
-        united = unite(self._source, [step_folder(one.folder) for one in candidates])
-        if united.made:
-            self._source.lay_over(united.made, without=united.without)
+        united = unite(self._source, [step_folder(candidate.folder) for candidate in candidates])
+        if united.files:
+            self._source.lay_over(united.files, without=united.without)
             self._paths = list_files(self._source)
             candidates = recognise(self._paths)
         candidates = add_numbered_ranks(self._source, candidates, self._paths)
@@ -324,14 +327,14 @@ class _Search:
         return self._paths if self._only is None else (self._only,)
 
     def _check_parts(self, found: ResolvedSource) -> None:
-        """Refuses a step in parts that do not make a whole."""
+        """Refuses a step in parts that do not make a whole step."""
         for unit in found.units:
             problem = self._steps.problem(step_folder(unit.candidate.folder))
             if problem is not None and METADATA not in _names(unit.candidate):
                 raise error_of(problem, self._location)
 
     def _frameworks(self, found: ResolvedSource) -> Iterator[str]:
-        """Yields the frameworks whose marks lie beside the weights, outermost first."""
+        """Yields the frameworks whose files are beside the weights, outermost first."""
         folders = {found.folder, *(unit.candidate.folder for unit in found.units)}
         folders |= {posixpath.dirname(folder) for folder in folders}
         for file, framework in _MARKS.items():
@@ -378,7 +381,7 @@ class _Search:
 
 
 def _step_named(found: ResolvedSource, location: str) -> int | None:
-    """Returns the step that the name of the chosen file or folder tells."""
+    """Returns the step in the name of the chosen file or folder."""
     candidate = found.units[0].candidate
     name = parse_step_file(candidate.files[0]) if is_single_file(candidate) else None
     if name is not None and "epoch" not in name.kind:
@@ -387,17 +390,16 @@ def _step_named(found: ResolvedSource, location: str) -> int | None:
 
 
 def _check_places(folders: Sequence[Folder]) -> None:
-    """Refuses a directory in which no step has the path that it has in another one."""
+    """Refuses a directory of which no step has the same path in another directory."""
     if len(folders) == 1:
         return
-    found = [recognise(list_files(folder)) for folder in folders]
-    steps = [{step_folder(one.folder) for one in candidates} for candidates in found]
+    recognised = [recognise(list_files(folder)) for folder in folders]
+    steps = [{step_folder(c.folder) for c in candidates} for candidates in recognised]
     for number, folder in enumerate(folders[1:], 1):
-        others = set().union(*(found for i, found in enumerate(steps) if i != number))
+        others = set().union(*(paths for i, paths in enumerate(steps) if i != number))
         if steps[number].isdisjoint(others):
             raise NotACheckpointError(
-                "no part of a checkpoint lies there under a path that it also has in"
-                f" {folders[0].location}",
+                f"holds no part of a checkpoint under a path that is also in {folders[0].location}",
                 where=f"--also {folder.location}",
                 hint="name the directory that corresponds to SRC: files that belong together have"
                 " the same paths in both",
@@ -409,7 +411,7 @@ def _names(candidate: Candidate) -> set[str]:
 
 
 def _merge(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> TensorIndex:
-    """Joins the indexes of units; trees are named by unit as soon as several hold models."""
+    """Joins the indexes of units; trees are named by unit where several units hold models."""
     if len(indexes) == 1:
         return indexes[0]
     several = sum(1 for unit in units if not unit.is_optimizer) > 1
@@ -455,7 +457,7 @@ def _merge(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> T
 
 
 def _merged_format(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> str:
-    """Names the formats of the models, or of whatever is there besides them."""
+    """Returns the formats of the models; without models, those of all units."""
     pairs = list(zip(units, indexes, strict=True))
     models = [index.format for unit, index in pairs if not unit.is_optimizer]
     return " + ".join(dict.fromkeys(models or [index.format for index in indexes]))

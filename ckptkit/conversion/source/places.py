@@ -1,4 +1,4 @@
-"""The places that options and arguments name, opened: directories, or prefixes of a store."""
+"""Opens the places that options and arguments name: directories, or prefixes of a store."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
 
     Args:
         stack: Closes it.
-        place: What the user named.
-        option: By which option, for messages.
+        place: The place as the user named it.
+        option: The option, for messages.
     """
     check_path(place, option)
     if not is_url(place):
@@ -48,12 +48,12 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
         return stack.enter_context(LocalSource(local_path(place)))
     source = stack.enter_context(open_source(place))
     if not _holds_something(source):
-        raise NotACheckpointError("nothing lies there", where=f"{option} {place}")
+        raise NotACheckpointError("nothing is there", where=f"{option} {place}")
     return source
 
 
 def open_root(stack: ExitStack, place: PathLike) -> tuple[Folder, str | None]:
-    """Opens the folder to search and, when the place is a file, tells that file's name."""
+    """Opens the folder to search; returns it with the name of the file if the place is a file."""
     if is_url(place):
         return _open_remote_root(stack, place_of(place))
     path = local_path(place)
@@ -70,32 +70,32 @@ def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | Non
     if _holds_something(source):
         return source, None
     parent, name = posixpath.split(place)
-    if not parent.endswith("/"):  # `s3://bucket` lies in nothing
+    if not parent.endswith("/"):  # nothing is above `s3://bucket`
         above = stack.enter_context(open_source(place.beside(parent)))
         if is_there(above, name):
             return above, name
-    raise NotACheckpointError("no object lies there, nor below it", where=place)
+    raise NotACheckpointError("there is no object at or below this URL", where=place)
 
 
 def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Iterator[Folder]:
-    """Opens the further directories that a checkpoint is spread over, none of them twice.
+    """Opens the further directories of a checkpoint, each place once.
 
-    Places are compared by what they are: a URL may be written with another endpoint or protocol.
+    Places are compared by what they name: a URL may be written with another endpoint or protocol.
 
     Yields:
-        Those that are not the first one, nor one another.
+        Folders that are neither the first one nor yielded before.
     """
-    for one in also:
-        check_path(one, "--also")
+    for place in also:
+        check_path(place, "--also")
     pairs = find_overlaps([first, *also]) if also else ()
     repeated = {max(pair) for *pair, how in pairs if how is PlaceRelation.SAME}
-    for number, one in enumerate(also, 1):
+    for number, place in enumerate(also, 1):
         if number not in repeated:
-            yield open_folder(stack, one, "--also")
+            yield open_folder(stack, place, "--also")
 
 
 def is_folder(place: PathLike) -> bool:
-    """Tells whether a place is a directory, or a prefix under which something lies."""
+    """Returns whether a place is a directory, or a prefix that holds something."""
     if not is_url(place):
         return local_path(place).is_dir()
     with open_source(place) as source:
@@ -103,7 +103,7 @@ def is_folder(place: PathLike) -> bool:
 
 
 def is_anything(place: PathLike) -> bool:
-    """Tells whether a directory or a file is there."""
+    """Returns whether there is a directory or a file."""
     if not is_url(place):
         return local_path(place).exists()
     try:
@@ -114,12 +114,12 @@ def is_anything(place: PathLike) -> bool:
     return True
 
 
-def absolute(place: PathLike) -> str:
+def make_absolute(place: PathLike) -> str:
     """Returns a path from the root of its file system on; a URL is absolute."""
     return os.fspath(place) if is_url(place) else str(local_path(place).absolute())
 
 
-def resolved(place: PathLike) -> str:
+def resolve_path(place: PathLike) -> str:
     """Returns a path with its links followed; object stores have none."""
     return os.fspath(place) if is_url(place) else str(local_path(place).resolve())
 

@@ -1,8 +1,6 @@
-"""`ckptkit.open`: the tensors of any checkpoint, assembled when they are asked for.
+"""`ckptkit.open`: reads single tensors of any checkpoint, or scans all of them in parallel.
 
-Reads every byte of tensors once, in parallel, without writing anything.
-
-Tensors handed to frameworks; torch is imported only when a torch.Tensor is asked for.
+torch is imported only when a torch.Tensor is asked for.
 """
 
 from __future__ import annotations
@@ -154,11 +152,11 @@ Item = tuple[TensorEntry, int]  # a tensor and the number of one of its leaves
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What reading found.
+    """The result of a scan.
 
     Attributes:
-        failures: What went wrong first, by key of the tensor.
-        size_bytes: How much was read.
+        failures: The first error of each tensor that cannot be read, by its key.
+        size_bytes: Bytes that were read.
     """
 
     failures: dict[Key, InputError]
@@ -173,8 +171,8 @@ def leaf_span(entry: TensorEntry, leaf: int) -> Span:
 def same_bytes(first: memoryview, second: memoryview) -> bool:
     """Compares two buffers of one length; `memoryview` itself compares byte by byte."""
     whole = len(first) // 8 * 8
-    one, other = (np.frombuffer(side[:whole], np.uint64) for side in (first, second))
-    return np.array_equal(one, other) and first[whole:] == second[whole:]
+    words, others = (np.frombuffer(side[:whole], np.uint64) for side in (first, second))
+    return np.array_equal(words, others) and first[whole:] == second[whole:]
 
 
 def scan(
@@ -185,12 +183,9 @@ def scan(
     workers: int,
     listener: Listener,
 ) -> Scan:
-    """Reads tensors leaf by leaf and shows each leaf to `visit`, from several threads.
+    """Reads tensors leaf by leaf and passes each leaf to `visit`, from several threads.
 
-    A tensor that cannot be read is noted, and the others are read all the same.
-
-    Returns:
-        What failed, and how much was read.
+    A tensor that cannot be read is recorded, and the others are read all the same.
     """
     failures: dict[Key, InputError] = {}
     total = sum(entry.size_bytes for entry in entries)
@@ -217,7 +212,7 @@ def scan(
 
 
 def _late_failures(origin: Origin) -> Iterator[InputError]:
-    """Settles what is still open in the ledger; each failure closes one record."""
+    """Yields the errors of records that are still open; each call of `finish` closes one."""
     while True:
         try:
             origin.checksums.finish()

@@ -1,6 +1,6 @@
-"""Where a checkpoint's configuration and tokenizer may lie, and reading them.
+"""The configuration, tokenizer and other side files of a checkpoint, and its tied weights.
 
-Tied weights: what the configuration declares is believed only when the bytes agree.
+Ties that the configuration declares are used only where the bytes are equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.conversion.naming_program import ask_parameters
 from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.places import absolute, open_folder
+from ckptkit.conversion.source.places import make_absolute, open_folder
 from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.errors import FormatError, InputError, RefusedError
 from ckptkit.core.index import Fqn, Span, TensorEntry
@@ -45,17 +45,17 @@ from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url, place_of
 
 _SHALLOW = ("ckptkit", "huggingface", "additional_chat_templates")
-_NESTED = ("ckptkit", "huggingface")  # where the training hooks, and verl, put them
+_NESTED = ("ckptkit", "huggingface")  # folders of the training hooks, and of verl
 _HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
 _AUTO_MAP = "auto_map"
 _CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
 
 
 class SideFolders:
-    """The folders that may hold side files, nearest to the weights first.
+    """The folders that can hold side files, nearest to the weights first.
 
     Attributes:
-        base: The model folder that the user named for what the source lacks, or None.
+        base: The model folder of `--base`, or None.
         sources: The folders, by their paths.
     """
 
@@ -64,19 +64,19 @@ class SideFolders:
     ) -> None:
         self.base = None if base is None else place_of(base)
         self.sources: dict[str, Folder] = {}
-        given = None if base is None else open_folder(stack, base, "--base")
+        base_folder = None if base is None else open_folder(stack, base, "--base")
         for folder in checkpoint.source.folders:
             opener = _Opener(stack, folder)
-            for path in _places(checkpoint, folder.location):
+            for path in _side_folders_of(checkpoint, folder.location):
                 source = None if path in self.sources else opener.open(path)
                 if source is not None:
                     self.sources[path] = source
-        self._base_location = None if given is None else given.location
-        if given is not None:
-            self.sources.setdefault(given.location, given)
+        self._base_location = None if base_folder is None else base_folder.location
+        if base_folder is not None:
+            self.sources.setdefault(base_folder.location, base_folder)
 
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
-        listed = [(origin, _listing(source)) for origin, source in self.sources.items()]
+        listed = [(origin, _list_side_files(source)) for origin, source in self.sources.items()]
         return choose_side_files(listed, allow_code=allow_code)
 
     def read(self, file: SideFile) -> bytes:
@@ -88,9 +88,9 @@ class SideFolders:
         """Plans the files as they are to be written.
 
         Args:
-            files: As `choose` returned them.
-            config: The model's configuration as it is to be written, if there is one.
-            allow_code: Whether `auto_map`, which names python files, stays.
+            files: The result of `choose`.
+            config: The model's configuration as it is written, or None.
+            allow_code: Whether to keep `auto_map`, which names python files.
         """
         return [self._output(file, config, allow_code=allow_code) for file in files]
 
@@ -108,7 +108,7 @@ class SideFolders:
         return lay_out_file(file.name, [(len(data), Literal(data), None)])
 
     def tokenizer(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
-        """Returns the tokenizer that is taken along; None where there is none, or no usable one."""
+        """Returns the tokenizer; None where there is none, or it cannot be parsed."""
         file = next((file for file in files if file.name == TOKENIZER), None)
         if file is None or file.size_bytes > MAX_TOKENIZER_BYTES:
             return None
@@ -118,12 +118,12 @@ class SideFolders:
             return None
 
     def code_of(self, files: Sequence[SideFile]) -> dict[str, Any]:
-        """Returns what a configuration says of code of its own, which is not written with it."""
-        found = self.config(files) or {}
-        return {_AUTO_MAP: found[_AUTO_MAP]} if has_auto_map(found) else {}
+        """Returns the `auto_map` of the configuration, which is not written; empty without one."""
+        config = self.config(files) or {}
+        return {_AUTO_MAP: config[_AUTO_MAP]} if has_auto_map(config) else {}
 
     def base_of_config(self, files: Sequence[SideFile]) -> str | None:
-        """Returns the base that the user named, if the configuration is taken from there."""
+        """Returns the folder of `--base` if the configuration is from there, else None."""
         file = next((file for file in files if file.name == CONFIG), None)
         is_of_base = file is not None and file.origin == self._base_location
         return self.base if is_of_base else None
@@ -138,7 +138,7 @@ class SideFolders:
 
 
 class _Opener:
-    """Opens folders in and above one that is open already, those that are there."""
+    """Opens folders in and above an open one, if they exist."""
 
     def __init__(self, stack: ExitStack, folder: Folder) -> None:
         self._stack = stack
@@ -153,23 +153,23 @@ class _Opener:
         return self._stack.enter_context(LocalSource(Path(path)))
 
     def _remote(self, root: StoreFolder, path: str) -> Folder | None:
-        """Takes a part of a listing; one above the root is of what may be meant there alone."""
+        """Returns a part of a listing; above the root, only side folders are listed."""
         inside = _rest_of(path, root.location)
         if inside is None:
-            run = next((one for one in self._above if _rest_of(path, one) is not None), path)
+            run = next((run for run in self._above if _rest_of(path, run) is not None), path)
             above = self._listed(root, run)
             if above is None:
                 return None
             root, inside = above, _rest_of(path, run) or ""
-        found = root.below(inside) if inside else root
-        return found if next(iter(found.walk(1)), None) is not None else None
+        folder = root.below(inside) if inside else root
+        return folder if next(iter(folder.walk(1)), None) is not None else None
 
     def _listed(self, root: StoreFolder, run: str) -> StoreFolder | None:
         if run not in self._above:
             try:
                 self._above[run] = root.above(run, folders=_SHALLOW)
             except InputError:
-                self._above[run] = None  # who may read a step may not be let into its run
+                self._above[run] = None  # a step may be readable while its run is not
         return self._above[run]
 
 
@@ -179,8 +179,8 @@ def _rest_of(path: str, root: str) -> str | None:
     return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
 
 
-def _places(checkpoint: OpenedCheckpoint, root: str) -> Iterator[str]:
-    """Yields where side files may lie, nearest to the weights first."""
+def _side_folders_of(checkpoint: OpenedCheckpoint, root: str) -> Iterator[str]:
+    """Yields the paths of side folders, nearest to the weights first."""
     step = _in(root, checkpoint.folder)
     models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
     units = [_in(root, folder) for folder in models]
@@ -195,21 +195,21 @@ def _in(folder: str, name: str) -> str:
 
 
 def _above(step: str) -> Iterator[str]:
-    """Climbs from a unit to its step, and from a step to its run."""
-    path = absolute(step)
+    """Yields the step above a unit, and the run above a step."""
+    path = make_absolute(step)
     for _ in range(_CLIMB):
         name = posixpath.basename(path)
         if not (is_unit_folder(name) or parse_step(name) is not None):
             return
         above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
         if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):
-            return  # what all buckets, repositories or directories lie in
+            return  # the root of all buckets, repositories or directories
         path = above
         yield path
 
 
-def _listing(source: Source) -> Mapping[str, int]:
-    """Returns the side files of a folder; what cannot be read is nobody's configuration."""
+def _list_side_files(source: Source) -> Mapping[str, int]:
+    """Returns the sizes of a folder's side files, without those that cannot be read."""
     sizes = {}
     for path in source.walk(1):
         if is_side_file(path):
@@ -222,11 +222,11 @@ def _listing(source: Source) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """Names that are tied, and names that are declared so but are not.
+    """Declared ties, by whether the bytes are equal.
 
     Attributes:
-        dropped: Targets with the bytes of their source, by target.
-        broken: Targets with other bytes than the source that they are declared tied to.
+        dropped: From targets to sources that have the same bytes.
+        broken: From targets to sources that have other bytes.
     """
 
     dropped: Mapping[Fqn, Fqn]
@@ -236,11 +236,7 @@ class Ties:
 def find_ties(
     config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
 ) -> Ties:
-    """Compares the bytes of every pair that the configuration declares tied.
-
-    Returns:
-        The ties that hold, and those that do not.
-    """
+    """Compares the bytes of every pair that the configuration declares tied."""
     by_name = {entry.name: entry for entry in entries}
     extents = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
     pairs = find_tie_candidates(config, extents)
@@ -253,14 +249,14 @@ def find_ties(
     return Ties(choose_ties_to_drop(config, same, broken), broken)
 
 
-def absent_twins(
+def find_absent_twins(
     config: Mapping[str, Any] | None, names: Collection[Fqn]
 ) -> tuple[Mapping[Fqn, Fqn], str]:
-    """Finds the names of tied weights that a live model has besides.
+    """Finds names of tied weights that a live model has and a checkpoint lacks.
 
     Returns:
-        From each absent name to the one in `names` that holds its bytes, and what the user
-        should know; empty if that is all.
+        From each absent name to the one in `names` that has its bytes, and a note for the user
+        or nothing.
     """
     absent = dict(find_absent_tied_names(config, names))
     model_class = find_class_without_targets(config, {*names, *absent})
@@ -270,13 +266,13 @@ def absent_twins(
         groups = ask_parameters(config, [])
     except RefusedError as error:
         return absent, (
-            f"{model_class} ties further names, which are not written, as they cannot be told"
+            f"{model_class} ties further names, which are not written, as they are not known"
             f" ({error.message}); training that loads every name will miss them"
         )
     for group in groups:
-        there = [name for name in group["names"] if name in names]
-        if there:
-            absent |= {Fqn(n): Fqn(there[0]) for n in group["names"] if n not in names}
+        present = [name for name in group["names"] if name in names]
+        if present:
+            absent |= {Fqn(n): Fqn(present[0]) for n in group["names"] if n not in names}
     return absent, ""
 
 

@@ -1,13 +1,11 @@
-"""Steps of which each node has its own ranks' files, put together from the copies of all nodes.
+"""Steps in several places: copies of nodes that make one step, and shards beside their model.
 
-A node's copy has a manifest that says which ranks wrote there, and their records, from which the
-index of every part of the step is merged, as the commit of a whole step does.
+A node's copy of a step has a manifest that names the ranks that wrote it, and their records. From
+the records of all copies the index of every part of the step is merged, as a commit does.
 
-A model that torch consolidated, and the shards that it left beside: are they the same?
-
-Torch's consolidation writes headers first and fills in data later, drops what its mapping does not
-name, and writes 0 for tensors without dimensions. So what it wrote is taken only where it is whole
-and has what the shards have; else the user chooses.
+Torch's consolidation leaves the shards beside the model. It writes headers first and data later,
+drops tensors that its mapping does not name, and writes 0 for tensors without dimensions. So its
+model is taken only where it is complete and equals the shards; else the user chooses.
 """
 
 from __future__ import annotations
@@ -52,16 +50,16 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class United:
-    """What came of the steps that lie in parts.
+class UnitedSteps:
+    """Steps that were merged from the copies of nodes.
 
     Attributes:
-        made: Files that stand for the whole: manifests, and the index of every unit.
-        without: Folders of which the whole has nothing.
-        problems: By folder of a step, why it cannot be put together.
+        files: Files of the whole steps: manifests, and the index of every unit.
+        without: Folders that the whole steps do not have.
+        problems: Why a step cannot be merged, by its folder.
     """
 
-    made: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
     without: Sequence[str] = ()
     problems: Mapping[str, Problem] = field(default_factory=dict)
 
@@ -75,24 +73,21 @@ class _Copy:
 
     @property
     def ranks(self) -> frozenset[int] | None:
-        """The ranks whose files lie there; None where it is a whole step."""
-        found = self.manifest.source.get(NODE_RANKS)
-        if not isinstance(found, list):
+        """The ranks whose files it has; None where it is a whole step."""
+        ranks = self.manifest.source.get(NODE_RANKS)
+        if not isinstance(ranks, list):
             return None
-        return frozenset(rank for rank in found if isinstance(rank, int))
+        return frozenset(rank for rank in ranks if isinstance(rank, int))
 
 
-def unite(source: OverlaySource, steps: Iterable[str]) -> United:
-    """Puts together what lies in parts; steps that are whole are left alone.
+def unite(source: OverlaySource, steps: Iterable[str]) -> UnitedSteps:
+    """Merges steps of which there are copies of nodes only.
 
     Args:
         source: The directories.
         steps: Folders of steps, relative to them.
-
-    Returns:
-        What stands for the whole, and what is in the way.
     """
-    made: dict[str, bytes] = {}
+    files: dict[str, bytes] = {}
     without: list[str] = []
     problems: dict[str, Problem] = {}
     for step in dict.fromkeys(steps):
@@ -100,14 +95,14 @@ def unite(source: OverlaySource, steps: Iterable[str]) -> United:
         if all(copy.ranks is None for copy in copies):
             continue
         try:
-            files, empty = _Step(step, copies, source).put_together()
-            made |= files
+            merged, empty = _Step(step, copies, source).merge()
+            files |= merged
             without += empty
         except InputError as error:
             path = posixpath.join(step, MANIFEST_NAME)
             at = f", at {error.where}" if error.where else ""
             problems[step] = Problem(error.code, path, f"{error.message}{at}")
-    return United(made, without, problems)
+    return UnitedSteps(files, without, problems)
 
 
 def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:
@@ -115,7 +110,7 @@ def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:
         try:
             manifest = read_manifest(folder, step)
         except CkptkitError:
-            continue  # is told when the step is looked at as a whole
+            continue  # reported when the step is read as a whole
         if manifest.kind == TRAINING:
             yield _Copy(folder, manifest)
 
@@ -128,8 +123,8 @@ class _Step:
         self._copies = copies
         self._source = source
 
-    def put_together(self) -> tuple[dict[str, bytes], list[str]]:
-        """Returns the files that stand for the whole step, and the folders that it does without."""
+    def merge(self) -> tuple[dict[str, bytes], list[str]]:
+        """Returns the files of the whole step, and the folders that it does not have."""
         self._check_one_save()
         path = posixpath.join(self._folder, MANIFEST_NAME)
         whole = next((copy for copy in self._copies if copy.ranks is None), None)
@@ -138,17 +133,17 @@ class _Step:
         from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, make_metadata
 
         merged = self._merged(self._world_size())
-        made = {
+        indexes = {
             posixpath.join(name, METADATA_NAME): make_metadata(unit.tensors, unit.objects)
             for name, unit in merged.units.items()
         }
-        manifest = self._manifest(merged, made)
-        below = {posixpath.join(self._folder, name): data for name, data in made.items()}
+        manifest = self._manifest(merged, indexes)
+        below = {posixpath.join(self._folder, name): data for name, data in indexes.items()}
         empty = [posixpath.join(self._folder, name) for name in merged.empty]
         return {path: manifest.to_json(), **below}, empty
 
-    def _manifest(self, merged: Merged, made: Mapping[str, bytes]) -> Manifest:
-        """Returns what the commit would have said of the whole step."""
+    def _manifest(self, merged: Merged, indexes: Mapping[str, bytes]) -> Manifest:
+        """Returns the manifest that a commit of the whole step would have written."""
         gone = tuple(f"{name}/" for name in merged.empty)
         files = {
             name: record
@@ -156,8 +151,8 @@ class _Step:
             for name, record in copy.manifest.files.items()
             if not name.startswith(gone)
         }
-        files |= {name: FileRecord(len(data)) for name, data in made.items()}
-        # Where rank 0 was, there lies what it alone was told.
+        files |= {name: FileRecord(len(data)) for name, data in indexes.items()}
+        # Some entries are known to rank 0 only.
         first = next(copy for copy in self._copies if 0 in (copy.ranks or ()))
         lost = {"lost": merged.lost} if merged.lost else {}
         source = source_of_all(first.manifest.source) | lost
@@ -208,14 +203,14 @@ Read = Callable[[Candidate], TensorIndex]
 
 
 @dataclass(frozen=True, slots=True)
-class LeftShards:
+class LeftoverShards:
     """Compares the model of a step with the shards beside it.
 
     Attributes:
-        source: Where both lie.
+        source: The folder of both.
         location: The path as the user typed it.
-        candidates: Everything that was recognised there.
-        read: Parses one of them.
+        candidates: All checkpoints that were recognised there.
+        read: Parses a candidate.
     """
 
     source: Source
@@ -223,15 +218,15 @@ class LeftShards:
     candidates: Sequence[Candidate]
     read: Read
 
-    def settle(self, found: ResolvedSource, select: str | None) -> ResolvedSource:
-        """Returns what was found, with a note of the shards that are left alone.
+    def compare(self, found: ResolvedSource, select: str | None) -> ResolvedSource:
+        """Returns the checkpoint, with a note of the shards that are ignored.
 
         Args:
-            found: What a path stands for.
-            select: What the user selected, or None.
+            found: The checkpoint that was chosen.
+            select: The user's selection, or None.
         """
         notes = [
-            self._compared(unit, shards, found.folder)
+            self._compare(unit, shards, found.folder)
             for unit in found.units
             if unit.candidate.format == "safetensors" and not _is_named(unit, select)
             for shards in self.candidates
@@ -239,7 +234,7 @@ class LeftShards:
         ]
         return replace(found, notes=(*found.notes, *notes))
 
-    def _compared(self, unit: CheckpointUnit, shards: Candidate, step: str) -> str:
+    def _compare(self, unit: CheckpointUnit, shards: Candidate, step: str) -> str:
         name = _label(shards, step)
         try:
             reason = next(self._differences(unit.candidate, shards), "")
@@ -260,21 +255,21 @@ class LeftShards:
         try:
             parts = self.read(shards)
         except InputError:
-            return  # of the shards some are gone, and the model is whole by itself
+            return  # some shards are missing, and the model is complete without them
         for key in [*parts.tensors, *whole.tensors]:
-            one, other = whole.tensors.get(key), parts.tensors.get(key)
-            if one is None or other is None:
-                yield f"it {'lacks' if one is None else 'alone has'} tensor {key!r}"
-            elif (one.dtype, one.shape) != (other.dtype, other.shape):
+            mine, other = whole.tensors.get(key), parts.tensors.get(key)
+            if mine is None or other is None:
+                yield f"it {'lacks' if mine is None else 'alone has'} tensor {key!r}"
+            elif (mine.dtype, mine.shape) != (other.dtype, other.shape):
                 yield (
-                    f"has tensor {key!r} as {one.dtype.name} {list(one.shape)} against"
+                    f"has tensor {key!r} as {mine.dtype.name} {list(mine.shape)} against"
                     f" {other.dtype.name} {list(other.shape)}"
                 )
-            elif not one.shape and self._number(whole, one) != self._number(parts, other):
+            elif not mine.shape and self._number(whole, mine) != self._number(parts, other):
                 yield f"has another number in {key!r}, as torch's consolidation writes 0 there"
 
     def _number(self, index: TensorIndex, entry: TensorEntry) -> bytes:
-        """Returns the bytes of a tensor without dimensions, of which there are few."""
+        """Returns the bytes of a tensor without dimensions."""
         record = index.records[int(entry.chunks.record[0])]
         return self.source.read(index.files[record.file].path, record.start, record.stop)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.conversion.compare_names import Subject, compare_now
-from ckptkit.conversion.source.model_folders import pretrained_index
+from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.verify import run_verification
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.dtypes import DType, dtype_named
@@ -332,7 +332,7 @@ def _tensors_of(folder: Folder, manifest: Manifest | None) -> dict[str, tuple[DT
     """Returns element types and shapes of what is pushed; the manifest has them, or the headers."""
     if manifest is not None:
         return {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
-    index = pretrained_index(folder)
+    index = read_pretrained_index(folder)
     entries = () if index is None else index.of_part("model")
     return {str(entry.name): (entry.dtype, entry.shape) for entry in entries}
 

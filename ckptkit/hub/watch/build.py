@@ -15,7 +15,7 @@ from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.job import run_job
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.source.adapters import adapter_facts
+from ckptkit.conversion.source.adapters import describe_adapters
 from ckptkit.conversion.source.open import PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
@@ -238,7 +238,7 @@ def _holds_adapter(src: PathLike) -> bool:
     """Returns whether the checkpoint holds an adapter of PEFT; its problems are reported later."""
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(src))
-        return adapter_facts(checkpoint, SideFolders(stack, checkpoint, None)) is not None
+        return describe_adapters(checkpoint, SideFolders(stack, checkpoint, None)) is not None
 
 
 def _check(result: Verification, kind: type[VerificationError | InputError]) -> None:

@@ -124,7 +124,7 @@ def test_a_prefix_that_explains_some_modules_only_is_not_taken(
         asked.append(config)
         return DiskNames(None, ())
 
-    monkeypatch.setattr(merge_base, "disk_names", disk_names)
+    monkeypatch.setattr(merge_base, "find_disk_names", disk_names)
     names = ["vision_tower.fc1.weight", "language_model.model.layers.0.q_proj.weight"]
     base = SimpleNamespace(entries=dict.fromkeys(names), is_live=False)
     modules = ["model.vision_tower.fc1", "model.language_model.layers.0.q_proj"]

@@ -47,7 +47,7 @@ ALLOWED = {
     ("ckptkit/integrations/model_export", "_move_into", "hidden.rglob"): CONSTANT,
     ("ckptkit/integrations/model_export", "_move_into", "out.glob"): CONSTANT,
     ("ckptkit/conversion/naming_program", "_library", ".glob"): CONSTANT,
-    ("ckptkit/conversion/names_on_disk", "Converter._started", "subprocess.Popen"): PROGRAM,
+    ("ckptkit/conversion/names_on_disk", "Converter._start", "subprocess.Popen"): PROGRAM,
     ("ckptkit/conversion/naming_program", "NamingProgram.ask", "subprocess.Popen"): PROGRAM,
     ("ckptkit/options", "matches", "fnmatchcase"): GIVEN,
     ("ckptkit/plan/side_files", "_fits", "fnmatchcase"): GIVEN,
