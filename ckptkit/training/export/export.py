@@ -1,10 +1,8 @@
-"""The final model folder, written by all ranks at once: no gather, no collective, no second pass.
+"""Writes the final model folder from all ranks at once: no gather, collective or second pass.
 
 Every rank plans the whole folder from what it knows of the model, and writes its own bytes at
-their final offsets. When they are durable it tells rank 0, which makes the folder visible once
-all ranks have done so. A rank that is late keeps nobody waiting but that commit.
-
-One export as one rank goes through it: planned, written, agreed on, committed, reported.
+their final offsets. When they are durable it reports to rank 0, which makes the folder visible once
+all ranks have done so. A late rank delays only that commit, in the background.
 """
 
 from __future__ import annotations
@@ -127,14 +125,14 @@ class ExportAttempt:
             else:
                 self._save(how.removeprefix(_ONE_WRITER), bound, save_instead)
         except BaseException as error:
-            first = self._tell(error)
+            first = self._share_failure(error)
             self._give_up()
             if first is None:
                 raise
             raise first from error
 
     def finish(self, handle: ExportHandle, began: float, durable: float) -> None:
-        """Waits for the other ranks, and ends the handle; for a thread of its own."""
+        """Waits for the other ranks, and completes the handle; for a thread of its own."""
         try:
             if self._saved is not None:
                 report = self._report_of(self._saved, began)
@@ -159,7 +157,7 @@ class ExportAttempt:
         return SharedTarget(request.out, nonce, overwrite=request.overwrite)
 
     def _agreed_way(self, target: SharedTarget) -> str:
-        """Tells how the output can be written: the first rank decides for all."""
+        """Returns how the output can be written: the first rank decides for all."""
         choice = self._way_of_many()
         if choice == _RANGES:
             choice = target.why_no_ranges() or _RANGES
@@ -224,7 +222,7 @@ class ExportAttempt:
     def _hand_over(
         self, target: SharedTarget, plan: Plan, parts: Sequence[BoxWrite]
     ) -> tuple[dict[Fqn, ChecksumShare], list[Row]]:
-        """Writes this rank's part to a file of its own, for rank 0 to put in its place."""
+        """Writes this rank's part to a file of its own, which rank 0 puts in place."""
         file = target.part_file(part_of(self._peers.rank))
         try:
             shares = write_parts(file, plan, parts)
@@ -244,8 +242,8 @@ class ExportAttempt:
             names = disk_names(parts_of_model(bound), table, parse_config(side))
         self._request = replace(self._request, versions=names.versions)
 
-        def is_tied(one: Fqn, other: Fqn) -> bool:
-            same = exported.same(one, other)
+        def is_tied(name: Fqn, other: Fqn) -> bool:
+            same = exported.same(name, other)
             if exported.is_everywhere and same is None:
                 return True
             return bool(self._agree(same is not False, all))
@@ -256,7 +254,7 @@ class ExportAttempt:
         return plan, names
 
     def _whole(self, exported: ExportView) -> Table:
-        """Returns the tensors of the whole model, which ranks of a pipeline have to tell."""
+        """Returns the tensors of the whole model, which ranks of a pipeline have to exchange."""
         if exported.is_everywhere:
             return exported.table
 
@@ -266,7 +264,7 @@ class ExportAttempt:
         return unpack_table(self._agree(pack_table(exported.table), decide))
 
     def _agreed(self) -> Mapping[str, Any]:
-        """Tells all ranks that this one is done, and returns what was committed."""
+        """Reports to all ranks that this one is done, and returns what was committed."""
         written, target = self._written, self._target
         assert written is not None and target is not None  # noqa: S101, PT018  begin() returned
         decided: list[Mapping[str, Any]] = []
@@ -291,7 +289,7 @@ class ExportAttempt:
         except CkptkitError as error:
             if not decided:
                 raise
-            logger.warning("%s is there, but not all ranks know: %s", self._request.out, error)
+            logger.warning("%s is complete, but not all ranks know: %s", self._request.out, error)
             return decided[0]
         return answer
 
@@ -300,25 +298,25 @@ class ExportAttempt:
         patience = self._timeout_seconds * (2 if self._peers.rank else 1)
         return self._peers.agree(self._topic, value, decide, timeout_seconds=patience)
 
-    def _tell(self, error: BaseException) -> CkptkitError | None:
-        """Has all ranks fail with what went wrong here.
+    def _share_failure(self, error: BaseException) -> CkptkitError | None:
+        """Fails the export on all ranks with the error of this one.
 
         Returns:
-            What went wrong on another rank before, and led to this: it removes what it wrote.
+            The error of another rank that came before, and led to this one.
         """
-        told: CkptkitError = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        shared: CkptkitError = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
         if isinstance(error, CkptkitError):
-            told = error
+            shared = error
         elif not isinstance(error, Exception):
-            told = SaveError("was interrupted")
+            shared = SaveError("was interrupted")
         if self._peers.world_size > 1:
-            told = told.located(f"rank {self._peers.rank}")
-        own = json.dumps(told.to_json()).encode()
+            shared = shared.located(f"rank {self._peers.rank}")
+        own = json.dumps(shared.to_json()).encode()
         try:
             first = self._peers.store.compare_set(f"exports/{self._number}/error", b"", own)
-            self._peers.refuse(self._topic, told, timeout_seconds=self._timeout_seconds)
+            self._peers.refuse(self._topic, shared, timeout_seconds=self._timeout_seconds)
         except CkptkitError as problem:
-            logger.warning("the other ranks could not be told of %s: %s", error, problem)
+            logger.warning("the other ranks could not be informed of %s: %s", error, problem)
             return None
         is_first = first == own or not isinstance(error, Exception)
         return None if is_first else error_from_json(json.loads(first))
@@ -367,14 +365,14 @@ class ExportAttempt:
 
 def _arguments(options: ConsolidateRequest) -> list[str]:
     """Returns the options of an export as those of the command, without the usual ones."""
-    usual, found = ConsolidateRequest(), list[str]()
+    usual, arguments = ConsolidateRequest(), list[str]()
     if options.dtype != usual.dtype:
-        found += ["--dtype", options.dtype]
+        arguments += ["--dtype", options.dtype]
     if options.names != usual.names:
-        found += ["--names", options.names]
+        arguments += ["--names", options.names]
     if options.max_file_bytes != usual.max_file_bytes:
-        found += ["--max-shard-size", str(options.max_file_bytes)]
-    return found
+        arguments += ["--max-shard-size", str(options.max_file_bytes)]
+    return arguments
 
 
 __all__ = ["ExportHandle", "ExportOptions", "Exporter", "make_request"]
@@ -403,12 +401,12 @@ class ExportOptions(TypedDict, total=False):
 def make_request(
     out: str | PathLike[str], options: ExportOptions, source: Mapping[str, Any]
 ) -> ExportRequest:
-    """Checks what the user asks of an export.
+    """Checks the options of an export.
 
     Args:
-        out: The directory to be.
+        out: The directory to write.
         options: How to write it.
-        source: What the manifest says of the origin; what lies at its `path` is not replaced.
+        source: What the manifest says of the origin; the folder at its `path` is not replaced.
     """
     path = os.fspath(out)
     check_path(path, "out")
@@ -440,7 +438,7 @@ class Exporter:
 
         Args:
             peers: The ranks.
-            sidecar: What the user adds beside the weights.
+            sidecar: What the user adds to the weights.
             timeout_seconds: How long other ranks are waited for.
         """
         self._peers = peers
@@ -457,11 +455,11 @@ class Exporter:
     ) -> ExportHandle:
         """Writes this rank's part, and leaves the rest to the background.
 
-        Where ranks hold different tensors, as stages of a pipeline do, all of them are waited for
-        before.
+        Where ranks hold different tensors, as stages of a pipeline do, it waits for all of them
+        first.
 
         Args:
-            find_bound: Returns the state, with one model; what it raises is told to all ranks.
+            find_bound: Returns the state, with one model; its errors are raised on all ranks.
             request: What to write.
             save_instead: Saves the state sharded, where the output's storage does not take
                 ranges from several machines; called on all ranks or on none.

@@ -1,14 +1,12 @@
 """Which bytes of which file an export writes: the plan of the whole, and the parts of a rank.
 
-Pure: the plan follows from names, element types and shapes, which every rank knows of the whole
-model, so that all ranks come to the same one without talk. It is what `ckptkit consolidate`
-plans for a save of the same state.
+The plan follows from names, element types and shapes, which every rank knows of the whole model,
+so that all ranks compute the same one without communication. It is what `ckptkit consolidate` plans
+for a save of the same state.
 
-The names of an exported model's tensors on disk: those that its `save_pretrained` would write.
-
-Every rank finds them out by itself, from what all ranks know alike. A model whose names cannot
-be told is exported under the names of training, which Transformers 5 loads too: an export is
-often the last thing that a job does.
+The names on disk are those that the model's `save_pretrained` would write. Every rank determines
+them from what all ranks know alike. A model whose names are not known is exported under the names
+of training, which Transformers 5 loads too: an export is often the last thing that a job does.
 """
 
 from __future__ import annotations
@@ -77,11 +75,11 @@ Part = tuple[Box, torch.Tensor]
 
 
 class ExportNames:
-    """How live tensors are called, and cut, on disk.
+    """The names of live tensors on disk, and how these cut them.
 
     Attributes:
         notes: What the user should know.
-        versions: The libraries that told the names, with their versions.
+        versions: The libraries that determine the names, with their versions.
     """
 
     def __init__(self, names: HubNames | None, notes: tuple[str, ...] = ()) -> None:
@@ -101,13 +99,13 @@ class ExportNames:
         return self._called.get(live, live)
 
     def specs(self, written: Table) -> Iterator[TensorSpec]:
-        """Yields the tensors on disk, given the live ones as they are to be written."""
+        """Yields the tensors on disk, from the live ones as they are to be written."""
         if not self._tensors:
             yield from written.values()
         for name, tensor in self._tensors.items():
-            found = [written[source] for source in tensor.sources if source in written]
-            if found:
-                yield TensorSpec(name, found[0].dtype, tensor.shape)
+            sources = [written[source] for source in tensor.sources if source in written]
+            if sources:
+                yield TensorSpec(name, sources[0].dtype, tensor.shape)
 
     def sources(self, name: Fqn) -> tuple[Fqn, ...]:
         tensor = self._tensors.get(name)
@@ -140,7 +138,7 @@ class ExportNames:
 
 
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
-    """Finds out what the tensors of a model are called on disk.
+    """Determines the names of a model's tensors on disk.
 
     Args:
         modules: The model; several modules where they are stages of a pipeline.
@@ -158,7 +156,7 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> Expor
     if not why:
         try:
             names = _asked(model, {**config, "architectures": [own.__name__]}, table)
-        except Exception as error:  # noqa: BLE001  whatever goes wrong there, it is written
+        except Exception as error:  # noqa: BLE001  an export is written without them
             why = f"{type(error).__name__}: {error}"
     if names is not None and not _can_be_cut(names):
         why, names = _why_not(names), None
@@ -182,7 +180,7 @@ def _can_be_cut(names: HubNames) -> bool:
 
 
 def _why_not(names: HubNames) -> str:
-    """Says what keeps every rank from writing what it holds."""
+    """Returns why ranks cannot write these names from what each of them holds."""
     for tensor in names.tensors.values():
         if tensor.computed is not None:
             return (
@@ -199,7 +197,7 @@ def _is_same(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> bool:
 
 
 def _moved(shared: Box, place: Box, window: Window) -> Box:
-    """Returns where on disk a part of a live tensor lies."""
+    """Returns where on disk a part of a live tensor is."""
     return Box(
         tuple(
             offset + shared.offsets[axis] - window.box.offsets[axis]
@@ -219,7 +217,7 @@ def _taken(local: torch.Tensor, box: Box, shared: Box, window: Window) -> torch.
 
 
 BLOCK_BYTES = 8 << 20
-"""What is cast, summed and written at once."""
+"""The size of the blocks that are cast, checksummed and written."""
 
 _LONG_BYTES = 1 << 20  # runs from here on are written past the page cache, each on its own
 _OF_MODELS = frozenset({CONFIG, "generation_config.json"})
@@ -241,10 +239,10 @@ _COMPUTED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What an export was asked for.
+    """The request of an export.
 
     Attributes:
-        out: The directory to be.
+        out: The directory to write.
         options: Element type and size of files.
         overwrite: Whether a directory that holds something is replaced.
         source: What the manifest says of the origin.
@@ -260,7 +258,7 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """Where a tensor lies in the output: file, first byte in it, and how it looks there."""
+    """Where a tensor is in the output: its file, first byte in it, and description."""
 
     path: str
     start: int
@@ -301,10 +299,10 @@ def plan_model(
 
     Args:
         table: The tensors of the whole model.
-        side: What lies beside the weights, by name: configurations, tokenizer.
-        options: What was asked for.
-        is_tied: Tells whether two tensors that are declared tied hold the same bytes.
-        names: How its tensors are called, and cut, on disk.
+        side: The other files, by name: configurations, tokenizer.
+        options: How to write it.
+        is_tied: Returns whether two tensors that are declared tied hold the same bytes.
+        names: The names of its tensors on disk.
         where: The output, for messages.
 
     Returns:
@@ -337,8 +335,8 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
 
     Args:
         table: The tensors of the adapter, by the names that PEFT's files give them.
-        side: What lies beside them, with `adapter_config.json`.
-        options: What was asked for.
+        side: The other files, with `adapter_config.json`.
+        options: How to write it.
     """
     kind = parse_json_object(side[ADAPTER_CONFIG], where=ADAPTER_CONFIG).get("peft_type")
     if not table or kind in _COMPUTED:
@@ -358,7 +356,7 @@ def places_of(plan: Plan) -> dict[Fqn, OutputPlace]:
 
 
 def digest_of_plan(plan: Plan) -> str:
-    """Returns what two ranks have in common that plan the same tensor bytes."""
+    """Returns a digest that is equal on ranks that plan the same tensor bytes."""
     rows = [
         [file.path, segment.start, spec.name, spec.dtype.name, list(spec.shape)]
         for file, segment, spec in plan.specs()
@@ -367,15 +365,15 @@ def digest_of_plan(plan: Plan) -> str:
 
 
 def merge_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
-    """Joins what ranks hold that do not all hold the same, such as stages of a pipeline."""
+    """Joins the tables of ranks that hold different tensors, such as stages of a pipeline."""
     merged: dict[Fqn, TensorSpec] = {}
     for rank, table in enumerate(tables):
         for name, spec in table.items():
-            known = merged.setdefault(name, spec)
-            if known != spec:
+            first = merged.setdefault(name, spec)
+            if first != spec:
                 raise UsageError(
                     f"{spec.dtype.name} of shape {list(spec.shape)} was found on rank {rank} where"
-                    f" another one has {known.dtype.name} of shape {list(known.shape)}",
+                    f" another one has {first.dtype.name} of shape {list(first.shape)}",
                     where=name,
                     hint="all ranks have to export the same model",
                 )

@@ -1,11 +1,7 @@
-"""The bytes of an export that are this rank's: cast, summed and written where they stay.
+"""Writes this rank's part of an export: collects its tensors, casts, checksums and writes them.
 
-Block by block through a few reused buffers: the calling thread casts while others write. Nothing
-is read back.
-
-Casts with torch's rounding, which is the fastest at hand; the bytes are those of `Caster`.
-
-What a rank has to export: the tensors of its model, its own parts of them, and their files.
+Blocks go through a few reused buffers: the calling thread casts while others write. Nothing is read
+back. Casts from float32 use torch's rounding, which is fastest; the bytes are those of `Caster`.
 """
 
 from __future__ import annotations
@@ -13,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import operator
 import os
 import zlib
 from collections import defaultdict, deque
@@ -62,9 +59,9 @@ _TARGETS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchCaster(Caster):
-    """Rounds float32 by torch; what of NaN and overflow is settled as for all casts."""
+    """Rounds float32 by torch; NaN and overflow are handled as in all casts."""
 
-    _at_once = 1 << 20  # a call of torch takes longer to begin than one of numpy
+    _at_once = 1 << 20  # a call of torch costs more than one of numpy
 
     def __init__(self, target: DType) -> None:
         super().__init__(_FLOAT32, target)
@@ -83,8 +80,7 @@ def caster_of(source: DType, target: DType) -> Caster:
 
 
 WRITERS = 2
-"""Threads of a rank that do nothing but write: one that casts as well would come to its processor
-too late, and leave the device idle."""
+"""Threads of a rank that only write: one that casts as well would leave the device idle."""
 _BUFFERS = WRITERS + 1
 
 
@@ -93,7 +89,7 @@ class BoxWrite:
     """A box of a tensor that this rank writes.
 
     Attributes:
-        place: Where the tensor lies in the output.
+        place: Where the tensor is in the output.
         dtype: Of the elements here, before they are cast.
         box: Which part of the tensor it is.
         local: The elements, in the shape of the box.
@@ -113,23 +109,23 @@ class BoxWrite:
 def write_parts(
     target: SharedTarget | PartFile, plan: Plan, parts: Sequence[BoxWrite]
 ) -> dict[Fqn, ChecksumShare]:
-    """Writes parts of tensors, and returns the share that each tensor has got from them."""
+    """Writes parts of tensors, and returns the checksum share of each tensor."""
     _check_room(target, plan, parts)
     sizes = {file.path: file.size_bytes for file in plan.files}
     for path in dict.fromkeys(part.place.path for part in parts):
         target.create(path, sizes[path])
     _settle(part.local.device for part in parts)
-    desk = _Desk()
+    caster = _BlockCaster()
     under_way: deque[Future[memoryview]] = deque()
     with ThreadPoolExecutor(WRITERS, "ckptkit-export") as writers:
         for part, block in _jobs(parts):
             full = len(under_way) == _BUFFERS
             buffer = under_way.popleft().result() if full else _buffer()
-            starts, data = desk.cast(part, block, buffer)
+            starts, data = caster.cast(part, block, buffer)
             under_way.append(writers.submit(_write, target, part.place.path, starts, data, buffer))
         for written in under_way:
             written.result()
-    return dict(desk.shares)
+    return dict(caster.shares)
 
 
 def _check_room(target: SharedTarget | PartFile, plan: Plan, parts: Sequence[BoxWrite]) -> None:
@@ -164,13 +160,13 @@ def _write(
 
 
 def _settle(devices: Iterable[torch.device]) -> None:
-    """Waits for what is queued on devices: the threads that copy from there have other streams."""
+    """Waits for the current stream of each device: the threads that copy use other streams."""
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def write_literals(target: SharedTarget, plan: Plan) -> None:
-    """Makes all files of a plan and writes what is known of them beforehand; for one rank."""
+    """Creates all files of a plan and writes their literal segments; for one rank."""
     for file in plan.files:
         target.create(file.path, file.size_bytes)
         for segment in file.segments:
@@ -179,8 +175,8 @@ def write_literals(target: SharedTarget, plan: Plan) -> None:
 
 
 def _jobs(parts: Sequence[BoxWrite]) -> Iterator[tuple[BoxWrite, Block]]:
-    # In the order of the files: the device then writes long stretches. What goes through the page
-    # cache has to wait until nothing else is written to the file, so it comes last.
+    # In the order of the files, so that the device writes sequentially. Writes through the page
+    # cache wait until nothing else is written to the file, so they come last.
     def order(part: BoxWrite) -> tuple[bool, str, int]:
         return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
 
@@ -189,8 +185,8 @@ def _jobs(parts: Sequence[BoxWrite]) -> Iterator[tuple[BoxWrite, Block]]:
             yield part, block
 
 
-class _Desk:
-    """Where blocks are cast and summed."""
+class _BlockCaster:
+    """Casts blocks into buffers, and computes their checksums."""
 
     def __init__(self) -> None:
         self.shares: defaultdict[Fqn, ChecksumShare] = defaultdict(ChecksumShare)
@@ -202,7 +198,7 @@ class _Desk:
         """Returns where the runs of a block begin in its file, and their bytes in the buffer."""
         place, itemsize = part.place, part.place.spec.dtype.itemsize
         size = (block.stop - block.first) * itemsize
-        # A single run lies in memory as it will lie on disk pages.
+        # The position of a single run in its memory page is that in its page on disk.
         low = (place.start + int(block.at[0])) % PAGE_BYTES if len(block.at) == 1 else 0
         data = buffer[low : low + size]
         self._fill(part, block, np.frombuffer(data, np.uint8))
@@ -234,7 +230,7 @@ def _position(block: Block, element: int, itemsize: int) -> int:
 
 
 def _elements(local: torch.Tensor, block: Block) -> NDArray[Any]:
-    """Returns the bytes of the elements of a block, gathered first where they lie scattered."""
+    """Returns the bytes of the elements of a block, gathered first where they are scattered."""
     if not (local.device.type == "cpu" and is_plain(local)):
         gathered = torch.empty(block.stop - block.first, dtype=local.dtype)
         at = 0
@@ -257,7 +253,7 @@ _ADAPTERS = "adapters"
 
 @dataclass(frozen=True, slots=True)
 class ExportView:
-    """A rank's view of what is exported.
+    """What this rank holds of the exported model.
 
     Attributes:
         table: The tensors that are on this rank, whole or in part.
@@ -279,10 +275,10 @@ class ExportView:
             if id(piece) in self.owned:
                 yield from boxes_of(piece)
 
-    def same(self, one: Fqn, other: Fqn) -> bool | None:
-        """Returns whether two tensors are equal as far as this rank sees; None if they are one."""
-        first, second = self.pieces.get(one, ()), self.pieces.get(other, ())
-        if first and len(first) == len(second) and all(map(_is, first, second)):
+    def same(self, name: Fqn, other: Fqn) -> bool | None:
+        """Whether two tensors are equal as far as this rank sees; None if they are one."""
+        first, second = self.pieces.get(name, ()), self.pieces.get(other, ())
+        if first and len(first) == len(second) and all(map(operator.is_, first, second)):
             return None
         if [piece.places for piece in first] != [piece.places for piece in second]:
             return False  # then both are written, which loads as well
@@ -302,7 +298,7 @@ def parts_of_model(bound: BoundState) -> list[nn.Module]:
 
 
 def is_adapter(bound: BoundState) -> bool:
-    """Returns whether the model is a PEFT model, of which only the adapter is exported."""
+    """Whether the model is a PEFT model, of which only the adapter is exported."""
     return adapter_names(parts_of_model(bound)[0]) is not None
 
 
@@ -328,7 +324,7 @@ def view_model(bound: BoundState) -> ExportView:
     taken = list({id(piece): piece for _, piece in named}.values())
     mine = zip(taken, select_owned(taken), strict=True)
     return ExportView(
-        table={name: _spec(name, found[0]) for name, found in pieces.items()},
+        table={name: _spec(name, parts[0]) for name, parts in pieces.items()},
         pieces=pieces,
         owned=frozenset(id(piece) for piece, is_mine in mine if is_mine),
         is_everywhere=all(view.values.count >= bound.world_size for view in views),
@@ -337,18 +333,18 @@ def view_model(bound: BoundState) -> ExportView:
 
 
 def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, bytes]:
-    """Returns what lies beside the weights, by name: all of it on rank 0.
+    """Returns the files besides the weights, by name: all of them on rank 0.
 
-    The other ranks need what the plan depends on: configurations, and not tokenizers.
+    The other ranks need only those that the plan depends on: configurations, not tokenizers.
     """
     modules = parts_of_model(bound)
     if bound.rank:
         sidecar = {key: value for key, value in sidecar.items() if _may_configure(value)}
     files = collect_sidecar(modules, sidecar)
-    found = {file.path.removeprefix(f"{SIDE_FOLDER}/"): file.data for file in files}
+    contents = {file.path.removeprefix(f"{SIDE_FOLDER}/"): file.data for file in files}
     adapter = adapter_names(modules[0])
-    own = found.get(f"{_ADAPTERS}/{adapter.adapter}/{ADAPTER_CONFIG}") if adapter else None
-    return found if own is None else {**found, ADAPTER_CONFIG: own}
+    own = contents.get(f"{_ADAPTERS}/{adapter.adapter}/{ADAPTER_CONFIG}") if adapter else None
+    return contents if own is None else {**contents, ADAPTER_CONFIG: own}
 
 
 def _may_configure(value: object) -> bool:
@@ -403,11 +399,7 @@ def _spec(name: Fqn, piece: Piece) -> TensorSpec:
     return TensorSpec(name, dtype_named(str(local.dtype), where=name), piece.shape)
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
-    return torch.equal(*(side.contiguous().view(-1).view(torch.uint8) for side in (one, other)))
+    return torch.equal(*(side.contiguous().view(-1).view(torch.uint8) for side in (tensor, other)))

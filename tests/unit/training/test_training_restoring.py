@@ -324,7 +324,7 @@ def test_a_step_without_a_manifest_is_never_taken_but_can_be_named(
 
 
 def test_a_step_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ResumeError, match="step 8 was asked for"):
+    with pytest.raises(ResumeError, match="step 8 was requested"):
         resume(bound(state_of()), tmp_path, alone(), timeout_seconds=5, step=8)
 
 
