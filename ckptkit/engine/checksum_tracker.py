@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, join_pieces
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, CkptkitError
-from ckptkit.plan.plan import OutputFile, Segment, SegmentRange, ServerCopy, Trailer
+from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer
 
 READ_BYTES = 1 << 20
 ReadInto = Callable[[int, memoryview], None]  # absolute position in the file
@@ -271,11 +271,11 @@ class DeferredChecksums:
         for number, file in enumerate(files):
             for position, segment in enumerate(file.segments):
                 if isinstance(segment.body, ServerCopy):
-                    self._take_copies((number, position), segment, segment.body)
-
-    def _take_copies(self, slot: Slot, segment: Segment, body: ServerCopy) -> None:
-        checksum = self._sums.setdefault(slot, _SegmentChecksum(segment.stop - segment.start))
-        checksum.add((c.start - segment.start, c.size_bytes, c.crc32) for c in body.copied)
+                    checksum = _SegmentChecksum(segment.stop - segment.start)
+                    copied = segment.body.copied
+                    self._sums.setdefault((number, position), checksum).add(
+                        (c.start - segment.start, c.size_bytes, c.crc32) for c in copied
+                    )
 
     def note(self, slot: Slot, start: int, data: memoryview) -> None:
         if slot in self._sums:

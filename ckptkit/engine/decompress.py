@@ -311,9 +311,9 @@ class _Stream:
             self._ahead = replace(ahead, head=b"")
         self._close()
 
-    def _cut_short(self, found: int, size: int) -> FormatError:
+    def _cut_short(self, decoded: int, size: int) -> FormatError:
         return TruncatedFileError(
-            f"zstd stream ends after {found:,} of {size:,} bytes of data",
+            f"zstd stream ends after {decoded:,} of {size:,} bytes of data",
             where=self.expected.where,
             hint="the file was cut short or damaged; copy it again, or take an earlier checkpoint",
         )

@@ -89,7 +89,8 @@ class Executor:
         """
         self._listener(Started(self._plan.bytes_written))
         self.create_files()
-        self._copy_at_store()
+        if isinstance(self._target, CopyingTarget):
+            StoreCopies(self._plan, self._inputs.origins, self._target).run(self._listener)
         self._run(self._plan.tasks(self._settings.task_bytes), self._put_whole)
         self._settle()
         self._digest_copied()
@@ -171,10 +172,6 @@ class Executor:
         self._settle()
         self.digests = outcome.digests
         return outcome.digests
-
-    def _copy_at_store(self) -> None:
-        if isinstance(self._target, CopyingTarget):
-            StoreCopies(self._plan, self._inputs.origins, self._target).run(self._listener)
 
     def _digest_copied(self) -> None:
         for number, file in enumerate(self._plan.files):

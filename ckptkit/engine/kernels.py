@@ -289,9 +289,9 @@ class RecastKernel:
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Makes one block and casts it."""
-        made = np.empty(target.size, numpy_dtype(self.source))
-        self.kernel.run(self._made(out), block, inputs, made)
-        overflow = Caster(self.source, self.target).cast(made, target)
+        values = np.empty(target.size, numpy_dtype(self.source))
+        self.kernel.run(self._made(out), block, inputs, values)
+        overflow = Caster(self.source, self.target).cast(values, target)
         if overflow is not None:
             raise overflow_error(
                 overflow, self.target, where=f"tensor {out.name!r}", block_start=block.start

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckptkit.core.index import FileRange, Key, Shape, Span, TensorIndex
+from ckptkit.core.index import FileRange, Key, Span, TensorIndex
 from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, SpanOverlap
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
 from ckptkit.storage.base import Source, distant
@@ -229,7 +229,8 @@ def ranges_of(
             if lookup.chunks.strides.get(overlap.row) is None:
                 yield FileRange(path, start, min(start + size, record.stop))
             continue
-        around = record.stop - record.start - _chunk_bytes(lookup, overlap.row)
+        chunk_bytes = math.prod(overlap.chunk) * lookup.entry.stored_dtype.itemsize
+        around = record.stop - record.start - chunk_bytes
         yield from windows_of(index, lookup, overlap.row)
         if 0 <= around <= _MOST_AROUND_BYTES:
             start = record.start + first
@@ -255,8 +256,3 @@ def _known(lookup: ChunkLookup, overlap: SpanOverlap, place: Located) -> Iterato
 def _bytes_of(lookup: ChunkLookup, overlap: SpanOverlap) -> tuple[int, int]:
     itemsize = lookup.entry.stored_dtype.itemsize
     return overlap.source_start * itemsize, overlap.elements * itemsize
-
-
-def _chunk_bytes(lookup: ChunkLookup, row: int) -> int:
-    sizes: Shape = tuple(lookup.chunks.sizes[row].tolist())
-    return math.prod(sizes) * lookup.entry.stored_dtype.itemsize

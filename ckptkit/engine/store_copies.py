@@ -88,15 +88,15 @@ def copies_of(file: OutputFile) -> list[CopiedRange]:
 def _sources(
     file: OutputFile, origins: Mapping[str, Origin]
 ) -> Iterator[tuple[CopiedRange, CopySource]]:
-    known: dict[tuple[str, str], CopySource | None] = {}
+    objects: dict[tuple[str, str], CopySource | None] = {}
     for segment in file.segments:
         if isinstance(segment.body, ServerCopy):
             origin = origins[segment.body.origin]
             for copied in segment.body.copied:
                 key = origin.name, copied.path
-                if key not in known:
-                    known[key] = _object_of(origin, copied.path)
-                source = known[key]
+                if key not in objects:
+                    objects[key] = _object_of(origin, copied.path)
+                source = objects[key]
                 if source is not None:
                     yield copied, source
 

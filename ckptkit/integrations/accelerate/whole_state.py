@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
 from ckptkit.core.index import Box, Shape
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.export.tensor_writes import boxes_of
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
@@ -259,7 +258,7 @@ def _lay_out(pieces: Sequence[Piece]) -> _GatherPlan:
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             return _GatherPlan(reason=f"{piece.key} is sparse, quantized or without data")
         names = tuple(".".join(map(str, path)) for path in (piece.key_path, *piece.aliases))
-        boxes = tuple(boxes_of(piece)) if is_mine else ()
+        boxes = tuple(piece.boxes()) if is_mine else ()
         parts.append(_SharedTensor(names, piece.shape, local.dtype, at, boxes))
         size = math.prod(piece.shape) * local.element_size()
         at += -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import operator
 import os
 import zlib
@@ -273,7 +272,7 @@ class ExportView:
         """Yields what this rank writes of a tensor: boxes, and their elements in that shape."""
         for piece in self.pieces.get(name, ()):
             if id(piece) in self.owned:
-                yield from boxes_of(piece)
+                yield from piece.boxes()
 
     def same(self, name: Fqn, other: Fqn) -> bool | None:
         """Whether two tensors are equal as far as this rank sees; None if they are one."""
@@ -349,18 +348,6 @@ def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, by
 
 def _may_configure(value: object) -> bool:
     return isinstance(value, (str, bytes, os.PathLike)) or hasattr(value, "to_json_string")
-
-
-def boxes_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yields the boxes of a piece, each with its elements in the shape of the box."""
-    if len(piece.places) == 1:
-        yield piece.places[0], piece.local
-        return
-    at = 0
-    for box in piece.places:
-        count = math.prod(box.sizes)
-        yield box, piece.local.narrow(0, at, count).view(box.sizes)
-        at += count
 
 
 def pack_table(table: Table) -> str:

@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import torch
 
-from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
 from ckptkit.storage.places import Place
@@ -268,9 +267,17 @@ class StepLoader:
             for unit in model.places.units if places else ():
                 stored = self.stored.index(unit).tensors if unit in pieces else {}
                 for number, piece in enumerate(pieces.get(unit, ())):
-                    entry, known = stored.get(Key(piece.key)), places.get(piece.entry, ())
-                    kept = {dtype for dtype in known if entry and _is_dtype(dtype, entry.dtype)}
-                    if kept and piece.local.dtype in known and piece.local.dtype not in kept:
+                    entry, dtypes_of_piece = stored.get(Key(piece.key)), places.get(piece.entry, ())
+                    kept = {
+                        dtype
+                        for dtype in dtypes_of_piece
+                        if entry and str(dtype) == f"torch.{entry.dtype.name}"
+                    }
+                    if (
+                        kept
+                        and piece.local.dtype in dtypes_of_piece
+                        and piece.local.dtype not in kept
+                    ):
                         read = torch.empty_like(piece.local, dtype=kept.pop())
                         pieces[unit][number] = replace(piece, local=read)
                         changes.append(partial(piece.local.copy_, read))
@@ -388,10 +395,10 @@ class StepLoader:
 
     def _left(self, model: BoundModel, unit: str, pieces: Sequence[Piece]) -> Iterator[str]:
         start, index = model.path, self.stored.index(unit)
-        given = extra_keys(index, start)
+        extra = extra_keys(index, start)
         for key in unexpected_keys(index, pieces):
             # A model that was wrapped before has the scales of its packed weights elsewhere.
-            if key in given or is_scale(key, index.tensors):
+            if key in extra or is_scale(key, index.tensors):
                 continue
             if index.tensors[key].key_path[: len(start)] == start:
                 yield key
@@ -406,10 +413,6 @@ class StepLoader:
     def __exit__(self, *error: object) -> None:
         if self._stored is not None:
             self._stored.close()
-
-
-def _is_dtype(dtype: torch.dtype, stored: DType) -> bool:
-    return str(dtype) == f"torch.{stored.name}"
 
 
 def _records_of(index: TensorIndex, entry: TensorEntry) -> list[tuple[int, int]]:

@@ -7,7 +7,6 @@ for it: records that are read whole at once, others as far as the ranks together
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ def _memories_of(piece: Piece) -> Iterator[tuple[Box, BoxMemory]]:
     """Yields each place of a piece, and its memory."""
     if not piece.elements:
         return
-    local = piece.local.detach()
+    local = piece.local
     if local.device.type == "meta":
         problem = "is still on the meta device, so there is nothing to load into"
         raise ResumeError(problem, where=piece.key)
@@ -96,14 +95,8 @@ def _memories_of(piece: Piece) -> Iterator[tuple[Box, BoxMemory]]:
             f"{local.numel():,} elements are on this rank against {piece.elements:,} in its places",
             where=piece.key,
         )
-    if len(piece.places) == 1:
-        yield piece.places[0], _memory_of(local.view(piece.places[0].sizes))
-        return
-    at = 0
-    for place in piece.places:
-        count = math.prod(place.sizes)
-        yield place, _memory_of(local[at : at + count].view(place.sizes))
-        at += count
+    for place, elements in piece.boxes():
+        yield place, _memory_of(elements.detach().view(place.sizes))
 
 
 def _memory_of(tensor: torch.Tensor) -> BoxMemory:

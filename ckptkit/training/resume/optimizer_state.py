@@ -205,12 +205,12 @@ def state_values(index: TensorIndex, path: KeyPath, rank: int) -> dict[str, list
         path: What comes before `state` in the key paths.
         rank: Of this process.
     """
-    found: dict[str, list[_Value]] = {}
+    values: dict[str, list[_Value]] = {}
     start = (*path, rank_bound.STATES)
     for keys in (below(index.values, path, STATE), below(index.values, start, str(rank))):
         for rest, key_path in keys:
-            found.setdefault(str(rest[0]), []).append(_Value(rest[1:], key_path))
-    return found
+            values.setdefault(str(rest[0]), []).append(_Value(rest[1:], key_path))
+    return values
 
 
 class _Value(NamedTuple):
@@ -243,14 +243,14 @@ def _layout(
     them, are left out: they share no parameter with this one.
 
     """
-    found = list(below(stored.index(bound.unit).values, bound.path, rank_bound.LAYOUTS))
-    if not found:
+    keys = list(below(stored.index(bound.unit).values, bound.path, rank_bound.LAYOUTS))
+    if not keys:
         return None
-    size = _parsed(stored, bound, found[0][1]).get("world_size")
+    size = _parsed(stored, bound, keys[0][1]).get("world_size")
     if size != world.number:
         raise _elsewhere(bound, f"{size} ranks saved it, and {world.number} resume")
     parameters: dict[str, Mapping[str, Any]] = {}
-    for rest, path in found:
+    for rest, path in keys:
         if rest[0] == str(world.own):
             held = _parsed(stored, bound, path)["parameters"]
             parameters |= held if held.keys() & live.keys() else {}
@@ -301,10 +301,10 @@ def _elsewhere(bound: BoundOptimizer, what: str) -> ResumeError:
 
 def _make_state(bound: BoundOptimizer, kinds: Sequence[Kinds], names: Collection[str]) -> None:
     """Lets the optimizer create tensors of its own classes, or in its own memory (paged ones)."""
-    made = {kind for of_parameter in kinds for _, kind in of_parameter} - {"Tensor"}
+    classes = {kind for of_parameter in kinds for _, kind in of_parameter} - {"Tensor"}
     low_bit = kinds and rank_bound.is_low_bit(bound.optimizer)
     paged = (kinds or names) and rank_bound.is_paged(bound.optimizer)
-    if made or low_bit or paged:
+    if classes or low_bit or paged:
         step_without_effect(bound.optimizer)
 
 
@@ -331,8 +331,8 @@ def _check_kinds(
     bound: BoundOptimizer, state: Mapping[Any, Any], kinds: Sequence[tuple[KeyPath, str]]
 ) -> None:
     for names, kind in kinds:
-        found = rank_bound.tensor_at(state, names)
-        here = "nothing" if found is None else rank_bound.kind_of(found)
+        tensor = rank_bound.tensor_at(state, names)
+        here = "nothing" if tensor is None else rank_bound.kind_of(tensor)
         if here != kind:
             raise ResumeError(
                 f"{class_of(bound.optimizer)} keeps a {here} as {'.'.join(map(str, names))!r} where"

@@ -153,7 +153,7 @@ def stored_groups(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> li
     wanted = [path for path, rest in tensors.items() if isinstance(rest[0], int) or rest[0] in own]
     for path, tensor in read_tensors(stored, bound.unit, wanted):
         leaves[tensors[path][0]][tensors[path][1:]] = tensor
-    groups = {key: _group_from(stored, bound, key, found) for key, found in leaves.items()}
+    groups = {key: _group_from(stored, bound, key, values) for key, values in leaves.items()}
     return [groups[key] for key in sorted(groups, key=str) if PARAMS in groups[key]]
 
 
@@ -177,7 +177,7 @@ def _check_mapping(value: object, where: str) -> None:
 
 
 def _set_exactly(
-    group: MutableMapping[Any, Any], found: Mapping[Any, Any], defaults: Mapping[str, Any]
+    group: MutableMapping[Any, Any], values: Mapping[Any, Any], defaults: Mapping[str, Any]
 ) -> None:
     """Gives a group the hyperparameters that were saved, and no others.
 
@@ -186,10 +186,10 @@ def _set_exactly(
     optimizer was built with in its place.
     """
     tensors = {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
-    for key in [key for key in group if key not in {PARAMS, _NAMES, *defaults} or key in found]:
+    for key in [key for key in group if key not in {PARAMS, _NAMES, *defaults} or key in values]:
         if key != PARAMS:
             del group[key]
-    for key, value in found.items():
+    for key, value in values.items():
         if key != PARAMS:
             built_as_tensor = isinstance(defaults.get(key), torch.Tensor) and key in tensors
             if built_as_tensor and type(value) in {int, float}:
@@ -207,14 +207,14 @@ def _filled(live: Any, value: Any) -> Any:
 
 
 def _set_group(
-    group: MutableMapping[str, Any], found: Mapping[str, Any], defaults: Mapping[str, Any]
+    group: MutableMapping[str, Any], values: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
     """Does what `_set_exactly` does with a step that does not have all types."""
     lacking = adapt({}, group)  # values without a leaf, such as empty mappings
-    for name in [name for name in group if name not in {PARAMS, _NAMES, *defaults, *found}]:
+    for name in [name for name in group if name not in {PARAMS, _NAMES, *defaults, *values}]:
         if name not in lacking:
             del group[name]
-    for name, value in found.items():
+    for name, value in values.items():
         if name == PARAMS:
             continue
         live = group.get(name)
@@ -249,7 +249,10 @@ class _State:
         """Gives an optimizer this state of a parameter, and no other."""
         live: Any = optimizer.state.get(parameter)
         device = parameter.device
-        leaves = {path: _on(device, value) for path, value in self.leaves.items()}
+        leaves = {
+            path: value.to(device) if isinstance(value, torch.Tensor) else value
+            for path, value in self.leaves.items()
+        }
         for path in self.filled:
             tensor = rank_bound.tensor_at(live, path)
             if tensor is not None:
@@ -264,10 +267,6 @@ class _State:
             live.update(value)
         else:
             optimizer.state[parameter] = value
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 class _StoredStates:
@@ -385,12 +384,14 @@ def unbound_changes(
     yield partial(_set_unbound, state, restored.value, exact=stored.has_structures)
 
 
-def _set_unbound(state: MutableMapping[Any, Any], found: Mapping[Any, Any], *, exact: bool) -> None:
+def _set_unbound(
+    state: MutableMapping[Any, Any], values: Mapping[Any, Any], *, exact: bool
+) -> None:
     live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
     for key in live:
-        if exact or key in found:
+        if exact or key in values:
             del state[key]
-    for key, value in found.items():
+    for key, value in values.items():
         state[key] = _filled(live.get(key), value)
 
 

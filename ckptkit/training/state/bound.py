@@ -131,14 +131,14 @@ def _check_key(key: object, layout: Layout) -> None:
 
 def _members(value: object) -> Iterator[tuple[int | None, Any]]:
     """Yields the members of a list of objects with state; other values are one entry."""
-    if isinstance(value, list | tuple) and value and all(_is_stateful(entry) for entry in value):
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(_has(entry, "state_dict", "load_state_dict") for entry in value)
+    ):
         yield from enumerate(value)
     else:
         yield None, value
-
-
-def _is_stateful(value: object) -> bool:
-    return _has(value, "state_dict", "load_state_dict")
 
 
 def _has(value: object, *methods: str) -> bool:

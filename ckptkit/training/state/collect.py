@@ -388,19 +388,22 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         entries.others,
         tuple(
             ModelWalk(
-                one.module, one.places, world=world, where=path_in_state(one.key, one.position)
+                entry.module,
+                entry.places,
+                world=world,
+                where=path_in_state(entry.key, entry.position),
             )
-            for one in entries.models
+            for entry in entries.models
         ),
         tuple(
             OptimizerWalk(
-                one.optimizer,
-                one.unit,
-                one.path,
+                entry.optimizer,
+                entry.unit,
+                entry.path,
                 world=world,
-                where=path_in_state(one.key, one.position),
+                where=path_in_state(entry.key, entry.position),
             )
-            for one in entries.optimizers
+            for entry in entries.optimizers
         ),
     )
     _check_optimizers(bound)
@@ -411,14 +414,14 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
 
 
 def _shown(bound: BoundOptimizer, error: Exception) -> str:
-    known = isinstance(error, CkptkitError)
-    text = str(error) if known else f"{type(error).__name__}: {error}"
+    expected = isinstance(error, CkptkitError)
+    text = str(error) if expected else f"{type(error).__name__}: {error}"
     logger.warning(
         "%s: the state of %s cannot be saved: %s",
         bound.name,
         class_of(bound.optimizer),
         text,
-        exc_info=not known,
+        exc_info=not expected,
     )
     return text[:2_000]
 

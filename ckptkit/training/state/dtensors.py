@@ -258,7 +258,7 @@ def _copies_among(mesh: DeviceMesh, around: frozenset[int], grids: Iterable[Devi
         return Copies()
     ranks = _ranks_of(mesh)
     for grid in grids:
-        siblings = [one for one in _siblings(grid, ranks) if around.issuperset(one)]
+        siblings = [sibling for sibling in _siblings(grid, ranks) if around.issuperset(sibling)]
         if len(siblings) * len(ranks) == len(around):
             return Copies(len(siblings), siblings.index(ranks))
     return Copies()

@@ -59,13 +59,13 @@ def check_registered(modules: Sequence[nn.Module]) -> None:
         if state._is_root is None:  # its first forward pass registers the parameters then
             continue
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            for known in group.fsdp_params if group is not None else ():
-                info = known._module_info
-                if info.module._parameters.get(info.param_name) is not known.sharded_param:
+            for sharded in group.fsdp_params if group is not None else ():
+                info = sharded._module_info
+                if info.module._parameters.get(info.param_name) is not sharded.sharded_param:
                     raise UnsupportedError(
                         "the module has another parameter than fully_shard works on, which goes"
                         " on with the old one",
-                        where=str(getattr(known, "_param_fqn", None) or info.param_name),
+                        where=str(getattr(sharded, "_param_fqn", None) or info.param_name),
                         hint="copy the values in place, or give the model new ones by"
                         " load_state_dict(…, assign=True)",
                     )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, memory_layout
@@ -271,7 +270,9 @@ class ModelWalk:
         return {
             "strategy": self._strategy(),
             "wrappers": wrapper_names(self._model),
-            "mesh": None if mesh is None else _mesh_facts(mesh),
+            "mesh": None
+            if mesh is None
+            else {"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())},
             "tied": tied,
             "flat_parameters": layout_facts(self._units()),
         }
@@ -321,11 +322,11 @@ class ModelWalk:
         return [(name, original(name, value)) for name, value in entries]
 
     def _unsaved_parameters(
-        self, known: Mapping[int, object]
+        self, saved: Mapping[int, object]
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that state_dict() leaves out, but an optimizer may have."""
         for raw, parameter in self._model.named_parameters():
-            if id(parameter) not in known:
+            if id(parameter) not in saved:
                 yield clean_fqn(raw, self._structure.parallel), parameter
 
 
@@ -520,7 +521,3 @@ def _reshards(model: nn.Module) -> Iterator[Callable[[], None]]:
         reshard = getattr(module, "reshard", None)  # FSDPModule moved between torch versions
         if callable(reshard) and callable(getattr(module, "unshard", None)):
             yield reshard
-
-
-def _mesh_facts(mesh: DeviceMesh) -> dict[str, Any]:
-    return {"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())}

@@ -137,11 +137,11 @@ class OptimizerWalk:
             if keep and all(isinstance(value, torch.Tensor) for value in now.values):
                 kept.stamp = Stamp.of(now.values, forget=kept.forget)
                 self._kept = kept
-        walk.found.add(kept.states)
+        walk.collected.add(kept.states)
         for index, group in enumerate(optimizer.param_groups):
             walk.take_group(index, group, kept.states.groups[index])
         walk.take_unbound(optimizer.state)
-        return walk.found
+        return walk.collected
 
 
 class _Place(NamedTuple):
@@ -254,7 +254,7 @@ class _Walk:
     """One walk over an optimizer."""
 
     def __init__(self, views: Sequence[ModelView], place: _Place, *, for_save: bool) -> None:
-        self.found = CollectedState()
+        self.collected = CollectedState()
         self._views = views
         self._for_save = for_save
         self._unit, self._path, self._world, self._where = place
@@ -284,10 +284,10 @@ class _Walk:
                 objects += rank_bound.composed_of(state, self._unit, self._path)
         for piece in pieces:
             storable_dtype(piece)
-        found = self.found
-        self.found = CollectedState()
-        objects += found.objects
-        return _States(tuple(pieces), tuple(objects), tuple(found.structures), tuple(groups))
+        collected = self.collected
+        self.collected = CollectedState()
+        objects += collected.objects
+        return _States(tuple(pieces), tuple(objects), tuple(collected.structures), tuple(groups))
 
     def _held(
         self, slots: Sequence[ShardLayout], optimizer: Optimizer, parameter: torch.Tensor
@@ -316,7 +316,7 @@ class _Walk:
         self._take_shared((*path, index), values, view, where)
         if view.values.own == 0:
             key = (*path, index, PARAMS)
-            self.found.objects.append(ObjectValue(self._unit, key, names.names))
+            self.collected.objects.append(ObjectValue(self._unit, key, names.names))
 
     def take_unbound(self, state: Mapping[Any, Any]) -> None:
         """Adds what an optimizer keeps besides the states of its parameters: that of rank 0."""
@@ -362,14 +362,14 @@ class _Walk:
                 continue
             start: KeyPath = (*self._path, STATE, slot.fqn)
             if held.nodes is not None:
-                self.found.structures.append(Structure(self._unit, start, held.nodes))
+                self.collected.structures.append(Structure(self._unit, start, held.nodes))
             for leaf in held.leaves:
                 if not isinstance(leaf.value, torch.Tensor):
                     self._keep((*start, *leaf.path), leaf)
 
     def _keep(self, path: KeyPath, leaf: Leaf) -> None:
         with _of_optimizer():
-            self.found.objects.append(make_object(self._unit, path, leaf.value, leaf.where))
+            self.collected.objects.append(make_object(self._unit, path, leaf.value, leaf.where))
 
     def _placed_pieces(self, held: ParameterState, meshes: Meshes) -> Iterator[Piece]:
         for slot in held.slots:
@@ -382,7 +382,7 @@ class _Walk:
         """Adds the values of a state that is bound to this rank, and returns its tensors."""
         start = (*self._path, rank_bound.STATES, str(self._world.own), held.name)
         if held.nodes is not None:
-            self.found.structures.append(Structure(self._unit, start, held.nodes))
+            self.collected.structures.append(Structure(self._unit, start, held.nodes))
         for leaf in held.leaves if self._for_save else ():
             if not isinstance(leaf.value, torch.Tensor):
                 self._keep((*start, *leaf.path), leaf)
@@ -411,11 +411,11 @@ class _Walk:
         with _of_optimizer():
             leaves, nodes = take_apart(value, where, taken=taken)
         if nodes is not None and view.values.own == 0:
-            self.found.structures.append(Structure(self._unit, path, nodes))
+            self.collected.structures.append(Structure(self._unit, path, nodes))
         for leaf in leaves:
             names = (*path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
-                self.found.pieces += _shared_pieces(self._unit, names, leaf.value, view)
+                self.collected.pieces += _shared_pieces(self._unit, names, leaf.value, view)
             elif view.values.own == 0:
                 self._keep(names, leaf)
 

@@ -90,6 +90,17 @@ class Piece:
         """How many bytes they take."""
         return self.elements * self.local.element_size()
 
+    def boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yields each place, with its elements in the shape of the box."""
+        if len(self.places) == 1:
+            yield self.places[0], self.local
+            return
+        at = 0
+        for box in self.places:
+            count = math.prod(box.sizes)
+            yield box, self.local.narrow(0, at, count).view(box.sizes)
+            at += count
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectValue:
@@ -200,10 +211,6 @@ class ShardLayout:
     def follows(self, tensor: torch.Tensor) -> bool:
         return tuple(tensor.shape) == self.held
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.detach() if tensor.requires_grad else tensor
-        return local if self.start is None else local.narrow(0, self.start, self.elements)
-
     def pieces(
         self,
         unit: str,
@@ -223,11 +230,13 @@ class ShardLayout:
             aliases: Further key paths of the same tensor.
             watched: As a `Piece` has them.
         """
-        local, known = self._own(tensor), tuple(aliases)
+        local, further = tensor.detach() if tensor.requires_grad else tensor, tuple(aliases)
+        if self.start is not None:
+            local = local.narrow(0, self.start, self.elements)
         if not self.axes:
-            if len(self.places) == 1:
-                local = _shaped(local, self.places[0].sizes)
-            yield Piece(unit, path, self.shape, self.places, local, self.replicas, known, watched)
+            if len(self.places) == 1 and tuple(local.shape) != self.places[0].sizes:
+                local = local.view(self.places[0].sizes)
+            yield Piece(unit, path, self.shape, self.places, local, self.replicas, further, watched)
             return
         at = 0
         for place in self.places:
@@ -241,19 +250,15 @@ class ShardLayout:
                 (box,),
                 block.permute(_inverse(self.axes)),
                 self.replicas,
-                known,
+                further,
                 watched,
             )
         if not self.places:
-            yield Piece(unit, path, self.shape, (), local, self.replicas, known, watched)
-
-
-def whole_box(shape: Shape) -> Box:
-    return Box((0,) * len(shape), shape)
+            yield Piece(unit, path, self.shape, (), local, self.replicas, further, watched)
 
 
 def whole_places(shape: Shape) -> tuple[Box, ...]:
-    return () if 0 in shape else (whole_box(shape),)
+    return () if 0 in shape else (Box((0,) * len(shape), shape),)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -266,10 +271,6 @@ def whole_layout(
 ) -> ShardLayout:
     shape = tuple(tensor.shape)
     return ShardLayout(fqn, shape, whole_places(shape), shape, replicas, values)
-
-
-def _shaped(tensor: torch.Tensor, sizes: Shape) -> torch.Tensor:
-    return tensor if tuple(tensor.shape) == sizes else tensor.view(sizes)
 
 
 def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:

@@ -113,16 +113,15 @@ def is_paged(optimizer: Optimizer) -> bool:
 
 
 def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
+    """Whether the place of a state tensor in the full one follows from the parameter.
+
+    A plain one has a place if it is cut like the parameter, is a single number, or belongs to a
+    whole parameter.
+    """
     if is_composed(tensor):
         return False
-    return isinstance(tensor, DTensor) or is_placed(tensor, slot)
-
-
-def is_placed(tensor: torch.Tensor, slot: ShardLayout) -> bool:
-    """Whether the place of a plain state tensor in the full one follows from the parameter.
-
-    That is so if it is cut like the parameter, is a single number, or belongs to a whole one.
-    """
+    if isinstance(tensor, DTensor):
+        return True
     follows = bool(tensor.dim() and slot.follows(tensor))
     return follows or tensor.numel() == 1 or (slot.whole and slot.start is None)
 
@@ -231,17 +230,17 @@ def packed_weights(model: nn.Module, parallel: Sequence[str]) -> dict[str, Any]:
 
 
 def lost_scales(
-    packed: Mapping[str, Any], known: Container[str]
+    packed: Mapping[str, Any], names: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields what bitsandbytes would have written into a state dict, and has not.
 
     Args:
         packed: What `packed_weights` returned.
-        known: The names in the state dict.
+        names: The names in the state dict.
     """
     for name, state in packed.items():
         for key, value in state.as_dict(packed=True).items():
-            if isinstance(value, torch.Tensor) and f"{name}.{key}" not in known:
+            if isinstance(value, torch.Tensor) and f"{name}.{key}" not in names:
                 yield f"{name}.{key}", value
 
 
