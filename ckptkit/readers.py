@@ -1,9 +1,9 @@
-"""Readers of your own: what ckptkit asks for, and what a reader is made of.
+"""The interface for readers of other distributions, and the types that a reader uses.
 
-A distribution that declares an entry point in the group `ckptkit.readers` teaches every command a
-further format: `consolidate`, `convert`, `verify`, `diff`, `inspect`, and `ckptkit.open`. The
+A distribution that declares an entry point in the group `ckptkit.readers` adds a format to every
+command: `consolidate`, `convert`, `verify`, `diff`, `inspect`, and `ckptkit.open`. The
 entry point names a `CheckpointReader`, or a class that makes one when called without arguments.
-`docs/formats.md` tells when it is asked; `examples/reader_plugin` is one.
+`docs/formats.md` describes when it is used; `examples/reader_plugin` is an example.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from ckptkit.storage.base import Source
 
 INDEX_ENDING = ".index.json"
 MAX_JSON_BYTES = 100_000_000
+TWO_SAVES = "files of two saves are in one folder; take an earlier checkpoint"
 MIXED_SAVES = "a save went into the folder of another one; take away the files of one"
 COPY_BACK = (
     "copy the files back, name where other nodes keep theirs with --also, or take an earlier"

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import Key, TensorIndex
-from ckptkit.formats.pickle.torch_zip import locate_object, locate_tensor
+from ckptkit.formats.pickle.torch_values import parse_values
+from ckptkit.formats.pickle.torch_zip import locate_tensor, open_archive
 from ckptkit.formats.pickle.zip_directory import read_directory
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.formats.torch_files import TorchFileReader
@@ -76,7 +77,7 @@ def try_everything(data: bytes) -> None:
     attempts: tuple[Callable[[], object], ...] = (
         lambda: read_directory(strict(data), len(data), where="x"),
         lambda: locate_tensor(strict(data), len(data), where="x"),
-        lambda: locate_object(strict(data), len(data), where="x"),
+        lambda: parse_values(open_archive(strict(data), len(data), where="x").pickle(), where="x"),
         lambda: read_torch(data),
         lambda: read_safetensors(data),
     )

@@ -55,7 +55,7 @@ from ckptkit.formats.ranks.flat import (
     SLICES,
     ModelParameter,
     compute_vectors,
-    flat_parameters,
+    find_flat_parameters,
     is_flat,
     unflatten,
 )
@@ -163,7 +163,7 @@ def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
         index: The index of a checkpoint.
         folder: A folder with the `config.json` of the model.
     """
-    flat = flat_parameters(index)
+    flat = find_flat_parameters(index)
     if not flat:
         return index
     # Late, since it is needed with --model-config only.

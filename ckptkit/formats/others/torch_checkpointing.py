@@ -62,7 +62,7 @@ from ckptkit.formats.ranks.dtensor import (
     LocalPart,
     Mesh,
     Placement,
-    coordinate_of,
+    compute_coordinate,
     find_local_parts,
     make_split,
 )
@@ -270,12 +270,10 @@ def _dictionary(value: object, what: str) -> Mapping[Any, Any]:
 
 
 def _counts(value: object, most: int = MAX_DIMENSIONS) -> Shape:
-    is_short = isinstance(value, (list, tuple)) and len(value) <= most
-    if not isinstance(value, (list, tuple)) or not is_short:
+    numbers = value if isinstance(value, (list, tuple)) and len(value) <= most else (None,)
+    if not all(is_count(number, _MAX_SIZE) for number in numbers):
         raise FormatError("a shape, or a list of ranks, is not one of natural numbers")
-    if not all(is_count(number, _MAX_SIZE) for number in value):
-        raise FormatError("a shape, or a list of ranks, is not one of natural numbers")
-    return tuple(value)
+    return tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +368,12 @@ class LocalImages:
                 (
                     tensor.stored.shape,
                     sharding.shape,
-                    Mesh(sharding.mesh, (), coordinate_of(at, sharding.mesh), highest),
+                    Mesh(sharding.mesh, (), compute_coordinate(at, sharding.mesh), highest),
                     sharding.placements,
                 )
                 for at, tensor in enumerate(local)
-            ]
+            ],
+            where=f"{self.where}: {quote(name)}",
         )
         if parts is None:
             raise FormatError(

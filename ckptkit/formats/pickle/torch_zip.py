@@ -368,22 +368,6 @@ def _parse(ends: ArchiveEnds, read: Read, cache: TensorCache, *, where: str) -> 
     return payload
 
 
-def locate_object(read: Read, size_bytes: int, *, where: str) -> object:
-    """Returns the inert Python object in an archive; nothing that it names is imported or called.
-
-    Args:
-        read: Returns the bytes `[start, stop)` of the archive.
-        size_bytes: The archive's length.
-        where: The file or key, for messages.
-
-    Returns:
-        Plain values; a tensor among them is a `TensorRef`.
-    """
-    ends = ArchiveEnds.of(read, size_bytes)
-    archive = open_archive(ends.cache(read), size_bytes, where=where)
-    return parse_values(archive.pickle(), where=where)
-
-
 def _check_byte_order(archive: ZipArchive) -> None:
     # Older writers left the record out; in practice they ran on little-endian machines only.
     entry = archive.entries.get(archive.prefix + _BYTE_ORDER)

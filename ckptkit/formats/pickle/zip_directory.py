@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from types import MappingProxyType
 
 from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsupportedError
@@ -91,7 +92,7 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
     """
     end = _read_end(read, size_bytes, where)
     rows = _read_rows(read(end.start, end.stop), end, where)
-    rows.sort(key=_header_start)
+    rows.sort(key=itemgetter(1))
     limits = [row[1] for row in rows[1:]]
     limits.append(end.start)
     entries: dict[str, ZipEntry] = {}
@@ -152,10 +153,6 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
             where=where,
         )
     return start
-
-
-def _header_start(row: _Row) -> int:
-    return row[1]
 
 
 def _read_end(read: Read, size_bytes: int, where: str) -> _End:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Box, Shape
 from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count
 from ckptkit.formats.pickle.machine import InertObject
@@ -106,10 +106,10 @@ def _locate_rank(
     if not isinstance(mesh, TensorRef):
         raise FormatError("mesh of devices does not contain its ranks")
     ranks = read(mesh)
-    return mesh.shape, coordinate_of(_position(ranks, rank), mesh.shape), max(ranks)
+    return mesh.shape, compute_coordinate(_position(ranks, rank), mesh.shape), max(ranks)
 
 
-def coordinate_of(position: int, sizes: Shape) -> Shape:
+def compute_coordinate(position: int, sizes: Shape) -> Shape:
     """Returns the coordinate in a mesh of the rank at a row-major position."""
     coordinate = []
     for size in reversed(sizes):
@@ -256,7 +256,7 @@ def make_split(dim: object, factor: object, dimensions: int) -> Placement:
     return Placement(dim % dimensions, factor)
 
 
-def local_part(
+def compute_local_part(
     shape: Shape, mesh: Mesh, placements: Sequence[Placement], *, inner_first: bool
 ) -> LocalPart | None:
     """Returns the part of a tensor that a rank has.
@@ -301,16 +301,20 @@ LocalTensor = tuple[Shape, Shape, Mesh, Sequence[Placement]]
 """The shapes of a rank's local tensor and of the whole tensor, with mesh and placements."""
 
 
-def find_local_parts(tensors: Sequence[LocalTensor]) -> list[LocalPart] | None:
+def find_local_parts(tensors: Sequence[LocalTensor], *, where: str) -> list[LocalPart] | None:
     """Returns the parts of all ranks, splits made in the order that gives the sizes they have.
 
     Args:
         tensors: The local tensors of one tensor.
+        where: The tensor, for messages.
     """
     for inner_first in (True, False):
         parts = []
         for local_shape, shape, mesh, placements in tensors:
-            part = local_part(shape, mesh, placements, inner_first=inner_first)
+            try:
+                part = compute_local_part(shape, mesh, placements, inner_first=inner_first)
+            except CkptkitError as error:
+                raise error.located(where) from error
             if part is None or not fits(local_shape, part):
                 break
             parts.append(part)

@@ -69,7 +69,7 @@ class _FlatShard:
         return sum(math.prod(shape) for _, shape in self.members)
 
 
-def fairscale_shards(
+def find_fairscale_shards(
     contents: Sequence[RankContents], metadata: Sequence[RankContents], where: str
 ) -> FairscaleShards | None:
     """Finds the flat shards of FairScale in the files of ranks.

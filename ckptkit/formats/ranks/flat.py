@@ -96,7 +96,7 @@ def is_flat(entry: TensorEntry) -> bool:
     return entry.part == "model" and entry.name.rpartition(".")[2] == FLAT
 
 
-def flat_parameters(index: TensorIndex) -> list[TensorEntry]:
+def find_flat_parameters(index: TensorIndex) -> list[TensorEntry]:
     return [entry for entry in index.tensors.values() if is_flat(entry)]
 
 
@@ -225,10 +225,11 @@ def apply_layout_file(index: TensorIndex, source: Source, folder: str) -> Tensor
             data = read_limited(source, file.path, _MAX_LAYOUT_BYTES, "layout of flat parameters")
             vectors = parse_layout(data, where)
             if vectors:
-                index = unflatten(index, flat_parameters(index), vectors, where)
+                index = unflatten(index, find_flat_parameters(index), vectors, where)
                 return replace(index, files=(*index.files, file))
     problems = (
-        Problem(UnsupportedError.code, str(entry.key), _UNNAMED) for entry in flat_parameters(index)
+        Problem(UnsupportedError.code, str(entry.key), _UNNAMED)
+        for entry in find_flat_parameters(index)
     )
     return replace(index, problems=(*index.problems, *problems))
 

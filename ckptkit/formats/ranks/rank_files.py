@@ -26,6 +26,7 @@ from ckptkit.core.index import KeyPath
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.file_sets import (
+    TWO_SAVES,
     refuse_missing_ranks,
     refuse_mixed_sizes,
     refuse_stale_ranks,
@@ -331,9 +332,6 @@ def check_counters(contents: Sequence[RankContents]) -> None:
                     where=held.archive.where,
                     hint=TWO_SAVES,
                 )
-
-
-TWO_SAVES = "files of two saves are in one folder; take an earlier checkpoint"
 
 
 def group_parts(contents: Sequence[RankContents]) -> dict[KeyPath, RankParts]:

@@ -21,9 +21,9 @@ from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.ranks.dtensor import (
     Mesh,
     Placement,
+    compute_local_part,
     find_local_parts,
     fits,
-    local_part,
     parse_mesh,
     parse_placements,
     read_integers,
@@ -139,13 +139,14 @@ class TensorAssembler:
                 where=local[0].contents.archive.where,
                 hint="files of runs of different sizes are in one folder; take away those of one",
             )
-        found = find_local_parts(
+        local_parts = find_local_parts(
             [
                 (here.tensor.local.shape, here.tensor.shape, here.mesh, here.placements)
                 for here in local
-            ]
+            ],
+            where=f"{local[0].contents.archive.where}: {join_path(path)!r}",
         )
-        if found is None:
+        if local_parts is None:
             raise _misfit(path, local)
         return [
             self._chunk(
@@ -156,7 +157,7 @@ class TensorAssembler:
                     n * step for n, step in zip(block.local, here.tensor.local.strides, strict=True)
                 ),
             )
-            for here, part in zip(local, found, strict=True)
+            for here, part in zip(local, local_parts, strict=True)
             if 0 not in part.shape
             for block in part.blocks
         ]
@@ -209,7 +210,7 @@ class TensorAssembler:
 
 def _misfit(path: KeyPath, local: Sequence[_LocalDTensor]) -> FormatError:
     parts = [
-        local_part(here.tensor.shape, here.mesh, here.placements, inner_first=False)
+        compute_local_part(here.tensor.shape, here.mesh, here.placements, inner_first=False)
         for here in local
     ]
     here, part = next(

@@ -33,7 +33,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.file_sets import MIXED_SAVES, refuse_mixed_sizes
+from ckptkit.formats.file_sets import MIXED_SAVES, TWO_SAVES, refuse_mixed_sizes
 from ckptkit.formats.optimizer_names import (
     NUMBERED,
     OPTIMIZER,
@@ -42,12 +42,15 @@ from ckptkit.formats.optimizer_names import (
     rename_values,
 )
 from ckptkit.formats.parsing import group_by_folder, list_first, stat_or_missing
-from ckptkit.formats.ranks.fairscale import fairscale_shards
-from ckptkit.formats.ranks.flat import SLICES, apply_layout_file, flat_parameters
+from ckptkit.formats.ranks.fairscale import find_fairscale_shards
+from ckptkit.formats.ranks.flat import (
+    SLICES,
+    apply_layout_file,
+    find_flat_parameters,
+)
 from ckptkit.formats.ranks.rank_files import (
     ACCELERATE,
     FAIRSEQ,
-    TWO_SAVES,
     VERL,
     Kind,
     RankContents,
@@ -119,14 +122,14 @@ class RankFilesReader:
         contents = {kind: _load(loader, files, kind) for kind in _PREFIXES}
         for of_kind in contents.values():
             check_counters(of_kind)
-        shards = fairscale_shards(contents["model"], contents["metadata"], where)
+        shards = find_fairscale_shards(contents["model"], contents["metadata"], where)
         if shards is not None:
             contents["model"] = shards.contents
             return shards.unflatten(RankAssembly(loader, files, contents, where).index(), where)
         index = RankAssembly(loader, files, contents, where).index()
         if files.writer == VERL:
             index = _check_verl_config(index, source, files.folder)
-        if flat_parameters(index):
+        if find_flat_parameters(index):
             index = apply_layout_file(index, source, files.folder)
         return index
 

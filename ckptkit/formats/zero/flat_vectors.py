@@ -64,7 +64,7 @@ class FlatParameter:
     slices: tuple[VectorSlice, ...]
 
 
-def chunks_of(table: ArchiveTable, parameter: FlatParameter) -> ChunkTable:
+def make_chunks(table: ArchiveTable, parameter: FlatParameter) -> ChunkTable:
     """Returns the slices of a parameter as chunks."""
     itemsize = parameter.dtype.itemsize
     chunks = [

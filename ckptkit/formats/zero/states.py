@@ -19,7 +19,11 @@ from ckptkit.core.text import quote
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.trees import Membership, join_path
-from ckptkit.formats.zero.flat_vectors import FlatParameter, VectorSlice, chunks_of
+from ckptkit.formats.zero.flat_vectors import (
+    FlatParameter,
+    VectorSlice,
+    make_chunks,
+)
 from ckptkit.formats.zero.tag_files import ZeroFile
 
 OPTIMIZER = "optimizer"
@@ -98,7 +102,7 @@ def collect_states(
         collector.add(names[name], parameter)
     values = dict(collector.values)
     if ranks:
-        values |= group_values(ranks[0], [[names[n] for n in group] for group in groups])
+        values |= collect_group_values(ranks[0], [[names[n] for n in group] for group in groups])
     return ZeroStates(tuple(collector.entries), values, tuple(collector.notes()))
 
 
@@ -107,7 +111,7 @@ def _check_steps(ranks: Sequence[RankStates]) -> None:
     seen: dict[int, tuple[object, str]] = {}
     for rank in ranks:
         for number, vector in rank.vectors.items():
-            step = step_fingerprint(rank.file.archive, vector.values.get(_STEP))
+            step = fingerprint_step(rank.file.archive, vector.values.get(_STEP))
             if step is None:
                 continue
             before = seen.setdefault(number, (step, vector.where))
@@ -121,7 +125,7 @@ def _check_steps(ranks: Sequence[RankStates]) -> None:
                 )
 
 
-def step_fingerprint(file: TorchArchive, value: object) -> object:
+def fingerprint_step(file: TorchArchive, value: object) -> object:
     """Returns a value that is equal for equal steps, or None if the step is unknown.
 
     A step may be a tensor of one number, which its checksum identifies as well as its bytes.
@@ -179,7 +183,7 @@ class _StateCollector:
         if isinstance(first, TensorRef) and first.shape == ():
             file = parameter.slices[0].file
             chunk = self._table.chunk(file.archive, first, rank=file.info.rank)
-            self.entries.append(state_entry(path, first, (), ChunkTable.of([chunk], 0)))
+            self.entries.append(make_state_entry(path, first, (), ChunkTable.of([chunk], 0)))
         elif all(map(_is_elementwise, values, parameter.slices)):
             self.entries.append(self._elementwise_entry(path, parameter, values))
         elif isinstance(first, _PLAIN):
@@ -200,10 +204,12 @@ class _StateCollector:
             for part, tensor in zip(parameter.slices, tensors, strict=True)
         )
         state = replace(parameter, dtype=dtypes.pop(), slices=slices)
-        return state_entry(path, tensors[0], parameter.shape, chunks_of(self._table, state))
+        return make_state_entry(path, tensors[0], parameter.shape, make_chunks(self._table, state))
 
 
-def state_entry(path: KeyPath, like: TensorRef, shape: Shape, chunks: ChunkTable) -> TensorEntry:
+def make_state_entry(
+    path: KeyPath, like: TensorRef, shape: Shape, chunks: ChunkTable
+) -> TensorEntry:
     """Returns the entry of a tensor in an optimizer's state.
 
     Args:
@@ -228,7 +234,7 @@ def _is_elementwise(tensor: object, part: VectorSlice) -> bool:
     )
 
 
-def group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
+def collect_group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
     """Returns the settings of groups, with vectors replaced by the names of their parameters."""
     _check_sharing(rank)
     values: dict[KeyPath, Any] = {}

@@ -224,7 +224,7 @@ def check_same_run(models: Sequence[ZeroFile], where: str) -> None:
             raise FormatError(f"the files of ranks have several {key!r}", where=where)
 
 
-def parameter_groups(model: PickledDict) -> list[dict[str, Shape]]:
+def read_parameter_groups(model: PickledDict) -> list[dict[str, Shape]]:
     """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
     groups: list[dict[str, Shape]] = []
     seen: set[str] = set()
@@ -238,7 +238,7 @@ def parameter_groups(model: PickledDict) -> list[dict[str, Shape]]:
     return groups
 
 
-def shared_parameters(model: PickledDict) -> Mapping[str, str]:
+def read_shared_parameters(model: PickledDict) -> Mapping[str, str]:
     """Returns the further names of tied parameters, each with the first name."""
     names = model.inner("shared_params").values
     if not all(isinstance(name, str) for pair in names.items() for name in pair):

@@ -14,15 +14,19 @@ from ckptkit.core.index import ChunkTable, Fqn, KeyPath, RunFacts, Shape, Tensor
 from ckptkit.core.text import quote
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.zero.flat_vectors import FlatParameter, VectorSlice, chunks_of
+from ckptkit.formats.zero.flat_vectors import (
+    FlatParameter,
+    VectorSlice,
+    make_chunks,
+)
 from ckptkit.formats.zero.states import (
     OPTIMIZER,
     RankStates,
     ZeroStates,
+    collect_group_values,
     find_rank_states,
-    group_values,
-    state_entry,
-    step_fingerprint,
+    fingerprint_step,
+    make_state_entry,
 )
 from ckptkit.formats.zero.tag_files import (
     TagFile,
@@ -156,10 +160,12 @@ class UniversalSave(DeepSpeedSave):
                 if step is not None and isinstance(step.value, TensorRef):
                     tensor = step.tensor()
                     chunks = ChunkTable.of([table.chunk(step.file, tensor)], len(tensor.shape))
-                    entries.append(state_entry((*path, _STEP), tensor, tensor.shape, chunks))
+                    entries.append(make_state_entry((*path, _STEP), tensor, tensor.shape, chunks))
                 elif step is not None:
                     values[*path, _STEP] = step.value
-        values |= group_values(common, [[names[name] for name in group] for group in groups])
+        values |= collect_group_values(
+            common, [[names[name] for name in group] for group in groups]
+        )
         return ZeroStates(tuple(entries), values, ())
 
     def facts(self) -> RunFacts:
@@ -213,8 +219,8 @@ class UniversalSave(DeepSpeedSave):
         for kind in _MOMENTS if has_moments or self.is_partitioned else ():
             file = self._file(name, kind)
             whole = file.tensor().shape if self._lacks_rows(file, shape) else shape
-            chunks = chunks_of(table, _to_parameter(name, file, whole))
-            yield state_entry((*path, kind), file.tensor(), whole, chunks)
+            chunks = make_chunks(table, _to_parameter(name, file, whole))
+            yield make_state_entry((*path, kind), file.tensor(), whole, chunks)
 
     def _step(self, name: str, vector: PickledDict | None) -> ParameterFile | None:
         """Returns the step of a parameter, from its own file or from the common states."""
@@ -235,7 +241,7 @@ class UniversalSave(DeepSpeedSave):
                 if not any(kind in self.files[name] for kind in (*_MOMENTS, _STEP)):
                     continue  # a parameter that never had a gradient
                 file = self._file(name, _STEP)
-                step = step_fingerprint(file.file, file.value)
+                step = fingerprint_step(file.file, file.value)
                 if first is not None and first[0] != step:
                     raise FormatError(
                         f"was stepped another number of times than {first[1]}: the files are of two"

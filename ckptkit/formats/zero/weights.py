@@ -32,10 +32,10 @@ from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.trees import Membership, classify
 from ckptkit.formats.zero.flat_vectors import (
     FlatParameter,
-    chunks_of,
     find_frozen,
     find_partitioned,
     find_sliced,
+    make_chunks,
     read_partition_counts,
 )
 from ckptkit.formats.zero.states import RankStates, ZeroStates, find_rank_states
@@ -44,9 +44,9 @@ from ckptkit.formats.zero.tag_files import (
     ZeroFile,
     check_ranks,
     check_same_run,
-    parameter_groups,
+    read_parameter_groups,
+    read_shared_parameters,
     refuse_parallelism,
-    shared_parameters,
     unsupported_part_error,
 )
 
@@ -82,7 +82,7 @@ class DeepSpeedSave(ABC):
         return self.models[0].content
 
     def groups(self) -> list[dict[str, Shape]]:
-        return parameter_groups(self.first)
+        return read_parameter_groups(self.first)
 
     def frozen(self) -> Mapping[str, FlatParameter]:
         """Returns the frozen parameters that are partitioned, by name."""
@@ -196,7 +196,7 @@ class WeightEntries:
         self._save = save
         self.masters = save.masters()
         self._frozen = save.frozen()
-        self._shared = shared_parameters(save.first)
+        self._shared = read_shared_parameters(save.first)
         self.values: dict[KeyPath, Any] = {}
         module = save.first.inner(MODULE)
         names = []
@@ -241,7 +241,7 @@ class WeightEntries:
             tree=_MASTERS,
             part="other",
             dtype=parameter.dtype,
-            chunks=chunks_of(self._table, parameter),
+            chunks=make_chunks(self._table, parameter),
             rounded_from=None,
         )
         return replace(entry, master=Master(key, parameter.dtype)), master
@@ -260,7 +260,7 @@ class WeightEntries:
                     where=self._save.first.where,
                 )
             return entry
-        chunks = chunks_of(self._table, parameter)
+        chunks = make_chunks(self._table, parameter)
         if owner in self._frozen or parameter.dtype == tensor.dtype:
             return replace(entry, dtype=parameter.dtype, shape=parameter.shape, chunks=chunks)
         return replace(entry, shape=parameter.shape, chunks=chunks, rounded_from=parameter.dtype)

@@ -17,7 +17,7 @@ from ckptkit.formats.ranks.dtensor import (
     LocalPart,
     Mesh,
     Placement,
-    local_part,
+    compute_local_part,
     parse_mesh,
     parse_placements,
 )
@@ -38,7 +38,7 @@ def part(
     inner_first: bool = False,
 ) -> LocalPart | None:
     mesh = Mesh(sizes, (), coordinate, 0)
-    return local_part(shape, mesh, placements, inner_first=inner_first)
+    return compute_local_part(shape, mesh, placements, inner_first=inner_first)
 
 
 def filled(whole: torch.Tensor, found: LocalPart) -> torch.Tensor:
