@@ -198,8 +198,14 @@ class PlainCommand(TyperCommand):
         return _shorten_help(super().shell_complete(ctx, incomplete))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
-        return ["[OPTIONS]", *(str(argument.metavar) for argument in arguments)]
+        parameters = self.get_params(ctx)
+        required = [p for p in parameters if p.param_type_name == "option" and p.required]
+        arguments = [p for p in parameters if p.param_type_name == "argument"]
+        return [
+            "[OPTIONS]",
+            *(f"{option.opts[0]} {option.metavar}" for option in required),
+            *(str(argument.metavar) for argument in arguments),
+        ]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  typer's signature
         _write_text(formatter, self.help or "")
@@ -251,7 +257,7 @@ def _write_text(formatter: Any, text: str) -> None:
 
 
 def _write_parameters(formatter: Any, parameters: Iterable[Any], context: Any) -> None:
-    """Writes arguments, then options under the headings of their groups."""
+    """Writes arguments, then options under the headings of their groups, required ones first."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for parameter in parameters:
         if parameter.param_type_name == "argument":
@@ -262,7 +268,9 @@ def _write_parameters(formatter: Any, parameters: Iterable[Any], context: Any) -
             record = parameter.get_help_record(context)
         if record is not None:  # of a hidden option
             name, text = record
-            groups.setdefault(heading, []).append((_styled(name, "cyan"), text))
+            records = groups.setdefault(heading, [])
+            is_first = parameter.required and parameter.param_type_name == "option"
+            records.insert(0 if is_first else len(records), (_styled(name, "cyan"), text))
     for heading, records in groups.items():
         with formatter.section(_styled(heading, "bold")):
             formatter.write_dl(records)

@@ -105,9 +105,9 @@ DTYPE = Option(
 NAMES = Option(
     "--names",
     NAMED,
-    "'auto' writes the names of save_pretrained, asks the installed transformers where they differ"
-    " from those in training, and refuses what would load as another model. 'hub' refuses names"
-    " that cannot be determined, too. 'live' writes the raw state dict.",
+    "'auto' writes the names of save_pretrained; it asks the installed transformers where they"
+    " differ from those in training, and refuses what would load as another model. 'hub' also"
+    " refuses if the names cannot be determined. 'live' writes the raw state dict.",
     choices=get_args(NameChoice),
     default="auto",
 )
@@ -141,9 +141,9 @@ WORKERS = Option(
 SRC_OPTION = Option(
     "--src-option",
     STORAGE,
-    "Option of fsspec for the storage that is read, such as key=... or"
-    " client_kwargs.endpoint_url=... It applies to all URLs of the kind that the first argument"
-    " has, and is never shown. Can be repeated.",
+    "Option of the storage that is read, as fsspec names it, such as key=KEY or"
+    " client_kwargs.endpoint_url=URL. Applies to all URLs of the same kind as the first argument,"
+    " and is never shown. Can be repeated.",
     "K=V",
     repeated=True,
     parse=partial(parse_options, option="--src-option"),

@@ -32,7 +32,7 @@ def consolidate(output: Output, **values: Any) -> None:
     _run_command(output, "consolidate", "hf", values)
 
 
-@command(TO, *CONVERSION)
+@command(*CONVERSION, TO)
 def convert(output: Output, to: Layout, **values: Any) -> None:
     """Write a model in another layout.
 

@@ -177,7 +177,7 @@ _OPTIONS = (
     ),
     Option(
         "--state",
-        _TIMING,
+        WRITTEN,
         "Directory for journal, lock and what is built; by default in RUN.",
         "DIR",
     ),
@@ -203,7 +203,7 @@ _OPTIONS = (
     Option(
         "--metrics-host",
         OUTPUT,
-        "Address to serve metrics at; 0.0.0.0 makes them public.",
+        "Address to serve metrics at; 0.0.0.0 for all interfaces.",
         "ADDRESS",
         default="127.0.0.1",
     ),

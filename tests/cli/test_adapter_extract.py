@@ -113,10 +113,10 @@ def test_what_is_missing_is_named_with_the_options_that_give_it(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--lora-alpha", "much"], 2, "'much' is no number"),
-        (["--lora-alpha", "-8"], 2, "would turn what was trained around"),
-        (["--lora-alpha", "0"], 2, "or into nothing"),
-        (["--token-indices", "1;2"], 2, "no list of tokens"),
+        (["--lora-alpha", "much"], 2, "'much' is not a number"),
+        (["--lora-alpha", "-8"], 2, "would invert the trained change"),
+        (["--lora-alpha", "0"], 2, "or remove it"),
+        (["--token-indices", "1;2"], 2, "is not a list of tokens"),
         (["--lora-alpha", "8"], 4, "lora_alpha 8 was given against 4"),
         (["--adapter", "poet"], 0, ""),
         (["--adapter-config", "nowhere.json"], 3, "no such file"),
