@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import DEFAULT_MAX_FILE_BYTES, DTypeLike, make_resources, parse_size
+from ckptkit.options import DEFAULT_MAX_FILE_BYTES, DTypeLike, Resources, parse_size
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
@@ -257,9 +257,7 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
     from ckptkit.adapters.merge.merge_adapters import list_choices, run_merge
     from ckptkit.adapters.sources import AdapterRequest
 
-    resources = make_resources(
-        options.get("workers"), options.get("memory_budget"), options.get("memory_limit")
-    )
+    resources = Resources.from_options(options)
     sources = Sources(src, options.get("src_options"))
     first = AdapterRequest(
         config=sources.optional(options.get("adapter_config")),

@@ -18,8 +18,8 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
+    Resources,
     check_if_exists,
-    make_resources,
 )
 from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.storage.locations import Sources, place_of
@@ -228,13 +228,7 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         ConsolidateRequest.from_options(_located(options, sources), to),
         base=sources.optional(options.get("base")),
         also=sources.further(options.get("also", ())),
-        resources=make_resources(
-            options.get("workers"),
-            options.get("memory_budget"),
-            options.get("memory_limit"),
-            bandwidth=options.get("bandwidth"),
-            engine=options.get("engine", "local"),
-        ),
+        resources=Resources.from_options(options),
         overwrite=overwrite,
         if_exists=if_exists,
         resume=options.get("resume", False),

@@ -320,38 +320,32 @@ class Resources:
     bytes_per_second: int | None = None
     engine: Engine = "local"
 
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Reads the limits as a user passes them; ignores all other options.
+
+        Raises:
+            UsageError: If a size or a number is not valid, or if there is no such engine.
+        """
+
+        def size_of(name: str) -> int | None:
+            size = options.get(name)
+            return None if size is None else parse_size(size, option=f"--{name.replace('_', '-')}")
+
+        return cls(
+            workers=_parse_workers(options.get("workers")),
+            memory_budget_bytes=size_of("memory_budget") or DEFAULT_BUDGET_BYTES,
+            memory_limit_bytes=size_of("memory_limit"),
+            bytes_per_second=size_of("bandwidth"),
+            engine=options.get("engine", "local"),
+        )
+
     def __post_init__(self) -> None:
         check_choice("--engine", self.engine, get_args(Engine))
         if self.workers is not None and self.workers < 1:
             raise UsageError(
                 f"{self.workers} is not at least 1", where="--workers", hint="leave it out"
             )
-
-
-def make_resources(
-    workers: int | str | None = None,
-    memory_budget: int | str | None = None,
-    memory_limit: int | str | None = None,
-    *,
-    bandwidth: int | str | None = None,
-    engine: Engine = "local",
-) -> Resources:
-    """Reads limits as a user passes them.
-
-    Raises:
-        UsageError: If a size or a number is not valid, or if there is no such engine.
-    """
-
-    def size_of(text: int | str | None, option: str) -> int | None:
-        return None if text is None else parse_size(text, option=option)
-
-    return Resources(
-        workers=_parse_workers(workers),
-        memory_budget_bytes=size_of(memory_budget, "--memory-budget") or DEFAULT_BUDGET_BYTES,
-        memory_limit_bytes=size_of(memory_limit, "--memory-limit"),
-        bytes_per_second=size_of(bandwidth, "--bandwidth"),
-        engine=engine,
-    )
 
 
 def _parse_workers(workers: int | str | None) -> int | None:
@@ -361,9 +355,3 @@ def _parse_workers(workers: int | str | None) -> int | None:
         raise UsageError(
             f"{workers!r} is not a whole number", where="--workers", hint="leave it out, or pass 4"
         ) from error
-
-
-def resources_of(options: Mapping[str, Any]) -> Resources:
-    """Reads those of the options that `make_resources` has; ignores all others."""
-    names = ("workers", "memory_budget", "memory_limit", "bandwidth", "engine")
-    return make_resources(**{name: options[name] for name in names if name in options})

@@ -19,10 +19,10 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
+    Resources,
     check_if_exists,
     choose_dtype,
     positive_number,
-    resources_of,
 )
 from ckptkit.runs.save_order import BestMode
 from ckptkit.storage.locations import Sources, parse_options, place_of
@@ -282,7 +282,7 @@ def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
 
     values = resolve_places(values)
     request = ConsolidateRequest.from_options(values, layout)
-    resources = resources_of(values)
+    resources = Resources.from_options(values)
     check_if_exists(values["if_exists"], overwrite=values["overwrite"])
     names = ("src", "out", "base", "also", "overwrite", "if_exists", "resume", "delete_source")
     return ConversionJob(

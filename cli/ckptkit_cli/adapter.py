@@ -34,7 +34,6 @@ from ckptkit.options import (
     Resources,
     choose_dtype,
     parse_file_limit,
-    resources_of,
 )
 from ckptkit.storage.locations import Sources
 from ckptkit_cli import _options as options
@@ -286,7 +285,7 @@ def merge(output: Output, **values: Any) -> None:
         max_file_bytes=parse_file_limit(values["max_shard_size"], like=None),
         **{name: values[name] for name in (*names, "allow_code", "report")},
     )
-    resources = resources_of(values)
+    resources = Resources.from_options(values)
     adapters = _choose_adapters(values, resources)
     if values["dry_run"]:
         check_merge_destination(adapters, out, base, overwrite=overwrite)

@@ -27,7 +27,7 @@ from ckptkit.hub.watch.events import EventName, MetricsServer, WatchEvent, Watch
 from ckptkit.hub.watch.hub_branch import BranchSettings
 from ckptkit.hub.watch.start import WatchRequest, run_watch
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchSettings
-from ckptkit.options import ConsolidateRequest, positive_number, resources_of
+from ckptkit.options import ConsolidateRequest, Resources, positive_number
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
 from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.save_order import Retention
@@ -292,7 +292,7 @@ def _make_output(values: Mapping[str, Any]) -> BuildSettings:
         adapter=AdapterRequest(adapter=values["adapter"], config=values["adapter_config"]),
         base=values["base"],
         needs_config=not values["weights_only"],
-        resources=resources_of(values),
+        resources=Resources.from_options(values),
         state_folder=values["whole_step"] or "",
         advice=PUSH_OF_TRAINING if values["wait_for_lock"] else WATCH,
     )

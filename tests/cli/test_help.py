@@ -15,7 +15,7 @@ import typer
 
 from ckptkit.adapter_api import AdapterOptions, DiffOptions, MergeOptions
 from ckptkit.api import Options
-from ckptkit.options import ConsolidateRequest, Resources, resources_of
+from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit_cli._application import make_application
 from ckptkit_cli._command import Option, parse_values
 from ckptkit_cli._options import CONVERSION
@@ -184,5 +184,5 @@ def test_options_that_are_not_passed_are_the_defaults_of_the_library() -> None:
     }
     values = parse_values(CONVERSION, typed)
     assert ConsolidateRequest.from_options(values) == ConsolidateRequest()
-    assert resources_of(values) == Resources()
+    assert Resources.from_options(values) == Resources()
     assert {*ConsolidateRequest.__dataclass_fields__} - {"max_file_bytes", "layout"} <= {*values}

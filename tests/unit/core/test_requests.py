@@ -12,7 +12,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.options import (
     DEFAULT_BUDGET_BYTES,
     ConsolidateRequest,
-    make_resources,
+    Resources,
     matches,
     parse_size,
 )
@@ -110,12 +110,14 @@ def test_without_patterns_nothing_matches() -> None:
 
 
 def test_resources_have_a_budget_unless_told_otherwise() -> None:
-    assert make_resources(None, None, None).memory_budget_bytes == DEFAULT_BUDGET_BYTES
-    resources = make_resources(3, "1GB", "2GB")
+    assert Resources.from_options({}).memory_budget_bytes == DEFAULT_BUDGET_BYTES
+    resources = Resources.from_options(
+        {"workers": 3, "memory_budget": "1GB", "memory_limit": "2GB"}
+    )
     assert (resources.workers, resources.memory_budget_bytes) == (3, 10**9)
     assert resources.memory_limit_bytes == 2 * 10**9
 
 
 def test_no_worker_at_all_is_refused() -> None:
     with pytest.raises(UsageError, match="not at least 1"):
-        make_resources(0, None, None)
+        Resources.from_options({"workers": 0})
