@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +33,14 @@ _LISTED_SLICES = 8
 
 @dataclass(frozen=True, slots=True)
 class Consolidated:
-    """A finished consolidation.
+    """The result of a command that writes a model.
 
     Attributes:
         out: The directory as the user typed it.
-        manifest: What was written there.
-        seconds: How long it took, planning and syncing included.
-        notes: What the user should know.
-        kept: Whether it was there already, and was only verified.
+        manifest: The manifest of the output.
+        seconds: The duration, including planning and syncing.
+        notes: Notes for the user.
+        kept: Whether the output existed, and was only verified.
     """
 
     out: str
@@ -146,7 +146,7 @@ def _dcp_line(done: Consolidated) -> str:
 
 
 def _config_of(done: Consolidated) -> dict[str, Any] | None:
-    """Returns the configuration that was written; empty where it cannot be read."""
+    """Returns the configuration that was written, empty if it cannot be read, or None."""
     if CONFIG not in done.manifest.files:
         return None
     try:
@@ -166,68 +166,68 @@ def _model_class(done: Consolidated, config: dict[str, Any]) -> str:
     return name if name.isidentifier() and name.isascii() else "AutoModel"
 
 
-def plan_json(prepared: PlannedOutput, out: str) -> dict[str, Any]:
+def plan_json(planned: PlannedOutput, out: str) -> dict[str, Any]:
     """Returns the plan as plain values."""
-    plan, estimate = prepared.plan, prepared.estimate
-    return {
+    plan, estimate = planned.plan, planned.estimate
+    document = {
         "dry_run": True,
-        "source": prepared.checkpoint.path,
-        "format": prepared.checkpoint.index.format,
+        "source": planned.checkpoint.path,
+        "format": planned.checkpoint.index.format,
         "out": out,
         "tensors": sum(1 for _ in plan.specs()),
-        "files": [_file_json(file) for file in plan.files],
+        "files": [
+            {
+                "path": file.path,
+                "bytes": file.size_bytes,
+                "tensors": _tensors_in(file),
+                "dtypes": dict(_dtypes_in(file)),
+            }
+            for file in plan.files
+        ],
         "tied": dict(plan.dropped),
         "tasks": sum(1 for _ in plan.tasks()),
-        "workers": prepared.settings.workers,
+        "workers": planned.settings.workers,
         "bytes_read": estimate.bytes_read,
         "bytes_written": estimate.bytes_written,
         "bytes_free": estimate.bytes_free,
         "peak_bytes": estimate.peak_bytes,
         "notes": list(plan.notes),
-        **_requests_json(prepared),
     }
+    reads = estimate_reads(plan, planned.inputs.origins)
+    if reads is not None:
+        document["requests"] = {
+            "count": reads.requests,
+            "bytes": reads.size_bytes,
+            "most_bytes": REQUEST_BYTES,
+            "gap_bytes": GAP_BYTES,
+        }
+    return document
 
 
-def _requests_json(prepared: PlannedOutput) -> dict[str, Any]:
-    reads = estimate_reads(prepared.plan, prepared.inputs.origins)
-    if reads is None:
-        return {}
-    sizes = {"bytes": reads.size_bytes, "most_bytes": REQUEST_BYTES, "gap_bytes": GAP_BYTES}
-    return {"requests": {"count": reads.requests, **sizes}}
-
-
-def _file_json(file: OutputFile) -> dict[str, Any]:
-    return {
-        "path": file.path,
-        "bytes": file.size_bytes,
-        "tensors": _tensors_in(file),
-        "dtypes": dict(_dtypes_in(file)),
-    }
-
-
-def plan_page(output: Output, prepared: PlannedOutput, out: str) -> Iterator[str]:
+def plan_page(output: Output, planned: PlannedOutput, out: str) -> Iterator[str]:
     """Yields the plan's lines for people."""
     yield output.styled(f"Plan for {escaped(out)}; nothing was written", "bold")
-    for label, text in _facts(prepared):
+    for label, text in _facts(planned):
         yield from wrapped(text, width=output.width, first=f"  {label:<10} ", rest=" " * 13)
     yield ""
-    yield from _files(output, prepared.plan.files)
-    if prepared.plan.notes:
+    yield from _files(output, planned.plan.files)
+    if planned.plan.notes:
         yield ""
         yield output.styled("Notes", "bold")
-        for note in prepared.plan.notes:
+        for note in planned.plan.notes:
             yield from wrapped(escaped(note), width=output.width, rest="    ")
 
 
-def _facts(prepared: PlannedOutput) -> Iterator[tuple[str, str]]:
-    plan, estimate = prepared.plan, prepared.estimate
-    checkpoint = prepared.checkpoint
+def _facts(planned: PlannedOutput) -> Iterator[tuple[str, str]]:
+    plan, estimate = planned.plan, planned.estimate
+    checkpoint = planned.checkpoint
     dtypes: Counter[str] = Counter()
     for file in plan.files:
         dtypes.update(_dtypes_in(file))
+    sizes = ", ".join(f"{name} {size_text(size)}" for name, size in dtypes.items())
     tasks = sum(1 for _ in plan.tasks())
     yield "source", f"{escaped(checkpoint.path)} ({escaped(checkpoint.index.format)})"
-    yield "tensors", f"{sum(1 for _ in plan.specs()):,}: {_in_words(dtypes)}"
+    yield "tensors", f"{sum(1 for _ in plan.specs()):,}: {sizes or 'none'}"
     computed = sum(isinstance(segment.body, Compute) for _, segment, _ in plan.specs())
     if computed:
         yield "computed", counted(computed, "tensor")
@@ -235,7 +235,7 @@ def _facts(prepared: PlannedOutput) -> Iterator[tuple[str, str]]:
     for tie in first_of(ties, _LISTED_TIES):
         yield "tied", escaped(tie)
     yield "reads", size_text(estimate.bytes_read)
-    reads = estimate_reads(plan, prepared.inputs.origins)
+    reads = estimate_reads(plan, planned.inputs.origins)
     if reads is not None:
         yield (
             "requests",
@@ -252,22 +252,19 @@ def _facts(prepared: PlannedOutput) -> Iterator[tuple[str, str]]:
             f" {counted(tasks, 'task')} of at most {size_text(TASK_BYTES)}"
         ),
     )
-    yield "disk", _room(prepared)
+    free = estimate.bytes_free
+    if free is None:
+        yield "disk", "free space unknown"
+    else:
+        verdict = "" if estimate.bytes_written <= free else ": too little"
+        yield "disk", f"{size_text(free)} free{verdict}"
     yield (
         "memory",
         (
             f"about {size_text(estimate.peak_bytes)} at its peak, with"
-            f" {counted(prepared.settings.workers, 'thread')}"
+            f" {counted(planned.settings.workers, 'thread')}"
         ),
     )
-
-
-def _room(prepared: PlannedOutput) -> str:
-    free, needed = prepared.estimate.bytes_free, prepared.estimate.bytes_written
-    if free is None:
-        return "free space unknown"
-    verdict = "" if needed <= free else ": too little"
-    return f"{size_text(free)} free{verdict}"
 
 
 def _files(output: Output, files: tuple[OutputFile, ...]) -> Iterator[str]:
@@ -298,10 +295,6 @@ def _dtypes_in(file: OutputFile) -> Counter[str]:
         if segment.spec is not None:
             sizes[segment.spec.dtype.name] += segment.spec.size_bytes
     return sizes
-
-
-def _in_words(dtypes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size_text(size)}" for name, size in dtypes.items()) or "none"
 
 
 def removal_json(removal: SourceRemoval | None) -> dict[str, Any]:

@@ -205,9 +205,12 @@ def _find_run(output: Output, run: PathLike) -> PathLike:
 
 def listing_page(output: Output, listing: RunListing, *, now: float) -> Iterator[str]:
     """Yields the lines of `ckptkit ls`."""
-    yield f"{output.styled(escaped(listing.location), 'bold')}{_liveness(listing.live)}"
+    job = {None: "", True: ", a job is writing to it", False: ", no job is writing to it"}
+    yield f"{output.styled(escaped(listing.location), 'bold')}{job[listing.live]}"
     rows: list[tuple[str, ...]] = [("step", "state", "size", "age", "metrics", "pushed to")]
-    rows += [_listing_row(step, now) for step in listing.steps]
+    for step in listing.steps:
+        state = "complete" if step.complete else "incomplete"
+        rows.append((escaped(step.name), state, *_facts(step, now), escaped(_pushes(step))))
     yield from table(rows, width=output.width, right=_RIGHT, elastic=(5, 4, 0))
     for step in listing.steps:
         if not step.complete:
@@ -236,17 +239,6 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
     count, size = counted(len(pruned.removed), "step"), size_text(pruned.freed_bytes)
     verb = "would be removed, which frees" if pruned.dry_run else "removed,"
     yield f"  {count} {verb} {size}{'' if pruned.dry_run else ' freed'}"
-
-
-def _liveness(live: bool | None) -> str:
-    if live is None:
-        return ""
-    return ", a job is writing to it" if live else ", no job is writing to it"
-
-
-def _listing_row(step: RunStep, now: float) -> tuple[str, ...]:
-    state = "complete" if step.complete else "incomplete"
-    return (escaped(step.name), state, *_facts(step, now), escaped(_pushes(step)))
 
 
 def _verdict_row(pruned: PrunedStep, now: float, *, dry_run: bool) -> tuple[str, ...]:

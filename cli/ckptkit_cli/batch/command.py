@@ -62,16 +62,16 @@ def batch(output: Output, jobs: str, at_once: int, if_exists: str | None) -> Non
     fails, the others continue. Results are JSON lines on stdout, as jobs end. Exits with the
     status of the first line whose job failed.
     """
-    ended: list[Ended] = []
-    for job in BatchRun(output, at_once=at_once).run(_read_jobs(jobs, if_exists)):
-        ended.append(job)
-        output.record(job.to_json())
-    failed = sorted((job.job.line, job.status) for job in ended if job.status)
+    results: list[BatchResult] = []
+    for result in BatchRun(output, at_once=at_once).run(_read_jobs(jobs, if_exists)):
+        results.append(result)
+        output.record(result.to_json())
+    failed = sorted((result.job.line, result.status) for result in results if result.status)
     if failed:
         noun = "line" if len(failed) == 1 else "lines"
         lines = ", ".join(first_of([str(line) for line, _ in failed], _LISTED))
-        output.warn(f"{len(failed):,} of {counted(len(ended), 'job')} failed: {noun} {lines}")
-    output.event("ended", jobs=len(ended), failed=len(failed))
+        output.warn(f"{len(failed):,} of {counted(len(results), 'job')} failed: {noun} {lines}")
+    output.event("ended", jobs=len(results), failed=len(failed))
     if failed:
         exit_with(failed[0][1])
 
@@ -82,7 +82,7 @@ def _read_jobs(path: str, if_exists: str | None) -> Sequence[BatchJob]:
 
     group: Any = typer.main.get_command(make_application())
     defaults = {} if if_exists is None else {"if-exists": if_exists}
-    jobs, errors = read_jobs(_lines(path), dict(_list_commands(group, "")), defaults)
+    jobs, errors = read_jobs(_read_lines(path), dict(_list_commands(group, "")), defaults)
     if errors:
         more = "".join(f"; {error}" for error in errors[1:_LISTED])
         left = len(errors) - _LISTED
@@ -96,7 +96,7 @@ def _read_jobs(path: str, if_exists: str | None) -> Sequence[BatchJob]:
     return jobs
 
 
-def _lines(jobs: str) -> Sequence[str]:
+def _read_lines(jobs: str) -> Sequence[str]:
     try:
         text = sys.stdin.read() if jobs == _STDIN else Path(jobs).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -119,8 +119,8 @@ _STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """A job that has ended.
+class BatchResult:
+    """The result of a job.
 
     Attributes:
         job: The job.
@@ -157,15 +157,15 @@ class BatchRun:
         self._stopped = False
         self._end_events: dict[int, threading.Event] = {}
 
-    def run(self, jobs: Sequence[BatchJob]) -> Iterator[Ended]:
+    def run(self, jobs: Sequence[BatchJob]) -> Iterator[BatchResult]:
         """Yields each job as it ends."""
         self._end_events = {job.line: threading.Event() for job in jobs}
         with ThreadPoolExecutor(self._at_once) as executor:
             try:
                 for future in as_completed([executor.submit(self._run, job) for job in jobs]):
-                    ended = future.result()
-                    if ended is not None:
-                        yield ended
+                    result = future.result()
+                    if result is not None:
+                        yield result
             finally:
                 self._stop()
                 executor.shutdown(cancel_futures=True)
@@ -182,7 +182,7 @@ class BatchRun:
             except subprocess.TimeoutExpired:  # it hangs; the next run removes its unfinished files
                 process.kill()
 
-    def _run(self, job: BatchJob) -> Ended | None:
+    def _run(self, job: BatchJob) -> BatchResult | None:
         """Runs a job after those that it depends on, which started earlier."""
         try:
             for line in job.after:
@@ -191,7 +191,7 @@ class BatchRun:
         finally:
             self._end_events[job.line].set()
 
-    def _run_now(self, job: BatchJob) -> Ended | None:
+    def _run_now(self, job: BatchJob) -> BatchResult | None:
         began = time.perf_counter()
         with self._lock:
             if self._stopped:
@@ -210,7 +210,7 @@ class BatchRun:
                 self._running.discard(process)
         status = process.returncode
         status = status if status >= 0 else _SIGNALLED - status
-        return Ended(job, status, time.perf_counter() - began, _document(text, status))
+        return BatchResult(job, status, time.perf_counter() - began, _document(text, status))
 
     def _communicate(self, process: subprocess.Popen[bytes], job: BatchJob) -> bytes:
         """Passes the command line, forwards messages, and returns what is printed."""
