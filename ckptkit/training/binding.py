@@ -1,4 +1,4 @@
-"""What was found out about the user's state, kept for as long as the same objects come."""
+"""The binding of the user's state, cached for as long as the same objects are passed."""
 
 from __future__ import annotations
 
@@ -14,45 +14,44 @@ _Leaves = tuple[tuple[str, int | None, object], ...]
 
 
 class Binding:
-    """Binds the state of each call, which mostly is the one of the call before.
+    """Binds the state of each call; mostly it is the same as in the previous call.
 
-    Objects are compared by identity, and held on to, since identities are used again. Plain dicts
-    and lists may be new ones each time, as in `save(step, {..., "extra": {"epoch": 3}})`.
+    Objects are compared by identity, and kept alive, since identities are reused. Plain dicts and
+    lists may be new ones each time, as in `save(step, {..., "extra": {"epoch": 3}})`.
     """
 
     def __init__(self, layout: Layout, *, rank: int, world_size: int) -> None:
-        """Takes what is the same for every state."""
         self._layout: Layout = layout
         self._rank = rank
         self._world_size = world_size
-        self._given: Mapping[str, object] | None = None
+        self._state: Mapping[str, object] | None = None
         self._leaves: _Leaves = ()
         self._bound: BoundState | None = None
 
     def of(self, state: Mapping[str, object]) -> BoundState:
-        """Returns the state with a place on disk for everything in it."""
+        """Returns the state with a place on disk for each of its values."""
         if not isinstance(state, Mapping):
             raise UsageError(
-                f"{a_kind(state)} was found where a mapping was expected",
+                f"expected a mapping, got {a_kind(state)}",
                 where="state",
-                hint='give the objects names, such as {"model": model, "optimizer": optimizer}',
+                hint='name the objects, such as {"model": model, "optimizer": optimizer}',
             )
-        self._given = state
-        found = leaves(state, self._layout)
+        self._state = state
+        new_leaves = leaves(state, self._layout)
         bound, self._bound = self._bound, None
-        if bound is None or not _are_alike(self._leaves, found):
+        if bound is None or not _are_alike(self._leaves, new_leaves):
             bound = bind(state, layout=self._layout, rank=self._rank, world_size=self._world_size)
         else:
-            bound = _aimed_at(bound, found)
-        self._leaves, self._bound = found, bound
+            bound = _with_values(bound, new_leaves)
+        self._leaves, self._bound = new_leaves, bound
         return bound
 
     def again(self, state: Mapping[str, object] | None) -> BoundState:
-        """Returns a state as `of` does, that of the call before where none is given."""
-        state = self._given if state is None else state
+        """Returns a state as `of` does; without one, that of the previous call."""
+        state = self._state if state is None else state
         if state is None:
             raise UsageError(
-                "none was given, and no save, prepare or resume came before",
+                "missing, and no earlier call of save, prepare or resume had one",
                 where="state",
                 hint='pass state={"model": model}',
             )
@@ -73,9 +72,9 @@ def _is_plain(leaf: tuple[str, int | None, object]) -> bool:
     return kind_of(leaf[0], leaf[2]) == "plain"
 
 
-def _aimed_at(bound: BoundState, found: _Leaves) -> BoundState:
+def _with_values(bound: BoundState, new_leaves: _Leaves) -> BoundState:
     """Returns the same binding with other plain values in it."""
-    values = {(key, position): value for key, position, value in found}
+    values = {(key, position): value for key, position, value in new_leaves}
     if all(values[other.key, other.position] is other.target for other in bound.others):
         return bound
     return replace(

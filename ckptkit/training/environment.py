@@ -1,4 +1,4 @@
-"""What the launcher of the job tells in environment variables; nothing else here reads them."""
+"""Environment variables of the job's launcher; no other module of this package reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 
 def ranks_of_this_machine() -> int | None:
-    """Returns how many ranks the launcher started on this machine; None where it does not tell.
+    """Returns how many ranks the launcher started on this machine, None if unknown.
 
     Source:
         `LOCAL_WORLD_SIZE` in https://docs.pytorch.org/docs/stable/elastic/run.html,
@@ -22,9 +22,9 @@ def own_environment() -> dict[str, str]:
 
 
 def slurm_end_time() -> float | None:
-    """Returns when Slurm ends this job, in seconds since the epoch; None where it does not tell.
+    """Returns when Slurm ends this job, in seconds since the epoch, None if unknown.
 
-    Slurm sets it when the job starts: a time limit that is changed later is not seen.
+    Slurm sets the variable when the job starts, so a later change of the time limit is not visible.
 
     Source:
         `SLURM_JOB_END_TIME` in https://slurm.schedmd.com/sbatch.html, "Output environment

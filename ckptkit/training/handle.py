@@ -1,11 +1,4 @@
-"""What `save` gives back: the outcome of one save, and what it cost.
-
-How something ends that goes on in the background, to be asked from any thread.
-
-What `export` gives back: the outcome of one export, and what it cost.
-
-How the push of a step ends, to be asked from any thread.
-"""
+"""Handles and reports of what goes on in the background: saves, exports and pushes."""
 
 from __future__ import annotations
 
@@ -23,21 +16,21 @@ from ckptkit.training.save.staging import Staged
 
 
 class Reported(Protocol):
-    """What is known of something that ended well."""
+    """The report of something that succeeded."""
 
     @property
     def path(self) -> Any:
-        """The directory that was made."""
+        """The directory that was written."""
 
 
 Report = TypeVar("Report", bound=Reported)
 
 
 class BackgroundResult(Generic[Report]):
-    """What a save or an export comes to: a report, or an error."""
+    """The result of a save, an export or a push: a report, or an error."""
 
     def __init__(self, what: str) -> None:
-        """Takes what it is called in messages, such as "the save of step 3"."""
+        """Takes its name for messages, such as "the save of step 3"."""
         self._what = what
         self._future: Future[Report] = Future()
         self._asked = False
@@ -57,14 +50,14 @@ class BackgroundResult(Generic[Report]):
 
     @check_names
     def result(self, timeout: float | None = None) -> Any:
-        """Waits until all ranks are done and the directory is there.
+        """Waits until all ranks are done and the directory exists.
 
         Args:
             timeout: Seconds to wait at most; it ends within a bounded time by itself.
 
         Returns:
-            The directory, as a `Path`; of a run at a URL that of the step, as a `Place`: a text
-            that carries the options of its storage.
+            The directory, a `Path`; for a run at a URL that of the step, a `Place`: a text with the
+            options of its storage.
 
         Raises:
             TimeoutError: If it has not ended by then.
@@ -74,7 +67,7 @@ class BackgroundResult(Generic[Report]):
 
     @check_names
     def report(self, timeout: float | None = None) -> Report:
-        """Waits as `result` does, and returns what it cost.
+        """Waits as `result` does, and returns the report.
 
         Raises:
             TimeoutError: If it has not ended by then.
@@ -87,7 +80,7 @@ class BackgroundResult(Generic[Report]):
 
     @check_names
     def exception(self, timeout: float | None = None) -> CkptkitError | None:
-        """Waits as `result` does, and returns what went wrong instead of raising it."""
+        """Waits as `result` does, and returns the error instead of raising it."""
         try:
             self.report(timeout)
         except CkptkitError as error:
@@ -102,11 +95,11 @@ class BackgroundResult(Generic[Report]):
 
     @property
     def unheard_error(self) -> CkptkitError | None:
-        """What went wrong, if something did and nobody has asked for the result."""
+        """The error, if it has one and the caller has not asked for the result."""
         return None if self._asked else self.error
 
     def heard(self) -> None:
-        """Notes that the caller knows how it ends."""
+        """Records that the caller knows the result."""
         self._asked = True
 
     def succeed(self, report: Report) -> None:
@@ -120,15 +113,15 @@ class BackgroundResult(Generic[Report]):
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """A step that is at the Hub.
+    """A step that was pushed to the Hub.
 
     Attributes:
         step: The training step.
-        path: Where it lies in the run, a `Path`; where that is at a URL, a `Place`.
+        path: Its directory in the run, a `Path`; a `Place` if that is at a URL.
         repo_id: The repository.
         commit: The hash of its commit.
         tag: The tag that points to it.
-        url: Where people see it.
+        url: Of its page.
     """
 
     step: int
@@ -147,8 +140,8 @@ class Push(BackgroundResult[PushReport]):
         self.step = step
 
 
-_MENTIONED = 0.01  # seconds
-_WORTH_SAYING = 0.005  # of the copy limit: of a tiny state it would say 0 %
+_SHOWN_SECONDS = 0.01
+_SHOWN_SHARE = 0.005  # of the copy limit, since a tiny state would show 0 %
 
 
 class SkippedError(SaveError):
@@ -164,24 +157,24 @@ class SaveReport:
 
     Attributes:
         step: The training step.
-        path: The committed directory, a `Path`; where the run lies at a URL that of the step, a
-            `Place`: a text that carries the options of its storage.
+        path: The committed directory, a `Path`; for a run at a URL that of the step, a `Place`: a
+            text with the options of its storage.
         size_bytes: Bytes that this rank wrote.
         total_bytes: Bytes of all files of the step.
-        blocked_seconds: How long `save` kept the training thread.
-        bytes_per_second: Staged bytes over the blocked time, without that for an earlier save.
+        blocked_seconds: How long `save` blocked the training thread.
+        bytes_per_second: Staged bytes over the blocked time, without the wait for an earlier save.
         copy_limit_share: That rate over the rate of a plain warm copy, measured by `prepare`;
-            0 where it was not measured.
+            0 if it was not measured.
         durable_seconds: From the call of `save` until this rank's files were durable.
         committed_seconds: From the call until the step was committed.
         writer_cpu_seconds: Processor time that the writer process took.
-        notes: What is worth knowing, such as that direct I/O was refused.
+        notes: What the user should know, such as that direct I/O was refused.
         waited_seconds: How much of the blocked time it waited for an earlier save to end.
-        linked_bytes: Bytes of frozen weights that this rank linked, and did not write again.
-        local_seconds: From the call until the step was durable on the nodes' own disks; 0 where
-            there is no such tier.
-        lost: What could not be saved with the step, by its name in the state, and why: optimizers,
-            which do not cost the step.
+        linked_bytes: Bytes of frozen weights that this rank linked instead of writing them again.
+        local_seconds: From the call until the step was durable on the nodes' own disks; 0 without
+            such a tier.
+        lost: What could not be saved with the step, by its name in the state, with the reason:
+            optimizers, which do not fail the step.
     """
 
     step: int
@@ -202,10 +195,10 @@ class SaveReport:
 
     def __str__(self) -> str:
         share = f", {self.copy_limit_share:.0%} of the copy limit"
-        share = share if self.copy_limit_share >= _WORTH_SAYING else ""
+        share = share if self.copy_limit_share >= _SHOWN_SHARE else ""
         waited = self.waited_seconds
         linked = f", {size_text(self.linked_bytes)} linked" if self.linked_bytes else ""
-        waiting = f", {waited:.2f} s of it for an earlier save" if waited >= _MENTIONED else ""
+        waiting = f", {waited:.2f} s of it for an earlier save" if waited >= _SHOWN_SECONDS else ""
         local = f", on the nodes' disks after {self.local_seconds:.2f} s"
         local = local if self.local_seconds else ""
         without = f" WITHOUT {', '.join(sorted(self.lost))}" if self.lost else ""
@@ -219,11 +212,11 @@ class SaveReport:
 
 
 class SaveHandle(BackgroundResult[SaveReport]):
-    """A save under way; it may be asked from any thread.
+    """A save under way; any thread may use it.
 
     Attributes:
         step: The training step.
-        blocked_seconds: How long `save` kept the training thread.
+        blocked_seconds: How long `save` blocked the training thread.
         waited_seconds: How much of that it waited for an earlier save to end.
     """
 
@@ -240,10 +233,10 @@ class SaveHandle(BackgroundResult[SaveReport]):
         self._future.add_done_callback(self._release)
 
     def wait_staged(self) -> None:
-        """Waits until devices have copied their part of the state; on the CPU that is done.
+        """Waits until devices have copied their part of the state; the CPU has copied its part.
 
-        Steps of the optimizers and the loading of state dicts wait for that by themselves. Call
-        this before parameters are changed in place in any other way.
+        Optimizer steps and loads of state dicts wait for that by themselves. Call this before
+        parameters are changed in place in any other way.
         """
         for staged in self._staged:
             staged.wait()
@@ -255,42 +248,42 @@ class SaveHandle(BackgroundResult[SaveReport]):
 
     @check_names
     def wait_freed(self, timeout: float | None = None) -> bool:
-        """Waits until the next save may begin, and tells whether it may."""
+        """Waits until the next save may begin, and returns whether it may."""
         return self._freed.wait(timeout)
 
     @check_names
     def local_result(self, timeout: float | None = None) -> Path:
-        """Waits until the step is durable on the nodes' own disks; without these, as `result`.
+        """Waits until the step is durable on the nodes' own disks; without these as `result` does.
 
         Args:
             timeout: Seconds to wait at most.
 
         Returns:
-            This node's part of it, or the committed directory where it was not written there.
+            This node's part of it, or the committed directory if it was not written there.
 
         Raises:
             TimeoutError: If it is not durable by then.
             SaveError: If the save failed, on this rank or on another one.
         """
         if not self._kept.wait(timeout):
-            raise TimeoutError(f"step {self.step} is on no disk yet after {timeout} s")
+            raise TimeoutError(f"step {self.step} is not durable on any disk after {timeout} s")
         committed: Path = self._local_path or self.result(0)
         return committed
 
     @check_names
     def pushed(self, timeout: float | None = None) -> PushReport | None:
-        """Waits until the step is at the Hub, where `push_to_hub` has it pushed.
+        """Waits until the step is pushed to the Hub, if `push_to_hub` is set.
 
         Args:
             timeout: Seconds to wait at most, for the save and again for the push.
 
         Returns:
-            What is there; None on other ranks than 0, and where this step is not pushed.
+            The push; None on ranks other than 0, and if this step is not pushed.
 
         Raises:
-            TimeoutError: If it is not there by then.
+            TimeoutError: If it has not ended by then.
             SaveError: If the save failed, on this rank or on another one.
-            CkptkitError: What went wrong with the push.
+            CkptkitError: If the push failed.
         """
         self.report(timeout)
         return None if self._push is None else self._push.report(timeout)
@@ -302,19 +295,19 @@ class SaveHandle(BackgroundResult[SaveReport]):
 
     @property
     def unheard_error(self) -> CkptkitError | None:
-        """What went wrong, if something did and nobody has asked for the result."""
+        """The error, if it has one and the caller has not asked for the result."""
         return None if self.skipped else super().unheard_error
 
     def staging(self, staged: Staged) -> None:
-        """Notes a copy that is under way."""
+        """Adds a copy that is under way."""
         self._staged.append(staged)
 
     def follow(self, push: Push) -> None:
-        """Notes that the step is to be pushed."""
+        """Sets the push of the step."""
         self._push = push
 
     def keep(self, path: Path) -> None:
-        """Notes that the step is durable on the nodes' own disks, and where on this one."""
+        """Marks the step as durable on the nodes' own disks."""
         self._local_path = path
         self._kept.set()
 
@@ -338,9 +331,9 @@ class ExportReport:
         durable_seconds: From the call of `export` until this rank's bytes were durable, which is
             how long it blocked.
         committed_seconds: From the call until the directory was there.
-        command: Empty where `path` is the model folder. Otherwise its storage does not take
-            ranges from several machines: `path` is a sharded checkpoint, and this command makes
-            the folder of it.
+        command: Empty if `path` is the model folder. Otherwise its storage does not accept ranges
+            from several machines: `path` is a sharded checkpoint, and this command makes the folder
+            of it.
     """
 
     path: Path
@@ -361,7 +354,7 @@ class ExportReport:
 
 
 class ExportHandle(BackgroundResult[ExportReport]):
-    """An export whose own bytes are durable; it may be asked from any thread.
+    """An export whose own bytes are durable; any thread may use it.
 
     `result` returns the directory; see `ExportReport.command` for the one exception.
 

@@ -1,7 +1,4 @@
-"""One job's use of a run directory: lock, names of attempts, what lies beside the shards.
-
-What lies beside the shards of every step, kept in folders of their own for commits to copy.
-"""
+"""A job's use of a run: its lock, names of attempts, and the sidecar folders of its steps."""
 
 from __future__ import annotations
 
@@ -42,17 +39,17 @@ from ckptkit.writer.sweep import sweep
 
 
 class SidecarFolders:
-    """Folders whose content never changes; the newest one is for the next save.
+    """Folders of sidecar files, which never change; the newest one is for the next save.
 
-    Commits that are under way copy from the ones before, as many as saves may be in flight.
+    Commits under way copy from earlier ones, as many as saves may be in flight.
     """
 
     def __init__(self, parents: Sequence[Path], in_flight: int) -> None:
-        """Makes nothing yet.
+        """Creates nothing yet.
 
         Args:
-            parents: What the folders are made in: the first one that takes them.
-            in_flight: How many saves may be under way, the next one included.
+            parents: The folders are created in the first of these that is writable.
+            in_flight: How many saves may be under way, including the next one.
         """
         self._parents = parents
         self._kept: deque[Path] = deque()
@@ -67,22 +64,22 @@ class SidecarFolders:
         return self._kept[-1]
 
     def is_of(self, objects: Sequence[object], places: object) -> bool:
-        """Tells whether the newest one is there, and was made for these very objects."""
-        is_there = bool(self._kept) and self.folder.is_dir()
+        """Returns whether the newest folder exists and was created for these objects."""
+        exists = bool(self._kept) and self.folder.is_dir()
         is_same = list(map(id, objects)) == list(map(id, self._objects))
-        return is_there and is_same and places == self._places
+        return exists and is_same and places == self._places
 
     def put(self, objects: Sequence[object], places: object, files: Sequence[ObjectFile]) -> None:
-        """Makes a new one where the files differ, and removes those that no commit needs.
+        """Creates a new folder if the files differ, and removes those that no commit needs.
 
         Args:
-            objects: What the files tell of.
-            places: Where other values lie, of which they tell as well.
-            files: What lies beside the shards.
+            objects: The models and optimizers that the files describe.
+            places: The places of other values, which they describe as well.
+            files: The sidecar.
         """
         if not (self._kept and self.folder.is_dir() and tuple(files) == tuple(self._files)):
             self._count += 1
-            self._kept.append(self._made(str(self._count), files))
+            self._kept.append(self._create(str(self._count), files))
             self._files = files
         self._objects, self._places = tuple(objects), places
         while len(self._kept) > self._most:
@@ -94,7 +91,7 @@ class SidecarFolders:
             shutil.rmtree(parent, ignore_errors=True)
         self._kept.clear()
 
-    def _made(self, name: str, files: Sequence[ObjectFile]) -> Path:
+    def _create(self, name: str, files: Sequence[ObjectFile]) -> Path:
         problems: list[CkptkitError] = []
         for parent in self._parents:
             new = parent / name
@@ -118,16 +115,16 @@ def _put(folder: Path, file: ObjectFile) -> None:
 logger = logging.getLogger(__name__)
 _LOCK = "the lock of the run"
 _STEPS = 10**18  # numbers with more digits are not found among the names of directories
-_REMEMBERED = 64  # decisions that stay on the board
+_REMEMBERED = 64  # decisions that stay in the store
 
 
 class Session:
-    """What the saves of one job have in common.
+    """What the saves of one job share.
 
     Attributes:
         run: The run.
-        committer: The process that commits on rank 0; on all of them it drains what earlier jobs
-            left on the nodes' disks.
+        committer: The process that commits on rank 0; on all ranks it drains what earlier jobs left
+            on the nodes' disks.
     """
 
     def __init__(
@@ -138,13 +135,13 @@ class Session:
         lock: RunLock | None,
         saved_before: int,
     ) -> None:
-        """Takes over the lock, which rank 0 has where the file system knows locks.
+        """Takes over the lock of the run.
 
         Args:
-            run: The run's directory.
+            run: The run.
             peers: The ranks.
-            settings: What the user has chosen.
-            lock: Of the run, on rank 0.
+            settings: The options.
+            lock: None on ranks other than 0, and on file systems without locks.
             saved_before: The number of the last save of earlier jobs.
         """
         self.run = run
@@ -153,7 +150,7 @@ class Session:
         self._peers = peers
         self._settings = settings
         self._lock = lock
-        # A shared place that is slow or gone must not hold up the thread that trains.
+        # A slow shared storage must not block the training thread.
         places = [settings.local.absolute()] if settings.local is not None else []
         folders = [place / MARKS_FOLDER / peers.nonce for place in (*places, run.path)]
         self._descriptions = SidecarFolders(folders, settings.max_in_flight)
@@ -164,20 +161,20 @@ class Session:
         self._asked: deque[str] = deque()
 
     def count_from(self, save_number: int) -> None:
-        """Has saves numbered after one that was found to have been made before."""
+        """Numbers later saves after one of an earlier job."""
         self._saved_before = max(self._saved_before, save_number)
 
     def attempt(self, step: object, name: str | None = None) -> SaveAttempt:
-        """Names a try to save a step, the same on all ranks, even if one has missed another step.
+        """Names an attempt to save a step, the same on all ranks, even if one has missed a step.
 
-        What it lacks is added by `describe`.
+        `describe` completes it.
 
         Args:
             step: The training step.
-            name: Of its directory, where that is not named by the step.
+            name: Of its directory, if that is not named by the step.
         """
         self._count += 1
-        count = _checked_step(step)
+        count = _check_step(step)
         self._tries[count] += 1
         number = self._tries[count]
         attempt = f"{self._peers.nonce}-{count}-{number}"
@@ -207,91 +204,88 @@ class Session:
         )
 
     def handle(self, attempt: SaveAttempt) -> SaveHandle:
-        """Returns a new handle for an attempt, which tells of its push as well."""
+        """Returns a new handle for an attempt and its push."""
         handle = SaveHandle(attempt.step)
         self._pushing.follow(handle, attempt.step_name)
         return handle
 
     @property
     def unpushed(self) -> frozenset[int]:
-        """The steps that wait for their push, and are not retired before."""
+        """The steps that wait for their push; they are not retired before."""
         return self._pushing.outstanding
 
     def listen(self, report: SaveReport) -> None:
-        """Has a step that was committed pushed, and tells the user's listener."""
+        """Has a committed step pushed, and calls the user's listener."""
         self._pushing.listen(report)
         if self._settings.listener is not None:
             self._settings.listener(report)
 
     def goes(self, attempt: str, *, here: bool) -> bool:
-        """Tells whether a save goes ahead on all ranks: the first that asks decides for all.
+        """Returns whether a save takes place on all ranks: the first rank that asks decides.
 
         Args:
             attempt: Its name.
-            here: Whether this rank could begin at once.
-
-        Returns:
-            What the first rank to ask said of itself.
+            here: Whether this rank can start at once.
         """
         choice = b"go" if here else b"skip"
         store = self._peers.store
         self._asked.append(attempt)
-        if len(self._asked) > _REMEMBERED:  # every rank has long since asked for it
+        if len(self._asked) > _REMEMBERED:  # every rank has asked long ago
             store.delete(f"goes/{self._asked.popleft()}")
         return store.compare_set(f"goes/{attempt}", b"", choice) == b"go"
 
     def describe(
         self, attempt: SaveAttempt, bound: BoundState, metrics: Mapping[str, float] | None
     ) -> SaveAttempt:
-        """Returns an attempt with its metrics, and with what lies beside its shards."""
+        """Returns an attempt with its metrics and its sidecar folder."""
         source = {**attempt.manifest["source"], "metrics": _numbers(metrics)}
         manifest = {**attempt.manifest, "source": source}
         return replace(attempt, manifest=manifest, beside=self.put_beside(bound))
 
     def put_beside(self, bound: BoundState) -> str:
-        """Puts down what lies beside the shards of every step; only rank 0 does something.
+        """Writes the sidecar of later steps; only rank 0 does something.
 
         Returns:
-            The folder: a new one where something changed, since others may be in use.
+            The folder: a new one if something changed, since others may be in use.
         """
         if self._peers.rank != 0:
             return ""
         modules = [model.module for model in bound.models]
-        objects = [*modules, *(one.optimizer for one in bound.optimizers)]
-        places = [(one.key, one.position, one.kind, one.file) for one in bound.others]
+        objects = [*modules, *(entry.optimizer for entry in bound.optimizers)]
+        places = [(other.key, other.position, other.kind, other.file) for other in bound.others]
         if not self._descriptions.is_of(objects, places):
             files = collect_sidecar(modules, self._settings.sidecar)
             self._descriptions.put(objects, places, (*files, run_facts(bound.facts(), modules)))
         return str(self._descriptions.folder)
 
     def origin(self, step: int | None) -> Mapping[str, Any]:
-        """Returns where something that is made of the live state comes from.
+        """Returns the origin of an export of the live state.
 
         Args:
-            step: The one saved last, None if there is none.
+            step: The last saved one, None for none.
         """
         world_size = self._peers.world_size
         path = str(self.run.place)
         return {"path": path, "format": "live", "step": step, "world_size": world_size}
 
     def place_of(self, folder: PathLike) -> Path | Place:
-        """Returns where a folder lies that the user named, with the options of such a URL."""
+        """Returns a folder that the user named, with the storage options if it is a URL."""
         if is_url(folder):
             return place_of(folder, self._settings.storage_options)
         return local_path(folder).absolute()
 
     def retired_by(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[Path | Place]:
-        """Returns the steps that go once a new one is durable; none where that cannot be told."""
+        """Returns the steps to remove once a new one is durable; none if they are unknown."""
         try:
             retired = self.run.retired_by(step, metrics, self._settings.retention)
-            waiting = {str(self.run.step_folder(one)) for one in self.unpushed}
+            waiting = {str(self.run.step_folder(unpushed)) for unpushed in self.unpushed}
             return [place for place in retired if str(place) not in waiting]
         except CkptkitError as error:
             logger.warning("no step is retired by step %d: %s", step, error)
             return ()
 
     def close(self) -> None:
-        """Ends the committer, gives the directory to the next job, and waits for pushes."""
+        """Ends the committer, unlocks the run for the next job, and waits for pushes."""
         self.committer.close()
         if self._peers.rank == 0:
             self._descriptions.close()
@@ -301,56 +295,56 @@ class Session:
 
 
 def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
-    """Opens a run on all ranks; rank 0 makes it, locks it and clears it of wrecks."""
+    """Opens a run on all ranks; rank 0 creates, locks and sweeps it."""
     held: list[RunLock | None] = []
-    place = _place_or_refusal(run, peers, settings)
+    place = _agree_on_place(run, peers, settings)
 
     def make() -> TrainingRun[Any]:
         if isinstance(place, Path):
             return RunFolder(place, prefix=settings.prefix)
-        assert settings.local is not None  # noqa: S101  `_checked_place` has seen to it
+        assert settings.local is not None  # noqa: S101  `_check_place` requires it
         return UrlRun(place, settings.local, peers.nonce, settings.prefix)
 
     def take(options: Sequence[Mapping[str, Any]]) -> int:
         check_shared(options)
-        made = make()
-        if isinstance(made, UrlRun):
-            made.open()
-        elif isinstance(made, RunFolder):
-            held.append(made.lock())
-            if held[0] is not None:  # without a lock somebody else may be at work there
-                for note in sweep(made.path):
+        opened_run = make()
+        if isinstance(opened_run, UrlRun):
+            opened_run.open()
+        elif isinstance(opened_run, RunFolder):
+            held.append(opened_run.lock())
+            if held[0] is not None:  # without a lock another job may be saving there
+                for note in sweep(opened_run.path):
                     logger.info("%s", note)
-        return made.last_save_number()
+        return opened_run.last_save_number()
 
     with ExitStack() as undo:
-        undo.callback(lambda: _give_back(held))
+        undo.callback(lambda: _close_locks(held))
         saved_before = peers.agree(
             _LOCK,
             settings.shared(),
             take,
             timeout_seconds=settings.timeout_seconds,
         )
-        opened = _opened_by_all(make, peers, settings)
+        opened = _open_on_all(make, peers, settings)
         undo.pop_all()
     return Session(opened, peers, settings, held[0] if held else None, saved_before)
 
 
-def _place_or_refusal(run: PathLike, peers: Peers, settings: Settings) -> Path | Place:
-    """Returns what `_checked_place` does; where it refuses, the other ranks need not wait."""
+def _agree_on_place(run: PathLike, peers: Peers, settings: Settings) -> Path | Place:
+    """Returns what `_check_place` does; if it refuses, the other ranks fail at once."""
     try:
-        return _checked_place(run, settings)
+        return _check_place(run, settings)
     except UsageError as error:
         peers.refuse(_LOCK, error, timeout_seconds=settings.timeout_seconds)
         raise
 
 
-def _checked_place(run: PathLike, settings: Settings) -> Path | Place:
-    """Returns where a run lies, as the user named it."""
+def _check_place(run: PathLike, settings: Settings) -> Path | Place:
+    """Returns the place of a run that the user named."""
     if not is_url(run):
         if settings.storage_options:
             raise UsageError(
-                "are given for a run that is a directory",
+                "cannot be combined with a run that is a directory",
                 where="storage_options",
                 hint="leave them out, or save to a URL",
             )
@@ -359,7 +353,7 @@ def _checked_place(run: PathLike, settings: Settings) -> Path | Place:
     check_place(place)
     if settings.local is None:
         raise UsageError(
-            "is needed for a run at a URL: steps are durable there first, and uploaded from there",
+            "is required for a run at a URL: steps are durable there first and uploaded from there",
             where="local",
             hint='pass local="/nvme/run": a directory on the node\'s own disk, kept between jobs,'
             " with room for two steps of its ranks",
@@ -367,16 +361,16 @@ def _checked_place(run: PathLike, settings: Settings) -> Path | Place:
     return place
 
 
-def _give_back(locks: Sequence[RunLock | None]) -> None:
+def _close_locks(locks: Sequence[RunLock | None]) -> None:
     for lock in locks:
         if lock is not None:
             lock.close()
 
 
-def _opened_by_all(
+def _open_on_all(
     make: Callable[[], TrainingRun[Any]], peers: Peers, settings: Settings
 ) -> TrainingRun[Any]:
-    """Opens the run that rank 0 has made; a rank that cannot tells all others."""
+    """Opens the run that rank 0 has created; an error of one rank is raised on all."""
     opened: list[TrainingRun[Any]] = []
     problem: dict[str, Any] | None = None
     try:
@@ -396,16 +390,16 @@ def _opened_by_all(
     return opened[0]
 
 
-def _checked_step(step: object) -> int:
+def _check_step(step: object) -> int:
     try:
         count = -1 if isinstance(step, bool) else operator.index(cast("SupportsIndex", step))
     except TypeError:
         count = -1
     if count < 0:
-        raise UsageError(f"is {step!r}, where a count of steps was expected", where="step")
+        raise UsageError(f"expected a count of steps, got {step!r}", where="step")
     if count >= _STEPS:
         raise UsageError(
-            f"is {count}, where a count of at most {len(str(_STEPS)) - 1} digits was expected",
+            f"expected a count of at most {len(str(_STEPS)) - 1} digits, got {count}",
             where="step",
             hint="count steps from 0, or give the directory a name of its own with `name`",
         )
@@ -414,14 +408,12 @@ def _checked_step(step: object) -> int:
 
 def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float | None]:
     if not isinstance(metrics, Mapping | None):
-        raise UsageError(
-            f"{a_kind(metrics)} was found where numbers by name were expected", where="metrics"
-        )
+        raise UsageError(f"expected numbers by name, got {a_kind(metrics)}", where="metrics")
     try:
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:
-        raise UsageError(f"a number was expected of each: {error}", where="metrics") from error
-    wild = [name for name, value in numbers.items() if not math.isfinite(value)]
-    if wild:
-        logger.warning("not finite, and kept as null: metrics %s", ", ".join(sorted(wild)))
-    return {name: None if name in wild else value for name, value in numbers.items()}
+        raise UsageError(f"expected a number for each name: {error}", where="metrics") from error
+    infinite = [name for name, value in numbers.items() if not math.isfinite(value)]
+    if infinite:
+        logger.warning("not finite, and kept as null: metrics %s", ", ".join(sorted(infinite)))
+    return {name: None if name in infinite else value for name, value in numbers.items()}

@@ -1,4 +1,4 @@
-"""Signals that ask for a last save: noted when they arrive, and nothing done in the handler."""
+"""Signals that request a last save: the handlers only record them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HINT = 'pass names such as signals=("SIGTERM", "SIGUSR2"), or () for none'
 
 
 def signal_names(given: object) -> tuple[str, ...]:
-    """Reads signals as users write them: names, numbers or members of `signal.Signals`.
+    """Parses signals: names, numbers or members of `signal.Signals`.
 
     Args:
-        given: One of them or several; None for none.
+        given: One signal or several; None for none.
 
     Returns:
         The names, each once.
@@ -38,23 +38,23 @@ def signal_names(given: object) -> tuple[str, ...]:
     if not several:
         if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
             raise UsageError(
-                f"{a_kind(given)} was found where signals were expected",
+                f"expected signals, got {a_kind(given)}",
                 where="signals",
                 hint=_HINT,
             )
         several = given
-    return tuple(dict.fromkeys(_signal(one).name for one in several))
+    return tuple(dict.fromkeys(_signal(entry).name for entry in several))
 
 
 class SignalWatch:
-    """Notes signals, and calls the handler that was there before.
+    """Records signals, and calls the previous handlers.
 
-    A handler that was there is called after the signal is noted; the default action, which would
-    end the process, is not. Python runs handlers in the main thread, between two of its
-    instructions: a long call into C, a collective say, delays them.
+    A previous handler is called after the signal is recorded; the default action, which would end
+    the process, is not. Python runs handlers in the main thread between two of its instructions, so
+    a long call into C, such as a collective, delays them.
 
-    A process that is forked from this one, such as a worker of a DataLoader, has the earlier
-    handlers: a signal to it is no business of the training, and has to be able to end it.
+    A process forked from this one, such as a worker of a DataLoader, has the previous handlers: a
+    signal to it does not concern the training, and must be able to end it.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -71,9 +71,9 @@ class SignalWatch:
         numbers = [_signal(name) for name in signal_names(names)]
         if numbers and threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                "only the main thread can handle signals, and this is another",
+                "only the main thread can handle signals, and this is another one",
                 where="signals",
-                hint="make the Checkpointer in the main thread, or pass signals=()",
+                hint="create the Checkpointer in the main thread, or pass signals=()",
             )
         try:
             for number in numbers:
@@ -90,18 +90,18 @@ class SignalWatch:
             )
 
     def take(self) -> str | None:
-        """Returns the name of a signal that arrived, each arrival once; None if there is none."""
+        """Returns the name of a recorded signal, each once; None if there is none."""
         try:
             return self._arrived.popleft()
         except IndexError:
             return None
 
     def close(self) -> None:
-        """Puts back the earlier handlers, except where somebody has replaced ours since."""
+        """Restores the previous handlers, except where ours was replaced since."""
         self._closed = True
         for number, earlier in self._earlier.items():
-            # A handler that was not installed from Python reads as None and cannot be put back;
-            # outside the main thread ours stays, and only calls the earlier one from now on.
+            # A handler that was not installed from Python reads as None and cannot be restored.
+            # Outside of the main thread ours stays, and only calls the previous one from now on.
             with suppress(ValueError):
                 if earlier is not None and signal.getsignal(number) == self._handle:
                     signal.signal(number, earlier)
@@ -109,8 +109,8 @@ class SignalWatch:
     def _hold_back(self) -> None:
         """Blocks the signals while this thread forks.
 
-        Python forgets what its handlers in C have noted when a child begins: a signal that came
-        before the earlier handlers are back would be lost, and who sent it would wait for ever.
+        Python clears pending signals when a child starts: a signal that arrives before the previous
+        handlers are restored would be lost, and its sender would wait for ever.
         """
         if not self._closed:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, self._earlier)
@@ -135,9 +135,9 @@ class SignalWatch:
             ) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # No lock and no logging here: the thread that runs this may hold either.
+        # No lock and no logging here, since this thread may hold the locks already.
         earlier = self._earlier.get(number)
-        if os.getpid() != self._pid:  # it came before the child had put the handlers back
+        if os.getpid() != self._pid:  # it came before the child has restored the handlers
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
             signal.raise_signal(number)
             return
@@ -154,14 +154,14 @@ def _call(watch: weakref.ref[SignalWatch], method: Callable[[SignalWatch], None]
 
 
 def _signal(given: object) -> signal.Signals:
-    found: object = None
+    member: object = None
     if isinstance(given, int) and not isinstance(given, bool):
         with suppress(ValueError):
-            found = signal.Signals(given)
+            member = signal.Signals(given)
     elif isinstance(given, str) and given.startswith("SIG"):
-        found = getattr(signal, given, None)
-    if isinstance(found, signal.Signals):
-        return found
-    near = get_close_matches(str(given).upper(), [known.name for known in signal.Signals], 1, 0.6)
+        member = getattr(signal, given, None)
+    if isinstance(member, signal.Signals):
+        return member
+    near = get_close_matches(str(given).upper(), [number.name for number in signal.Signals], 1, 0.6)
     hint = f'pass "{near[0]}"' if near else _HINT
     raise UsageError(f"{given!r} is no signal of this system", where="signals", hint=hint)

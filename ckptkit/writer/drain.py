@@ -13,7 +13,7 @@ from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile
 from ckptkit.storage.local.durable import make_folders, naming, put_file
 from ckptkit.storage.local.names import check_relative
 from ckptkit.writer.messages import ByteCounter, Drain, Written
-from ckptkit.writer.persist import OutputFile
+from ckptkit.writer.persist import DirectFile
 from ckptkit.writer.record import FOLDER, WrittenFile, parse_record
 
 Mark = tuple[int, ...]
@@ -180,7 +180,7 @@ class _Copier:
             read = open_written(source, size_bytes, self._disk)
         try:
             padded_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-            write = OutputFile(target, padded_bytes, self._disk, sync_bytes=_SYNC_BYTES)
+            write = DirectFile(target, padded_bytes, self._disk, sync_bytes=_SYNC_BYTES)
             try:
                 self._fill(read, write, source, size_bytes)
                 write.end(size_bytes)
@@ -189,7 +189,7 @@ class _Copier:
         finally:
             read.close()
 
-    def _fill(self, read: OpenFile, write: OutputFile, source: Path, size_bytes: int) -> None:
+    def _fill(self, read: OpenFile, write: DirectFile, source: Path, size_bytes: int) -> None:
         with memoryview(self._buffer) as buffer:
             for start in range(0, size_bytes, _STRIDE_BYTES):
                 stride_bytes = min(_STRIDE_BYTES, size_bytes - start)

@@ -40,7 +40,7 @@ _CRC_BYTES = 4
 _SYNC_BYTES = 1 << 30  # cached at most: one sync of a whole large file would look like a hang
 
 
-class OutputFile:
+class DirectFile:
     """A new file that is written with direct I/O as long as the file system allows it.
 
     Attributes:
@@ -108,7 +108,7 @@ class ImageWriter:
         self._counter = counter
         self._worker = WorkerThread("ckptkit-disk")
         self._under_way: Future[None] | None = None
-        self._outputs: list[OutputFile] = []
+        self._outputs: list[DirectFile] = []
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +137,7 @@ class ImageWriter:
             buffer: The whole shared buffer, writable.
         """
         stop = _check_image(image, len(buffer))
-        output = OutputFile(path, stop - image.start, self._disk, sync_bytes=_SYNC_BYTES)
+        output = DirectFile(path, stop - image.start, self._disk, sync_bytes=_SYNC_BYTES)
         self._outputs.append(output)
         sums = _Sums(image.archives, buffer)
         for start in range(image.start, stop, STRIDE_BYTES):
@@ -152,7 +152,7 @@ class ImageWriter:
             self._under_way.result()
         self._under_way = self._worker.submit(job)
 
-    def _put(self, output: OutputFile, at: int, data: memoryview) -> None:
+    def _put(self, output: DirectFile, at: int, data: memoryview) -> None:
         output.write(at, data)
         self._counter.done_bytes += len(data)
 

@@ -222,7 +222,7 @@ def test_what_another_run_left_on_the_node_is_never_taken_for_a_step(tmp_path: P
     shutil.rmtree(tmp_path / "run/checkpoint-2")
     with troubles.listening() as log:
         opened(tmp_path).close()
-        assert "has it no more" in "".join(log.lines(logging.WARNING))
+        assert "does not have it any more" in "".join(log.lines(logging.WARNING))
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
     shutil.rmtree(tmp_path / "run")
     with opened(tmp_path) as checkpointer:  # begun anew in the same place
@@ -283,7 +283,7 @@ def test_a_close_that_is_interrupted_in_a_drain_can_go_on_and_an_exit_leaves_it(
 
 
 def test_a_directory_within_the_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="or lies in it"):
+    with pytest.raises(UsageError, match="or inside of it"):
         Checkpointer(tmp_path / "run", local=tmp_path / "run/nodes/0")
     assert names(tmp_path / "run") == []
 

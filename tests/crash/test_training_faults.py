@@ -190,7 +190,7 @@ def test_storage_that_hangs_under_a_writer_that_lives(run: Path, trouble: Any) -
     with Checkpointer(run, timeout_seconds=3.0) as saver:
         drill = Drill(saver, run)
         with trouble.of("stuck"):
-            drill.fails(WriterError, "rank 0: writer: gave not a byte more in 3 s")
+            drill.fails(WriterError, "rank 0: writer: gave no further byte in 3 s")
         drill.recovers()
 
 

@@ -134,7 +134,7 @@ def together(folder: Path) -> None:
                 save_file(weights, folder.with_name("spread") / "weights.safetensors")
     dist.barrier()
     assert ckptkit.verify(folder / "node0").ok
-    with pytest.raises(UsageError, match="directory of the run, or lies in it"):
+    with pytest.raises(UsageError, match="directory of the run, or inside of it"):
         Checkpointer(folder / "run", local=folder / "run")
 
 

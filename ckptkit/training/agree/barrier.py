@@ -1,4 +1,4 @@
-"""Where the ranks agree on one save after another, and on questions that they ask in any order."""
+"""Agreement of all ranks on each save, and on questions that they ask in any order."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ Decide = Callable[[list[Any]], Mapping[str, Any]]
 
 
 class SaveBarrier:
-    """Where the ranks meet for each save, one save after the other.
+    """A barrier for each save, at which rank 0 decides on what all ranks report.
 
-    Saves are matched by step and try, so that a rank that has left one out still meets the others
-    at the next. Each rank tells at which save it is: who waits for a rank that is past its own
-    save need not wait until the time is up. Numbers of saves are those of rank 0, whose count the
-    others take over each time they meet.
+    Saves are matched by step and attempt, so a rank that has left one out still meets the others at
+    the next one. Each rank publishes the save that it is at: a rank that waits for another one that
+    has passed its save fails at once instead of at the timeout. Saves are numbered by rank 0, whose
+    count the others take over at each barrier.
     """
 
     def __init__(self, peers: Peers, about: str = "save") -> None:
-        """Tells the others that this rank is at no save yet.
+        """Publishes that this rank is at no save yet.
 
         Args:
             peers: The other ranks.
-            about: What they meet for, unlike that of any other meeting.
+            about: Names the barrier; unlike that of any other one.
         """
         self.rank = peers.rank
         self._about = about
         self._store = peers.store
-        watched = _WatchedBoard(peers.store, self._find_passed)
+        watched = _WatchedStore(peers.store, self._find_passed)
         self._peers = Peers(peers.rank, peers.world_size, watched, peers.nonce)
-        self._lead = 0  # how many saves rank 0 has counted more
+        self._lead = 0  # how many more saves rank 0 has counted
         self._here: tuple[int, int, str] = (0, 0, "")
         self._others = [r for r in range(peers.world_size) if r] if not peers.rank else [0]
-        self._tell()
+        self._publish()
 
     def agree(
         self,
@@ -52,28 +52,28 @@ class SaveBarrier:
         *,
         timeout_seconds: float,
     ) -> Mapping[str, Any]:
-        """Lets rank 0 decide on what all ranks say of an attempt, as `Peers.agree` does."""
+        """Lets rank 0 decide on the values of all ranks, as `Peers.agree` does."""
         self._here = attempt.number + self._lead, attempt.step, attempt.name
         number = self._here[0]
-        self._tell()
+        self._publish()
         answer: Mapping[str, Any] = self._peers.agree(
             f"the {self._about} of step {attempt.step}, attempt {attempt.name}",
             {"name": attempt.step_name, "value": value},
-            lambda told: {"number": number, "outcome": decide(_values_of(told))},
+            lambda reports: {"number": number, "outcome": decide(_values_of(reports))},
             timeout_seconds=timeout_seconds,
         )
         self._lead = answer["number"] - attempt.number
         outcome: Mapping[str, Any] = answer["outcome"]
         return outcome
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         if self._others:
             self._store.set(f"at/{self._about}/{self.rank}", json.dumps(self._here).encode())
 
     def _find_passed(self) -> PeerError | None:
-        """Looks for a rank that will not come to this rank's save any more."""
-        found = self._store.get_all([f"at/{self._about}/{rank}" for rank in self._others])
-        for rank, text in zip(self._others, found or (), strict=False):
+        """Returns an error if another rank has passed this rank's save."""
+        positions = self._store.get_all([f"at/{self._about}/{rank}" for rank in self._others])
+        for rank, text in zip(self._others, positions or (), strict=False):
             number, step, name = json.loads(text)
             if name != self._here[2] and (number, step) > self._here[:2]:
                 return PeerError(
@@ -84,21 +84,21 @@ class SaveBarrier:
         return None
 
 
-def _values_of(told: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns what all ranks say of an attempt, where they mean the same directory."""
-    for rank, one in enumerate(told):
-        if one["name"] != told[0]["name"]:
+def _values_of(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns the values of all ranks, after a check that they save to the same directory."""
+    for rank, report in enumerate(reports):
+        if report["name"] != reports[0]["name"]:
             raise UsageError(
-                f"is {one['name']!r} on rank {rank} and {told[0]['name']!r} on rank 0, where the"
-                " same was expected on all ranks",
+                f"is {report['name']!r} on rank {rank} and {reports[0]['name']!r} on rank 0, where"
+                " the same was expected on all ranks",
                 where="name",
                 hint="save under the same name on every rank",
             )
-    return [one["value"] for one in told]
+    return [report["value"] for report in reports]
 
 
-class _WatchedBoard:
-    """A board that, asked in vain again and again, looks for a reason to give up."""
+class _WatchedStore:
+    """A store that looks for a reason to give up while the caller polls for a missing key."""
 
     def __init__(self, store: KeyValueStore, find_reason: Callable[[], PeerError | None]) -> None:
         self._store = store
@@ -110,19 +110,19 @@ class _WatchedBoard:
         self._looked = time.monotonic()
 
     def get(self, key: str) -> bytes | None:
-        found = self.get_all([key])
-        return found[0] if found else None
+        values = self.get_all([key])
+        return values[0] if values else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
         reason = None
         if time.monotonic() > self._looked + _LOOK_SECONDS:
             self._looked = time.monotonic()
             reason = self._find_reason()
-        # Asked afterwards: a rank answers before it goes on to another save.
-        found = self._store.get_all(keys)
-        if found is None and reason is not None:
+        # Read after the check: a rank answers before it starts another save.
+        values = self._store.get_all(keys)
+        if values is None and reason is not None:
             raise reason
-        return found
+        return values
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         return self._store.compare_set(key, expected, desired)
@@ -131,29 +131,29 @@ class _WatchedBoard:
         self._store.delete(key)
 
 
-_REMEMBERED = 256  # answers that stay on the board
+_REMEMBERED = 256  # answers that stay in the store
 
 
 class SharedAnswers:
-    """Questions that all ranks ask, in any order and at any time."""
+    """Answers that are the same on all ranks: that of the rank that asks first."""
 
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
         self._asked: deque[str] = deque()
 
     def answer(self, question: str, find: Callable[[], str]) -> str:
-        """Returns the answer of the rank that asked first.
+        """Returns the answer of the rank that asked first, without waiting for any other rank.
 
         Args:
-            question: Names the question; each is asked once by a rank.
-            find: Returns this rank's answer, which is not looked for where one stands already.
+            question: Names the question; a rank asks each question once.
+            find: Returns this rank's answer; not called if there is an answer already.
         """
         key = f"votes/{question}"
         self._asked.append(key)
-        if len(self._asked) > _REMEMBERED:  # every rank has long since asked
+        if len(self._asked) > _REMEMBERED:  # every rank has asked long ago
             self._store.delete(self._asked.popleft())
-        found = self._store.get(key)
-        if found is None:
-            own = f"={find()}"  # as an empty value stands for none
-            found = self._store.compare_set(key, b"", own.encode())
-        return found.decode().removeprefix("=")
+        answer = self._store.get(key)
+        if answer is None:
+            own = f"={find()}"  # since an empty value means a missing key
+            answer = self._store.compare_set(key, b"", own.encode())
+        return answer.decode().removeprefix("=")

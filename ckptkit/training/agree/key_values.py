@@ -1,7 +1,7 @@
 """Keys and values that all ranks see: a store of torch.distributed, or a dictionary.
 
-No collective and no process group is involved, so nothing here can meet an operation of the
-training, on the device or off it. Nothing waits inside a store for a key to appear either.
+No collective and no process group is involved, so nothing here can interfere with operations of the
+training, on the device or off it. No call waits inside a store for a key to appear.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 4 << 20
-"""TCPStore drops a connection, and with it the training, that sends it more than 8 MiB."""
+"""TCPStore closes a connection that sends it more than 8 MiB, which ends the training."""
 
 _OPERATION_SECONDS = 30.0  # a store answers in less than a millisecond, unless its host is stopped
-_CONNECT_SECONDS = 10.0  # the training's own timeout, which else holds here, may be many minutes
+_CONNECT_SECONDS = 10.0  # the timeout of the training's own connection may be many minutes
 _CLOSE_SECONDS = 1.0
 _THREAD_NAME = "ckptkit-store"
-_KEYS_AT_ONCE = 256  # of 1 MiB each, an answer of 256 MiB
-_LOST = "the host of torch.distributed's store ended or is not reached; look at its log first"
+_KEYS_AT_ONCE = 256  # with 1 MiB each, an answer of 256 MiB
+_LOST = "the host of torch.distributed's store has ended or cannot be reached; see its log first"
 
 T = TypeVar("T")
 
@@ -40,24 +40,24 @@ class KeyValueStore(Protocol):
         """Sets a key."""
 
     def get(self, key: str) -> bytes | None:
-        """Returns a key's value, None where there is no such key."""
+        """Returns a key's value, None if the key is missing."""
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Returns the values of all these keys, None while any of them is missing."""
+        """Returns the values of all these keys, None if any of them is missing."""
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets a key to `desired` where its value is `expected`, all in one step.
+        """Atomically sets a key to `desired` if its value is `expected`.
 
-        Both are text in UTF-8; an empty `expected` stands for a key that is not there. Returns
-        `desired` if that is the value now, else what was found (`expected` for a missing key).
+        Both are text in UTF-8; an empty `expected` stands for a missing key. Returns `desired` if
+        that is the value now, else the current value (`expected` for a missing key).
         """
 
     def delete(self, key: str) -> None:
-        """Removes a key, where it is there."""
+        """Removes a key if it exists."""
 
 
 class LocalKeyValueStore:
-    """The board of a single process, which its threads share."""
+    """The store of a single process, for its threads."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -68,23 +68,23 @@ class LocalKeyValueStore:
             self._values[key] = value
 
     def get(self, key: str) -> bytes | None:
-        """Returns a key's value, None where there is no such key."""
+        """Returns a key's value, None if the key is missing."""
         return self._values.get(key)
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Returns the values of all these keys, None while any of them is missing."""
+        """Returns the values of all these keys, None if any of them is missing."""
         with self._lock:
-            found = [self._values[key] for key in keys if key in self._values]
-        return found if len(found) == len(keys) else None
+            values = [self._values[key] for key in keys if key in self._values]
+        return values if len(values) == len(keys) else None
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets a key to `desired` where its value is `expected`, all in one step."""
+        """Atomically sets a key to `desired` if its value is `expected`."""
         with self._lock:
-            found = self._values.get(key)
-            if found is None and expected:
+            current = self._values.get(key)
+            if current is None and expected:
                 return expected
-            if (found or b"") != expected:
-                return found or b""
+            if (current or b"") != expected:
+                return current or b""
             self._values[key] = desired
             return desired
 
@@ -111,22 +111,21 @@ class _SenderThread(WorkerThread):
 
 
 class TorchKeyValueStore:
-    """A part of a store of torch.distributed, seen through a connection of its own.
+    """A prefix of a store of torch.distributed, through a connection of its own.
 
-    Where the store's connection cannot be copied, because torch is too old or the host takes no
-    further one, ours is the training's, on which a call of ours then takes its turn; none takes
-    longer than one exchange with the host.
+    If the store's connection cannot be cloned, because torch is too old or the host accepts no
+    further one, the training's connection is used, one request at a time.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
-        self._given = store  # it may be the host of all connections, and end with its last user
+        self._given = store  # kept alive, since it may be the host of all connections
         self._sender = _SenderThread(_THREAD_NAME)
         self._store: Any = store  # torch's stubs lack half of its methods
         self._prefix = prefix
         self._connect()
 
     def under(self, prefix: str) -> TorchKeyValueStore:
-        """Returns a board for keys under a further prefix, on the same connection."""
+        """Returns a store for keys under a further prefix, on the same connection."""
         part = object.__new__(TorchKeyValueStore)
         part._given, part._store, part._sender = self._given, self._store, self._sender
         part._prefix = self._key(prefix)
@@ -135,24 +134,22 @@ class TorchKeyValueStore:
     def set(self, key: str, value: bytes) -> None:
         """Sets a key."""
         if len(value) > MAX_VALUE_BYTES:
-            raise ValueError(
-                f"a value of {len(value):,} bytes was found against {MAX_VALUE_BYTES:,}"
-            )
+            raise ValueError(f"expected at most {MAX_VALUE_BYTES:,} bytes, got {len(value):,}")
         self._sender.run(lambda: self._store.set(self._key(key), value))
 
     def get(self, key: str) -> bytes | None:
-        """Returns a key's value, None where there is no such key."""
-        found = self.get_all([key])
-        return found[0] if found else None
+        """Returns a key's value, None if the key is missing."""
+        values = self.get_all([key])
+        return values[0] if values else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
         return self._sender.run(lambda: self._get_all([self._key(key) for key in keys]))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets a key to `desired` where its value is `expected`, all in one step."""
+        """Atomically sets a key to `desired` if its value is `expected`."""
         name, old, new = self._key(key), expected.decode(), desired.decode()
-        found: bytes = self._sender.run(lambda: self._store.compare_set(name, old, new))
-        return found
+        current: bytes = self._sender.run(lambda: self._store.compare_set(name, old, new))
+        return current
 
     def delete(self, key: str) -> None:
         self._sender.run(lambda: self._store.delete_key(self._key(key)))
@@ -161,14 +158,14 @@ class TorchKeyValueStore:
         self._sender.close(_CLOSE_SECONDS)
 
     def _connect(self) -> None:
-        """Takes a connection of its own, if it gets one soon."""
+        """Clones the connection, if that succeeds soon."""
         clone = getattr(self._given, "clone", None)
         if clone is None:
             return
         try:
             self._store = self._sender.run(clone, _CONNECT_SECONDS)
         except PeerError as error:
-            if isinstance(error.__cause__, TimeoutError):  # that courier still waits there
+            if isinstance(error.__cause__, TimeoutError):  # that thread still waits there
                 logger.warning("the connection of the training is used for saves too: %s", error)
                 self._sender.stop()
                 self._sender = _SenderThread(_THREAD_NAME)
@@ -177,7 +174,7 @@ class TorchKeyValueStore:
         return f"{self._prefix}/{key}"
 
     def _get_all(self, keys: list[str]) -> list[bytes] | None:
-        """Asks first whether the keys are there, because to get a missing one is to wait for it."""
+        """Checks first whether the keys exist, because the store waits for a missing one."""
         if not self._store.check(keys):
             return None
         if not self._store.has_extended_api():
@@ -189,5 +186,5 @@ class TorchKeyValueStore:
 
 
 def first_line(error: Exception) -> str:
-    """Returns what an error says, without the stack of C++ frames that torch adds."""
+    """Returns the message of an error, without the stack of C++ frames that torch adds."""
     return (str(error).splitlines() or [""])[0]

@@ -1,10 +1,6 @@
-"""What the ranks tell each other, over the store that torch.distributed was started with.
+"""The ranks of a training: how they open a session, agree on values, and name the same directory.
 
-Whoever waits for others asks again and again, with growing pauses, until a deadline.
-
-Agreement on a save between ranks that need not all be at the same one.
-
-Answers that are the same on all ranks, without waiting for any: who asks first decides.
+They use a key-value store. A rank that waits for others polls with growing pauses until a deadline.
 """
 
 from __future__ import annotations
@@ -42,44 +38,40 @@ from ckptkit.storage.places import is_url, local_path
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.2
-_PAUSE_GROWTH = 1.1  # so that an answer is heard at most a tenth later than it came
-_GRACE_SECONDS = 5.0  # by which the others outwait rank 0, so that it is rank 0 who says why
+_PAUSE_GROWTH = 1.1  # so that an answer is read at most a tenth later than it came
+_GRACE_SECONDS = 5.0  # by which the others wait longer than rank 0, which knows the reason
 _NAMED_RANKS = 8
-_REFUSED = b"!"  # before the error of a rank that has no value; no JSON begins like this
+_REFUSED = b"!"  # before the error of a rank without a value; no JSON starts with it
 _LONGEST_ERROR = 2_000
 _MOST_OPENINGS = 10_000
-_OPENING = threading.Lock()  # openings are numbered, and so must come one after another
+_OPENING = threading.Lock()  # openings are numbered, so they must not overlap
 
 T = TypeVar("T")
 
 
 def poll_until(fetch: Callable[[], T | None], timeout_seconds: float) -> T | None:
-    """Calls `fetch` with growing pauses until it returns something, or the time is up.
-
-    Returns:
-        What `fetch` returned, None when the time is up.
-    """
+    """Calls `fetch` with growing pauses until it returns something; None if the time is up."""
     deadline = time.monotonic() + timeout_seconds
     pause = _FIRST_PAUSE_SECONDS
-    while (found := fetch()) is None:
+    while (value := fetch()) is None:
         left = deadline - time.monotonic()
         if left <= 0:
             return None
         time.sleep(min(pause, left))
         pause = min(_PAUSE_GROWTH * pause, _LONGEST_PAUSE_SECONDS)
-    return found
+    return value
 
 
 class Peers:
-    """The ranks of one training, as one of them sees them.
+    """The ranks of one training, from the view of one of them.
 
     All methods may be called from several threads, as long as no two use the same topic.
 
     Attributes:
-        rank: This process's number, from 0.
+        rank: The number of this process, from 0.
         world_size: How many ranks there are.
-        board: What they share; keys with a first part other than `agree` are the callers'.
-        nonce: Names this session; the same on all ranks, and unlike that of any other session.
+        store: Shared by all ranks; keys with a first part other than `agree` are for callers.
+        nonce: Names this session; the same on all ranks, different for each session.
     """
 
     def __init__(self, rank: int, world_size: int, store: KeyValueStore, nonce: str) -> None:
@@ -90,7 +82,7 @@ class Peers:
         self._lock = threading.Lock()
         self._round_numbers: dict[str, int] = {}
         self._stale: list[tuple[float, str]] = []
-        self._answered: list[tuple[float, str]] = []  # rounds whose answer some may still await
+        self._answered: list[tuple[float, str]] = []  # with unread answers
 
     def agree(
         self,
@@ -100,17 +92,16 @@ class Peers:
         *,
         timeout_seconds: float,
     ) -> Any:
-        """Lets rank 0 decide on the values of all ranks, and returns its decision on each.
+        """Lets rank 0 decide on the values of all ranks, and returns its decision on every rank.
 
-        Every rank has to call this equally often for a topic. A round that fails on one rank
-        fails on all of them that wait for it, with the same error.
+        Every rank has to call this equally often for a topic. A round that fails on one rank fails
+        on all that wait for it, with the same error.
 
         Args:
-            topic: What it is about.
-            value: This rank's part, of what JSON can hold, at most 4 MiB.
-            decide: Called on rank 0 alone, with the values in the order of the ranks; its result
-                must be of what JSON can hold.
-            timeout_seconds: How long rank 0 waits for the others, and about how long they do.
+            topic: Names the question.
+            value: This rank's value, JSON of at most 4 MiB.
+            decide: Called on rank 0 only, with the values in the order of the ranks; returns JSON.
+            timeout_seconds: How long rank 0 waits for the others, and about how long they wait.
 
         Returns:
             What `decide` returned.
@@ -130,13 +121,13 @@ class Peers:
         return json.loads(answer)["value"]
 
     def refuse(self, topic: str, error: Exception, *, timeout_seconds: float) -> None:
-        """Takes part in a round in which this rank has nothing but an error, and waits for nobody.
+        """Takes part in a round with an error instead of a value, without waiting.
 
         All ranks that call `agree` in this round raise the error at once.
 
         Args:
-            topic: What the round is about.
-            error: What went wrong here.
+            topic: As for `agree`.
+            error: What failed here.
             timeout_seconds: As for `agree`.
         """
         key = self._next_round(topic)
@@ -148,10 +139,10 @@ class Peers:
             self._publish(key, _encoded({"error": document}), timeout_seconds)
 
     def close(self) -> None:
-        """Ends the connection; nothing else may be called after it.
+        """Closes the connection; no method may be called after it.
 
-        Rank 0 often hosts the store, and the program may end next: it waits some seconds for those
-        that have not heard its last answers.
+        Rank 0 often hosts the store, and its program may end next, so it waits some seconds for
+        ranks that have not read its last answers.
         """
         if not isinstance(self.store, TorchKeyValueStore):
             return
@@ -160,9 +151,9 @@ class Peers:
         self.store.close()
 
     def _all_heard(self) -> bool | None:
-        """Tells whether every rank has taken its values back, as it does after an answer.
+        """Returns whether every rank has deleted its values, as it does after an answer.
 
-        A rank that did not come has none, and one that had to refuse awaits nothing.
+        A rank that did not come has none, and one that refused waits for nothing.
         """
         now = time.monotonic()
         with self._lock:
@@ -181,18 +172,18 @@ class Peers:
         return f"agree/{topic}/{number}"
 
     def _collect(self, topic: str, key: str, value: Any, timeout_seconds: float) -> list[Any]:
-        """Returns all ranks' values; for rank 0."""
+        """Returns the values of all ranks; for rank 0."""
         keys = [f"{key}/{rank}" for rank in self._others]
-        found = poll_until(lambda: self.store.get_all(keys), timeout_seconds) if keys else []
-        if found is None:
+        texts = poll_until(lambda: self.store.get_all(keys), timeout_seconds) if keys else []
+        if texts is None:
             missing = [rank for rank, name in enumerate(keys, 1) if self.store.get(name) is None]
             raise PeerError(
                 f"{name_ranks(missing)} did not answer within {timeout_seconds:g} s about {topic!r}"
             )
-        refused = next((text for text in found if text.startswith(_REFUSED)), None)
+        refused = next((text for text in texts if text.startswith(_REFUSED)), None)
         if refused is not None:
             raise error_from_json(json.loads(refused.removeprefix(_REFUSED)))
-        return [json.loads(text) for text in [_encoded(value), *found]]
+        return [json.loads(text) for text in [_encoded(value), *texts]]
 
     def _publish(self, key: str, answer: bytes, timeout_seconds: float) -> None:
         if self.world_size > 1:
@@ -202,21 +193,19 @@ class Peers:
                 self._answered.append((time.monotonic() + _GRACE_SECONDS, key))
 
     def _ask(self, topic: str, key: str, value: Any, timeout_seconds: float) -> Any:
-        """Tells rank 0 this rank's value and returns the decision; for the other ranks."""
+        """Publishes this rank's value and returns the decision; for ranks other than 0."""
         try:
             part = _encoded(value)
         except (TypeError, ValueError) as error:
             part = _REFUSED + _encoded(_error_json(f"rank {self.rank} has no answer", error))
         self.store.set(f"{key}/{self.rank}", part)
-        found = poll_until(
-            lambda: self.store.get(f"{key}/answer"), timeout_seconds + _GRACE_SECONDS
-        )
-        if found is None:
-            # Rank 0 may be about to read our value: who removes it now would make it wait.
+        text = poll_until(lambda: self.store.get(f"{key}/answer"), timeout_seconds + _GRACE_SECONDS)
+        if text is None:
+            # Rank 0 may be about to read our value; without it, rank 0 would wait.
             self._forget(f"{key}/{self.rank}", timeout_seconds + 2 * _GRACE_SECONDS)
             raise PeerError(f"rank 0 did not decide within {timeout_seconds:g} s about {topic!r}")
-        self.store.delete(f"{key}/{self.rank}")  # which tells rank 0 that it was heard
-        answer = json.loads(found)
+        self.store.delete(f"{key}/{self.rank}")  # so that rank 0 knows that its answer was read
+        answer = json.loads(text)
         if "error" in answer:
             raise error_from_json(answer["error"])
         return answer["value"]
@@ -236,25 +225,22 @@ class Peers:
 
 
 def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bool = True) -> Peers:
-    """Finds the other ranks of this training and agrees with them on a new session.
+    """Opens a new session with the other ranks of this training.
 
-    All ranks of the default process group have to call this, in the same order. Where
-    torch.distributed is not initialised there is one rank.
+    All ranks of the default process group have to call this, in the same order. Without
+    torch.distributed there is one rank.
 
     Args:
         run: What the ranks work on; the same on all of them.
-        timeout_seconds: How long to wait for all ranks to come here.
+        timeout_seconds: How long to wait for all ranks.
         is_place: Whether `run` is a directory or a URL, which ranks may spell in different ways.
-
-    Returns:
-        The ranks.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return Peers(0, 1, LocalKeyValueStore(), _new_nonce())
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     topic = {"named": str(run), "machine": "", "path": str(run), "inode": []}
     facts = place_facts(run) if is_place else topic
-    # One meeting for all that ranks open: those that open different things meet, and are told.
+    # One topic for all openings, so that ranks that open different things fail at once.
     with _OPENING:
         store = TorchKeyValueStore(_default_store(), "ckptkit/runs")
         try:
@@ -275,10 +261,8 @@ def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bo
 def meet(store: KeyValueStore, rank: int, world_size: int, *, timeout_seconds: float) -> str:
     """Agrees with all ranks on the nonce of a session.
 
-    Openings are numbered by the answers of rank 0, each of which names the nonces of the ranks
-    that it is for. A rank that is not among them came too late, or was not there at all when
-    rank 0 gave up on it, and goes on to the next one.
-
+    Openings are numbered by the answers of rank 0, each of which names the nonces of its ranks. A
+    rank that is not among them came after rank 0 had given up on it, and tries the next opening.
     """
     own = _new_nonce()
     number = int(store.get(f"openings/{rank}") or 0) + 1
@@ -300,12 +284,12 @@ def meet(store: KeyValueStore, rank: int, world_size: int, *, timeout_seconds: f
 def _host(
     store: KeyValueStore, number: int, own: str, world_size: int, timeout_seconds: float
 ) -> str:
-    """Waits for the others, and tells those that came how it ended; for rank 0."""
+    """Waits for the others, and publishes the outcome for those that came; for rank 0."""
     keys = [f"{number}/{rank}" for rank in range(1, world_size)]
-    found = poll_until(lambda: store.get_all(keys), timeout_seconds) if keys else []
+    others = poll_until(lambda: store.get_all(keys), timeout_seconds) if keys else []
     error: PeerError | None = None
-    here: list[bytes | None] = list(found or ())
-    if found is None:
+    here: list[bytes | None] = list(others or ())
+    if others is None:
         here = [store.get(key) for key in keys]
         missing = [rank for rank, nonce in enumerate(here, 1) if nonce is None]
         error = PeerError(
@@ -321,19 +305,19 @@ def _host(
 
 
 def _join(store: KeyValueStore, number: int, rank: int, own: str, deadline: float) -> Any:
-    """Takes part in an opening and returns what rank 0 answered, None if nothing in time."""
+    """Takes part in an opening and returns the answer of rank 0, None if there is none in time."""
     key = f"{number}/{rank}"
     store.set(key, own.encode())
     try:
         left = max(deadline - time.monotonic(), 0.0)
-        found = poll_until(lambda: store.get(f"{number}/answer"), left)
+        text = poll_until(lambda: store.get(f"{number}/answer"), left)
     finally:
         store.delete(key)  # or rank 0 would take this rank for one that still waits
-    return None if found is None else json.loads(found)
+    return None if text is None else json.loads(text)
 
 
 def _default_store() -> Store:
-    # There is no public way to the store that init_process_group was given or made.
+    # There is no public function for the store of the default process group.
     from torch.distributed.distributed_c10d import _get_default_store
 
     store = _get_default_store()
@@ -352,7 +336,7 @@ def _new_nonce() -> str:
 def _encoded(value: Any) -> bytes:
     text = json.dumps(value).encode()
     if len(text) > MAX_VALUE_BYTES:
-        raise ValueError(f"{len(text):,} bytes were found against at most {MAX_VALUE_BYTES:,}")
+        raise ValueError(f"expected at most {MAX_VALUE_BYTES:,} bytes, got {len(text):,}")
     return text
 
 
@@ -364,21 +348,21 @@ def _error_json(what: str, error: Exception) -> dict[str, Any]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns, for example, `ranks 3, 7`; of many only the first ones are named."""
+    """Returns, for example, `ranks 3, 7`; only the first ones if there are many."""
     named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
     further = f" and {len(ranks) - _NAMED_RANKS:,} more" if len(ranks) > _NAMED_RANKS else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {named}{further}"
 
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # unlike host names, no two machines have the same
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # unlike a host name, it is unique
 Facts = Mapping[str, Any]
 
 
 def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns what tells one directory from others, as values that JSON can hold.
+    """Returns JSON values that identify a directory.
 
     Args:
-        named: As the user named it; it need not be there yet.
+        named: As the user named it; it need not exist yet.
     """
     if is_url(named):
         url = os.fspath(named).rstrip("/")
@@ -387,8 +371,8 @@ def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
     real = Path(os.path.realpath(text))
     above = next((path for path in (real, *real.parents) if path.exists()), real)
     try:
-        found = above.stat()
-        inode = [found.st_dev, found.st_ino, *real.relative_to(above).parts]
+        status = above.stat()
+        inode = [status.st_dev, status.st_ino, *real.relative_to(above).parts]
     except OSError:
         inode = []
     return {"named": text, "machine": _machine(), "path": str(real), "inode": inode}
@@ -399,7 +383,7 @@ def check_same_place(of_ranks: Sequence[Facts], where: str) -> None:
 
     Args:
         of_ranks: What `place_facts` returned on each rank.
-        where: What the ranks were given them for.
+        where: Names the argument, for messages.
     """
     first = of_ranks[0]
     for rank, facts in enumerate(of_ranks):
@@ -408,8 +392,8 @@ def check_same_place(of_ranks: Sequence[Facts], where: str) -> None:
                 f"is {_shown(facts)} on rank {rank} and {_shown(first)} on rank 0, where the same"
                 " directory was expected on all ranks",
                 where=where,
-                hint="name the same directory on every rank; a relative path begins at each"
-                " process's own working directory",
+                hint="pass the same directory on every rank; a relative path starts at the working"
+                " directory of each process",
             )
 
 

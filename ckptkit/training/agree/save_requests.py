@@ -1,4 +1,15 @@
-"""When to save: one answer on all ranks, from the interval, signals, the scheduler and people."""
+"""When to save: one answer on all ranks, from the interval, signals, the scheduler and requests.
+
+The ranks agree on a step in rounds. The rank with a request opens a round. The watcher of each rank
+answers with the last step that its training thread has asked about, and from then on that thread
+waits before any later step. When all have answered, rank 0 publishes the largest answer plus one:
+no rank has passed that step, so none can miss it, however far apart they are.
+
+The outcome is written once, by a compare-and-set of one key: either rank 0 writes the step, or a
+rank whose time is up voids the round, and then it is void for all. So the ranks can only disagree
+if one of them cannot reach the store: it continues when its time is up, and logs a warning if it
+learns later that it has passed the step.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +35,10 @@ logger = logging.getLogger(__name__)
 LONGEST_WAIT_SECONDS = 60.0
 _IDLE_SECONDS = 0.2
 _BUSY_SECONDS = 0.01
-_FAILED_SECONDS = 2.0  # doubled with each further failure, since torch prints each of them
+_FAILED_SECONDS = 2.0  # doubled with each further failure, since torch prints each one
 _MOST_FAILED_SECONDS = 60.0
-_FILE_SECONDS = 1.0  # between two looks at a file system that may be far away
-_QUESTIONS_PER_SECOND = 5_000  # of all ranks together: a tenth of what one store answers
+_FILE_SECONDS = 1.0  # between two looks at a file system that may be remote
+_QUESTIONS_PER_SECOND = 5_000  # of all ranks together: a tenth of what one store can answer
 _FAILED_FILE_SECONDS = 60.0
 _AGAIN_SECONDS = 60.0  # until the job's end is announced again, if ranks did not answer
 _CLOSE_SECONDS = 5.0
@@ -35,7 +46,7 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(slots=True)
 class _Clock:
-    """What rank 0 asks for by itself, when the time for it comes."""
+    """Requests that rank 0 makes when their time comes."""
 
     interval_seconds: float | None
     saved_at: float
@@ -43,7 +54,7 @@ class _Clock:
     asked_at: float = float("-inf")
 
     def request(self) -> SaveRequest | None:
-        """Returns what is due now."""
+        """Returns the request that is due now."""
         now = time.monotonic()
         if self.job_ends is not None and now >= max(self.job_ends, self.asked_at + _AGAIN_SECONDS):
             self.asked_at = now
@@ -57,9 +68,8 @@ class _Clock:
 class SaveRequestWatcher:
     """Gathers requests to save on each rank and agrees on the step, in a thread of its own.
 
-    `should_save` is for the training thread and asks nobody: only while a request is under
-    discussion does it wait, at most `LONGEST_WAIT_SECONDS` and a fifth. How the ranks agree, and
-    what happens when one of them is gone, is told in `ckptkit.training.agree.save_steps`.
+    `should_save` is for the training thread and sends nothing: it waits only while a round is open,
+    at most 1.2 times `LONGEST_WAIT_SECONDS`.
     """
 
     def __init__(
@@ -72,11 +82,11 @@ class SaveRequestWatcher:
         slurm_margin_seconds: float = 300.0,
         timeout_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:
-        """Installs the handlers of signals, and starts the thread.
+        """Installs the signal handlers and starts the thread.
 
         Args:
             peers: The ranks.
-            run: Where `ckptkit save-now` leaves its requests.
+            run: Has the requests of `ckptkit save-now`.
             interval: When to save without a request; times are measured on rank 0.
             signals: After which all ranks save and stop; see `SignalWatch`.
             slurm_margin_seconds: How long before Slurm ends the job all ranks save and stop, at
@@ -100,14 +110,14 @@ class SaveRequestWatcher:
         self._signals = SignalWatch(signals)
         self._thread = threading.Thread(target=self._watch, name="ckptkit-requests", daemon=True)
         self._thread.start()
-        # A thread that comes back from C++ while the interpreter is torn down aborts the process.
+        # A thread that returns from C++ while the interpreter shuts down aborts the process.
         atexit.register(self.close)
 
     def should_save(self, step: int) -> bool:
-        """Tells whether to save at this step; the answer is the same on all ranks.
+        """Returns whether to save at this step; the same on all ranks.
 
-        Call it on every rank at every step, with rising steps. It is True once for a request,
-        and for a step always the same. It also sets `stop_requested`.
+        Call it on every rank at every step, with rising steps. It is True once for a request, and
+        always the same for a step. It also sets `stop_requested`.
         """
         due, stop = self._agreement.due(step)
         if stop:
@@ -119,7 +129,7 @@ class SaveRequestWatcher:
         return False
 
     def request_save(self, *, stop: bool = False) -> None:
-        """Asks all ranks to save; from any thread, but not from the handler of a signal.
+        """Asks all ranks to save; from any thread, but not from a signal handler.
 
         Args:
             stop: Whether `stop_requested` is to become true at that save.
@@ -129,11 +139,11 @@ class SaveRequestWatcher:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether training should end; it turns true at the same step on all ranks."""
+        """Whether training should end; it becomes true at the same step on all ranks."""
         return self._stop_requested
 
     def close(self) -> None:
-        """Ends the thread and puts earlier handlers back; a second call does nothing."""
+        """Ends the thread and restores earlier signal handlers; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -149,7 +159,7 @@ class SaveRequestWatcher:
             self._wake.clear()
 
     def _advance(self) -> float:
-        """Does what can be done now; returns after how many seconds to come again."""
+        """Does what can be done now; returns the seconds until the next call."""
         try:
             for request in self._gathered():
                 self._agreement.ask(request)
@@ -167,7 +177,7 @@ class SaveRequestWatcher:
         return max(_BUSY_SECONDS if self._agreement.is_open else _IDLE_SECONDS, shared)
 
     def _gathered(self) -> Iterator[SaveRequest]:
-        """Yields what was asked for on this rank since the last time."""
+        """Yields the new requests of this rank."""
         while self._asked:
             yield self._asked.popleft()
         while (name := self._signals.take()) is not None:
@@ -187,13 +197,13 @@ class SaveRequestWatcher:
             owner = self._run.take_request()
         except OSError as error:
             self._looked_at = now + _FAILED_FILE_SECONDS
-            logger.warning("a request of `ckptkit save-now` cannot be taken up: %s", error)
+            logger.warning("a request of `ckptkit save-now` cannot be read: %s", error)
             return None
         return None if owner is None else SaveRequest(f"ckptkit save-now ({owner})")
 
 
 def _job_ends(margin_seconds: float) -> float | None:
-    """Returns when to stop before Slurm does, as `time.monotonic` tells it."""
+    """Returns when to stop before Slurm does, on the clock of `time.monotonic`."""
     end = slurm_end_time() if margin_seconds > 0 else None
     if end is None:
         return None
@@ -202,7 +212,7 @@ def _job_ends(margin_seconds: float) -> float | None:
 
 
 def open_requests(peers: Peers, run: TrainingRun[Any], settings: Settings) -> SaveRequestWatcher:
-    """Begins to gather requests to save; see `SaveRequestWatcher`."""
+    """Starts to gather requests to save; see `SaveRequestWatcher`."""
     return SaveRequestWatcher(
         peers,
         run,
@@ -230,23 +240,23 @@ class SaveRequest:
     stop: bool = False
 
     def joined(self, other: SaveRequest | None) -> SaveRequest:
-        """Returns one request that stands for both; to stop wins."""
+        """Returns one request for both, which stops if one of them does."""
         if other is None:
             return self
-        told = self.reason in other.reason
-        reason = other.reason if told else f"{other.reason}, {self.reason}"
+        has_reason = self.reason in other.reason
+        reason = other.reason if has_reason else f"{other.reason}, {self.reason}"
         return SaveRequest(reason, self.stop or other.stop)
 
 
 @dataclass(slots=True)
 class _Round:
-    """A round that this rank knows to be open; `limit` is when it voids the round."""
+    """An open round; `limit` is when this rank voids it."""
 
     number: int
     answered: int
     own: SaveRequest | None
     limit: float
-    told: bool = False
+    is_answered: bool = False
     abandoned: bool = False
 
 
@@ -255,9 +265,9 @@ class SaveStepAgreement:
 
     Args:
         peers: The ranks.
-        limit_seconds: After how long rank 0 voids a round that not all ranks have answered. The
-            others do so after a tenth more, in case it is rank 0 that is gone, and the training
-            thread waits a tenth longer still, in case the store is gone as well.
+        limit_seconds: After this time rank 0 voids a round that not all ranks have answered. The
+            others do so after a tenth more, in case rank 0 is gone, and the training thread waits
+            another tenth, in case the store is gone as well.
     """
 
     def __init__(self, peers: Peers, *, limit_seconds: float) -> None:
@@ -269,7 +279,7 @@ class SaveStepAgreement:
         self._open: _Round | None = None
         self._targets: dict[int, bool] = {}  # step -> whether to stop there
         self._taken: int | None = None
-        # From here on only the watcher's.
+        # From here on used by the watcher only.
         self._number = 1
         self._request: SaveRequest | None = None
         self._litter: list[int] = []
@@ -279,9 +289,9 @@ class SaveStepAgreement:
         return self._open is not None
 
     def ask(self, request: SaveRequest) -> None:
-        """Asks for a save, with the next `advance`; for the watcher alone.
+        """Adds a request for the next `advance`; for the watcher only.
 
-        A request is dropped where a save that fulfils it is agreed on and still ahead.
+        It is dropped if a save that fulfils it is agreed on and still ahead.
         """
         with self._settled:
             ahead = list(self._targets.values())
@@ -289,22 +299,22 @@ class SaveStepAgreement:
             self._request = request.joined(self._request)
 
     def advance(self) -> None:
-        """Takes the round that is open, or to be opened, as far as it gets without waiting."""
+        """Advances the open round, or opens one, as far as possible without waiting."""
         current = self._open or self._join()
         if current is None:
             return
-        if not current.told:
+        if not current.is_answered:
             answer = {"step": current.answered} | _request_json(current.own)
             self._peers.store.set(f"{self._key}/{self._peers.rank}", json.dumps(answer).encode())
-            current.told = True
+            current.is_answered = True
         outcome = self._peers.store.get(f"{self._key}/outcome") or self._decide(current)
         if outcome is not None:
             self._settle(current, json.loads(outcome))
 
     def due(self, step: int) -> tuple[bool, bool]:
-        """Tells whether to save at a step, and whether to stop then; for the training thread.
+        """Returns whether to save at a step, and whether to stop then; for the training thread.
 
-        It waits only while a round is open in which this rank has answered an earlier step.
+        It waits only while a round is open that this rank has answered with an earlier step.
         """
         with self._settled:
             while self._open is not None and self._holds(self._open, step):
@@ -322,7 +332,7 @@ class SaveStepAgreement:
         return f"round/{self._number}"
 
     def _join(self) -> _Round | None:
-        """Opens a round if there is a wish, or finds that another rank has opened it."""
+        """Opens a round if there is a request, or joins one that another rank has opened."""
         store, rank = self._peers.store, self._peers.rank
         if self._request is not None:
             store.compare_set(self._key, b"", str(rank).encode())
@@ -338,8 +348,8 @@ class SaveStepAgreement:
         """Returns the outcome, if it is this rank's turn to decide on it."""
         outcome: dict[str, Any] | None = None
         keys = [f"{self._key}/{rank}" for rank in range(self._peers.world_size)]
-        if self._peers.rank == 0 and (found := self._peers.store.get_all(keys)) is not None:
-            outcome = _target([json.loads(answer) for answer in found])
+        if self._peers.rank == 0 and (answers := self._peers.store.get_all(keys)) is not None:
+            outcome = _target([json.loads(answer) for answer in answers])
         elif time.monotonic() > current.limit:
             outcome = {"void": self._complaint(keys)}
         if outcome is None:
@@ -366,30 +376,30 @@ class SaveStepAgreement:
         self._clean(whole=step is not None)
         self._number += 1
         if step is not None and self._request is not None and (stop or not self._request.stop):
-            self._request = None  # made while the round was open, and fulfilled by it
+            self._request = None  # added while the round was open, and fulfilled by it
 
     def _report(self, outcome: dict[str, Any], *, missed: bool) -> None:
         if "void" in outcome:
             logger.warning(
-                "the request to save was dropped: %s within %.0f s; training goes on",
+                "the request to save was dropped: %s within %.0f s; training continues",
                 outcome["void"],
                 self._limit_seconds,
             )
         elif missed:
             logger.warning(
-                "rank %d learnt too late that all ranks save at step %d, which it has passed",
+                "rank %d was notified too late that all ranks save at step %d, which it has passed",
                 self._peers.rank,
                 outcome["step"],
             )
         elif self._peers.rank == 0:
-            ending = ", then training is told to end" if outcome["stop"] else ""
+            ending = ", then training ends" if outcome["stop"] else ""
             logger.info("saving at step %d: %s%s", outcome["step"], outcome["reason"], ending)
 
     def _clean(self, *, whole: bool) -> None:
         """Removes the keys of rounds that all ranks have left; for rank 0.
 
-        Whoever answered this round has left all earlier ones, and a rank may still be on its way
-        to the outcome of this one.
+        A rank that answered this round has left all earlier ones, but may not have read the outcome
+        of this one yet.
         """
         if self._peers.rank:
             return
@@ -405,14 +415,14 @@ class SaveStepAgreement:
         return step > current.answered and not current.abandoned
 
     def _wait(self, current: _Round) -> None:
-        """Waits for a change, with the condition held; gives up on the round when time is up."""
+        """Waits for a change, with the condition held; abandons the round when the time is up."""
         left = current.limit + self._margin_seconds - time.monotonic()
         if left > 0:
             self._settled.wait(left)
             return
         current.abandoned = True
         logger.warning(
-            "rank %d heard nothing of the save that was asked for; training goes on",
+            "rank %d got no answer about the requested save; training continues",
             self._peers.rank,
         )
 
@@ -422,7 +432,7 @@ def _request_json(request: SaveRequest | None) -> dict[str, Any]:
 
 
 def _target(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the outcome that follows from all ranks' answers."""
+    """Returns the outcome of the answers of all ranks."""
     reasons = dict.fromkeys(answer["reason"] for answer in answers if "reason" in answer)
     return {
         "step": max(answer["step"] for answer in answers) + 1,

@@ -1,4 +1,4 @@
-"""What only rank 0 does at the end of a save: have the files of all ranks made into a step."""
+"""Attempts to save a step, and their commit on rank 0."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.writer.messages import Commit, Discard, RecordProof, StepCommitted
 
 logger = logging.getLogger(__name__)
-_MOST_FAILED = 8  # attempts whose folders are looked after
-_TIMES = 3  # that the folder of each is removed: late ranks may write there still
+_MOST_FAILED = 8  # failed attempts whose folders are still to be removed
+_TIMES = 3  # removals of each folder, since late ranks may still write into it
 _VISIBLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class SaveAttempt:
-    """One try to save one step, the same on every rank.
+    """One attempt to save one step, the same on every rank.
 
     Attributes:
         number: Of the save in this session, as this rank counts them.
-        name: Unique in the run: the session's nonce, the step and the number of the try.
+        name: Unique in the run: the session's nonce, the step and the number of the attempt.
         step: The training step.
         folder: The working folder that this rank writes into.
         final: The step's directory.
-        manifest: What the manifest will say, but for the files.
-        beside: A folder whose files lie beside the shards; empty for none.
-        retires: Whether older steps go for it, as the rules say.
-        shared: The working folder of all ranks, where this rank writes into another one first.
+        manifest: The manifest without the files.
+        beside: A folder whose files are copied next to the shards; empty for none.
+        retires: Whether older steps are removed for it, by the rules of retention.
+        shared: The working folder of all ranks, if this rank writes into another one first.
     """
 
     number: int
@@ -51,7 +51,7 @@ class SaveAttempt:
 
 
 class StepCommitter:
-    """Commits attempts, and removes what failed ones leave."""
+    """Commits attempts, and removes the folders of failed ones."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class StepCommitter:
         *,
         timeout_seconds: float,
     ) -> None:
-        """Takes the process that commits, and what names the steps that a new one retires.
+        """Starts nothing yet.
 
         Args:
-            process: What commits.
-            retire: From a step and its metrics to the directories that go.
+            process: Commits.
+            retire: Returns the directories to remove for a new step and its metrics.
             timeout_seconds: How long the other ranks wait for a commit.
         """
         self._process = process
@@ -78,7 +78,7 @@ class StepCommitter:
         """Commits an attempt that every rank has answered.
 
         Args:
-            attempt: What was tried.
+            attempt: The attempt.
             values: By rank, `{"proof": …}` or `{"error": …}`.
 
         Returns:
@@ -95,13 +95,13 @@ class StepCommitter:
             return {"error": error.to_json()}
 
     def give_up(self, attempt: SaveAttempt) -> None:
-        """Notes that an attempt has failed."""
+        """Marks an attempt as failed."""
         self._failed[attempt.name] = (attempt, _TIMES)
         while len(self._failed) > _MOST_FAILED:
             del self._failed[next(iter(self._failed))]
 
     def clear(self) -> None:
-        """Removes what failed attempts left; called when nobody waits for a commit."""
+        """Removes the folders of failed attempts; called while no rank waits for a commit."""
         for name, (attempt, times) in list(self._failed.items()):
             if times > 1:
                 self._failed[name] = (attempt, times - 1)
@@ -110,8 +110,10 @@ class StepCommitter:
             try:
                 self._process.request(Discard(attempt.name, str(attempt.folder)))
             except CkptkitError as error:
-                logger.warning("the working folder %s was left behind: %s", attempt.folder, error)
-                return  # where storage hangs, each further one would take its time
+                logger.warning(
+                    "the working folder %s could not be removed: %s", attempt.folder, error
+                )
+                return  # if storage hangs, each further one would wait for a timeout
 
     def _commit(self, attempt: SaveAttempt, proofs: Sequence[RecordProof]) -> dict[str, Any]:
         metrics = attempt.manifest["source"].get("metrics", {})
@@ -139,7 +141,7 @@ class StepCommitter:
 
 
 def _of_ranks(errors: Sequence[tuple[int, Mapping[str, Any]]]) -> CkptkitError:
-    """Returns the first error, saying on which rank, and on how many more, it happened."""
+    """Returns the first error, with its rank and the number of other ranks that failed."""
     rank, document = errors[0]
     more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
     return error_from_json(document).located(f"rank {rank}{more}")

@@ -1,13 +1,11 @@
-"""Lays a rank's part of the state out as the files of torch.distributed.checkpoint.
+"""The layout of a rank's part of the state in files of torch.distributed.checkpoint.
 
-Every file is an image in one buffer: archives of single tensors one after another, whose headers
-are known beforehand and whose data is copied to its place. What depends on the data, the CRC-32
-of each archive, is filled in by whoever writes the image.
+Every file is an image in one buffer: consecutive archives of single tensors, whose headers are
+known beforehand and whose data is copied between them. The CRC-32 of each archive depends on the
+data, and is filled in by the process that writes the image.
 
-Source: torch/distributed/checkpoint/filesystem.py of 2.13 for names and what a file consists of;
+Source: torch/distributed/checkpoint/filesystem.py of 2.13 for names and the content of a file;
 readers take each archive's place from the metadata, so they allow bytes between archives.
-
-The copies that a save consists of, and the parts of them by which frozen weights are checked.
 """
 
 from __future__ import annotations
@@ -33,24 +31,24 @@ from ckptkit.training.state.dtensors import has_data
 from ckptkit.training.state.pieces import Entry, Piece, select_owned
 from ckptkit.writer.messages import ArchiveData, Fixed, Image
 
-_PARTS = 100  # of a frozen weight, of which a save looks at one
-_PART_BYTES = 4096  # at least, but for weights that are smaller
+_PARTS = 100  # of a frozen weight; each save checks one
+_PART_BYTES = 4096  # at least, except for smaller weights
 
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """One copy from a piece to its place in the buffer.
+    """One copy from a piece into the buffer.
 
     Attributes:
-        piece: Position among the pieces that were planned.
+        piece: Index among the pieces that were planned.
         first: First element, in the row-major order of the piece's `local`.
         stop: First element after it.
-        start: First byte in the buffer; the elements lie there in row-major order.
+        start: First byte in the buffer; the elements are stored in row-major order.
         dtype: Of the elements.
         shape: Of the elements, as a part of `local`.
         whole: Whether these are all elements of `local`.
         prompt: Whether training may change them at any time, as a forward pass changes buffers,
-            and not only in an optimizer step.
+            instead of only in an optimizer step.
     """
 
     piece: int
@@ -70,11 +68,11 @@ class CopyStep:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The elements that a frozen weight has in one wave, cut into about a hundred parts.
+    """The elements of a frozen weight in one wave, cut into about a hundred parts.
 
     Attributes:
         step: The copy of all of them.
-        bounds: Where the parts begin, in elements of the step, and where the last one ends.
+        bounds: The start of each part, in elements of the step, and the end of the last one.
     """
 
     step: CopyStep
@@ -84,7 +82,7 @@ class Sample:
         return len(self.bounds) - 1
 
     def part(self, number: int) -> CopyStep:
-        """Returns the copy of one part, to the place that the part has in the whole."""
+        """Returns the copy of one part, to its place in the whole."""
         if len(self) == 1:
             return self.step
         first, stop = self.bounds[number], self.bounds[number + 1]
@@ -99,13 +97,13 @@ class Sample:
         )
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yields the first byte of each part in the buffer, and the one after its last."""
+        """Yields start and stop of each part, in bytes of the buffer."""
         places = [self.step.start + at * self.step.dtype.itemsize for at in self.bounds]
         return pairwise(places)
 
 
 def sample_of(step: CopyStep) -> Sample:
-    """Returns a copy, cut into parts."""
+    """Cuts a copy into parts."""
     elements, itemsize = step.stop - step.first, step.dtype.itemsize
     most = max(-(-elements // _PARTS), _PART_BYTES // itemsize)
     if elements <= most:
@@ -127,37 +125,37 @@ def slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
 
 
 IMAGE_ALIGNMENT = 4096
-"""Images begin at multiples of this, as direct I/O wants it."""
+"""Images start at multiples of this, for direct I/O."""
 
 MIN_LIMIT_BYTES = 1 << 20
-_ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any one archive
-_SAVE_HINT = "hold it in the state as a dense tensor, or leave it out of the state"
+_ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any archive
+_SAVE_HINT = "convert it to a dense tensor, or leave it out of the state"
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """Where a rank's bytes go; stays good for as long as `signature_of` the pieces is equal.
+    """The layout of a rank's files; valid as long as `signature_of` the pieces is equal.
 
-    A state that does not fit into the memory allowed is written in waves, one after another
-    from the start of the same buffer; otherwise there is one wave. Frozen weights lie in files
-    of their own, and come after all others.
+    A state that does not fit into the allowed memory is written in waves, each from the start of
+    the same buffer; otherwise there is one wave. Frozen weights are in files of their own, after
+    all others.
 
     Attributes:
         images: The files of each wave.
-        literals: What each wave holds besides tensor data: position in the buffer, and bytes.
-        copies: Where the tensor data of each wave comes from.
-        trained: The files of each wave but for those of frozen weights; waves that hold nothing
-            else are left out, save for the first one.
+        literals: The bytes of each wave other than tensor data, each with its offset in the buffer.
+        copies: The copies of tensor data of each wave.
+        trained: The files of each wave without those of frozen weights; waves without other files
+            are left out, except the first one.
         samples: The frozen weights of each wave.
-        ranges: Where the parts of these begin and end in the buffer.
-        buffer_bytes: Size of the buffer that is needed, a multiple of 4096.
+        ranges: Start and stop of the parts of these, in bytes of the buffer.
+        buffer_bytes: Required size of the buffer, a multiple of 4096.
         data_bytes: Bytes of tensor data that this rank copies and writes.
         frozen_bytes: How many of these belong to frozen weights.
         record_units: The `units` of the rank's record, without objects.
-        devices: Where the tensors to be copied lie, each once.
+        devices: The devices of the tensors, each once.
         signature: Of the pieces.
-        frozen: All that the files of frozen weights depend on, but for what the weights hold; to
-            be compared with `==`.
+        frozen: Everything that the files of frozen weights depend on except the content of the
+            weights; compared with `==`.
     """
 
     images: tuple[tuple[Image, ...], ...]
@@ -186,14 +184,11 @@ def plan_save(
     """Lays out the pieces that this rank writes.
 
     Args:
-        pieces: All pieces that lie on this rank.
-        owned: For each whether this rank writes it, rather than another one that has it too.
-        rank: Names the files.
-        limit_bytes: How large the buffer may be; a larger state is cut into waves.
-        restless: Frozen weights that change all the same, and are written like trained ones.
-
-    Returns:
-        The plan.
+        pieces: All pieces of this rank.
+        owned: For each piece whether this rank writes it, rather than another one that has it too.
+        rank: For the names of files.
+        limit_bytes: Of the buffer; a larger state is cut into waves.
+        restless: Frozen weights that change nevertheless, and are written like trained ones.
     """
     if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
         raise UsageError(
@@ -217,7 +212,7 @@ def plan_save(
 def _by_unit(
     pieces: Sequence[Piece], units: Mapping[str, _Unit], taken: Sequence[bool]
 ) -> Iterator[tuple[_Unit, list[int]]]:
-    """Yields the pieces of one unit after the other, so that each file of a unit is one image."""
+    """Yields the pieces unit by unit, so that each file of a unit is one image."""
     numbers: dict[str, list[int]] = {}
     for number, (piece, take) in enumerate(zip(pieces, taken, strict=True)):
         if take:
@@ -239,7 +234,7 @@ class _OpenImage:
 
 
 class _Waves:
-    """Hands out places in the buffer, and collects what goes there."""
+    """Allocates the buffer, and collects the content of each wave."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
@@ -253,10 +248,10 @@ class _Waves:
         self._trained_bytes = 0
 
     def reserve(self, size_bytes: int, image: _OpenImage | None) -> tuple[int, bool]:
-        """Takes the next bytes of the buffer.
+        """Allocates the next bytes of the buffer.
 
         Returns:
-            The first of them, and whether they have to begin a new image.
+            Their start, and whether they start a new image.
         """
         start = _up(self._end, IMAGE_ALIGNMENT) if image is None else self._end
         full = self.limit_bytes is not None and _up(start + size_bytes, IMAGE_ALIGNMENT) > (
@@ -282,7 +277,7 @@ class _Waves:
         frozen: Sequence[bool],
         signature: Signature,
     ) -> SavePlan:
-        """Returns all of it."""
+        """Returns the plan of everything that was added."""
         steps = [step for wave in self.copies for step in wave]
         images = [[image.closed() for image in wave] for wave in self.images]
         counts = [*self._trained, *[(0, 0)] * (len(images) - len(self._trained))]
@@ -317,7 +312,7 @@ class _Waves:
 
 
 class _Unit:
-    """The part of the plan that belongs to one DCP directory."""
+    """The part of the plan for one DCP directory."""
 
     def __init__(self, name: str, rank: int, waves: _Waves) -> None:
         self._folder = f"{name}/" if name else ""
@@ -332,14 +327,14 @@ class _Unit:
         self._left_to_others: dict[KeyPath, None] = {}
 
     def begin_frozen(self) -> None:
-        """Has the next archive begin a new file, and notes that only frozen weights follow."""
+        """Makes the next archive start a new file; only frozen weights follow."""
         self._image, self._frozen_from = None, len(self._files)
 
     def add(self, piece: Piece, number: int, *, own: bool) -> None:
-        """Lays one piece out, or notes that another rank has to."""
+        """Adds a piece, or records that another rank writes it."""
         dtype = storable_dtype(piece)
-        # A tensor of no elements lies nowhere, so nobody may own it; it has to be named all the
-        # same, and that several ranks do so does not matter.
+        # No rank may own a tensor without elements; it has to be listed nevertheless, and several
+        # ranks may do so.
         nothing = 0 in piece.shape
         own = own or (nothing and piece.replicas.own == 0)
         if not own or not (piece.elements or nothing):
@@ -368,7 +363,7 @@ class _Unit:
             first += math.prod(place.sizes)
 
     def record(self) -> dict[str, Any]:
-        """Returns what the rank's record says of the directory."""
+        """Returns the directory's entry of the rank's record."""
         expected = [list(path) for path in self._left_to_others if path not in self._numbers]
         return {
             "tensors": Fixed(self._tensors),
@@ -392,7 +387,7 @@ class _Unit:
         return number
 
     def _cut(self, place: Box, dtype: DType) -> Iterator[tuple[Span, Box]]:
-        """Yields the parts of a box that each fit into a wave, with their elements in the box."""
+        """Yields parts of a box that fit into a wave, with their elements in the box."""
         elements, limit = math.prod(place.sizes), self._waves.limit_bytes
         most = elements
         if limit is not None:
@@ -407,14 +402,14 @@ class _Unit:
             yield span, Box(offsets, slab.sizes)
 
     def _add_archive(self, tensor: int, box: Box, dtype: DType) -> int:
-        """Puts an archive at the end of the directory's file, and returns where its data goes."""
+        """Appends an archive to the directory's file, and returns the start of its data."""
         archive = archive_of_tensor(dtype, box.sizes)
         start, anew = self._waves.reserve(archive.padded_bytes, self._image)
         image = self._open_image(start) if anew else self._image
         assert image is not None  # noqa: S101  not anew only where there is one
         data = start + len(archive.head)
         stop = data + archive.data_bytes
-        if archive.data_bytes:  # of no bytes the checksum is 0, as the literals have it
+        if archive.data_bytes:  # without data the checksum is 0, as in the literals
             image.archives.append(
                 ArchiveData(data, stop, tuple(start + at for at in archive.crc_at))
             )
@@ -428,7 +423,8 @@ class _Unit:
 
     def _open_image(self, start: int) -> _OpenImage:
         number, first = len(self._files), self._frozen_from
-        # Other savers write over files of the names that torch gives, and steps share these.
+        # Files of frozen weights are shared by steps, so their names differ from torch's, which
+        # other programs may overwrite.
         end = str(number) if first is None else f"frozen_{number - first}"
         name = f"__{self._rank}_{end}.distcp"
         self._image = image = _OpenImage(self._folder + name, start, start, [])
@@ -462,8 +458,8 @@ def check_storable(tensor: torch.Tensor, where: str) -> DType:
     if not _is_dense(tensor):
         kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
         raise UnsupportedError(
-            f"{kind + ' tensor' if has_data(tensor) else 'a tensor without data'} was found where a"
-            " dense one was expected",
+            "expected a dense tensor, found"
+            f" {kind + ' tensor' if has_data(tensor) else 'a tensor without data'}",
             where=where,
             hint=_SAVE_HINT,
         )
@@ -490,7 +486,7 @@ def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
 
 
 class Signatures:
-    """Remembers the pieces of the last time, most of which come again, without holding them."""
+    """Caches the signature of the last pieces, without keeping them alive."""
 
     def __init__(self) -> None:
         self._pieces: list[weakref.ref[Piece]] = []
@@ -501,7 +497,7 @@ class Signatures:
         """Returns which of the pieces this rank writes, and their signature.
 
         Args:
-            pieces: All that lie on this rank; see `ownership.owned`.
+            pieces: All pieces of this rank; see `select_owned`.
         """
         known = [piece() for piece in self._pieces]
         if len(known) == len(pieces) and all(map(operator.is_, pieces, known)):
@@ -538,22 +534,22 @@ def _row(piece: Piece, own: bool) -> object:  # noqa: FBT001  one of two columns
 
 
 DATA_ALIGNMENT = 64
-"""Tensor data begins at multiples of this where the archive does."""
+"""Tensor data starts at multiples of this if the archive does."""
 
 _ARCHIVES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class TensorArchive:
-    """What lies around the data of a tensor.
+    """The archive of one tensor without its data.
 
     Attributes:
         head: The bytes before the data.
         data_bytes: Length of the data.
-        tail: The bytes after it, with zeros up to where the next archive may begin. The places
-            of the data's checksum hold zeros, which is the checksum of no data.
-        size_bytes: Length of the archive, without these zeros.
-        crc_at: Where the data's CRC-32 belongs, from the archive's first byte.
+        tail: The bytes after it, with zeros up to the start of the next archive. The fields of the
+            data's checksum are 0, which is the checksum of no data.
+        size_bytes: Length of the archive, without this padding.
+        crc_at: Offsets in the archive of the fields for the data's CRC-32.
     """
 
     head: bytes
@@ -564,7 +560,7 @@ class TensorArchive:
 
     @property
     def padded_bytes(self) -> int:
-        """How many bytes it takes, up to where the next one may begin."""
+        """Length of the archive with padding."""
         return len(self.head) + self.data_bytes + len(self.tail)
 
 

@@ -1,11 +1,11 @@
-"""Frozen weights are written once: later saves link the files, for as long as nothing raises doubt.
+"""Frozen weights are written once; later saves link the files unless the weights may have changed.
 
-What does: another tensor, another place in memory, a version counter of torch that went on, a
-state dict that was loaded, a hundredth of the bytes (another one in each save) whose CRC-32 is
-not that of what was written, and a file that is not the one that was written any more.
+They are written again after any of these: another tensor, another address in memory, a larger
+version counter of torch, a state dict that was loaded, a CRC-32 that differs in one hundredth of
+the bytes (another one in each save), and a file that was modified or replaced.
 
-Weights that change from save to save though they are not trained, such as an average of others,
-are written like trained ones, so that the rest can be linked.
+Weights that change from save to save without being trained, such as an average of others, are
+written like trained ones, so that the rest can be linked.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _FOLDER = "frozen"
 
 @dataclass(frozen=True, slots=True)
 class WaveFiles:
-    """What the writer is told of the files of one wave.
+    """The files of one wave.
 
     Attributes:
-        images: Those to write from the buffer.
-        links: Those to link, which an earlier save wrote.
-        keeps: Those of the images that later saves may link.
-        ranges: What of the buffer is to be summed up.
-        heard: Is told the answer, in the thread that waited for it.
+        images: Files to write from the buffer.
+        links: Files of an earlier save to link.
+        keeps: Files among the images that later saves may link.
+        ranges: Byte ranges of the buffer to checksum.
+        on_written: Called with the writer's answer, in the thread that waited for it.
     """
 
     images: tuple[Image, ...]
     links: tuple[Link, ...] = ()
     keeps: tuple[Link, ...] = ()
     ranges: Sequence[tuple[int, int]] = ()
-    heard: Callable[[Written], object] = lambda _: None
+    on_written: Callable[[Written], object] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFiles:
-    """How one save comes by its files.
+    """The files of one save.
 
     Attributes:
-        waves: What is staged and written, wave after wave.
-        frozen: Whether frozen weights are among it.
+        waves: What is staged and written, in order.
+        frozen: Whether frozen weights are staged.
     """
 
     waves: tuple[WaveFiles, ...]
@@ -67,19 +67,19 @@ class SaveFiles:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Frozen weights on the disk under names of their own, and how they lay in memory.
+class _KeptFiles:
+    """Files of frozen weights that later saves may link.
 
     Attributes:
-        folder: Where the files lie.
+        folder: Has the files.
         run: The run's directory.
-        epoch: When they were looked at.
-        layout: Of the files, as `SavePlan.frozen` has it.
+        epoch: Replaced by each load of a state dict.
+        layout: Of the files, as in `SavePlan.frozen`.
         watches: The weights as they were, in the order of their first bytes.
         links: The files.
-        marks: By which the files are recognised.
+        marks: Numbers by which the files are recognised.
         sums: The CRC-32 of each part of each weight.
-        lent: Names of the attempts that were to link the files, and have not yet done so.
+        lent: Names of the attempts that are to link the files and have not done so yet.
     """
 
     folder: Path
@@ -94,7 +94,7 @@ class _Kept:
 
 
 class _Doubt(NamedTuple):
-    """Why files may not hold the weights, and which weights were seen to have changed."""
+    """Why the files may not have the weights any more, and which weights have changed."""
 
     reason: str
     changed: frozenset[Entry] = frozenset()
@@ -106,30 +106,30 @@ class _Doubt(NamedTuple):
 
 
 class FrozenFiles:
-    """What the saves of one job have in common of this rank's frozen weights.
+    """The files of this rank's frozen weights, shared by the saves of one job.
 
-    One thread begins saves, others hear what came of them, and the garbage collector may call
-    `forget` in the middle of anything: there is no lock, and every change is a single operation.
+    One thread starts saves, others get their answers, and the garbage collector may call `forget`
+    at any moment: there is no lock, and every change is a single operation.
 
     Attributes:
-        restless: The weights that were found changed in two saves in a row; plans made from now
-            on have to take them for trained ones.
+        restless: Weights that changed in two saves in a row; new plans have to treat them as
+            trained ones.
     """
 
     def __init__(self, nonce: str, rank: int, in_flight: int) -> None:
-        """Makes nothing yet.
+        """Creates nothing yet.
 
         Args:
             nonce: Names the job's folder in the run.
             rank: Of this process.
-            in_flight: How many saves may be under way, the next one included.
+            in_flight: How many saves may be under way, including the next one.
         """
         self._place = Path(MARKS_FOLDER, nonce, _FOLDER)
         self._rank = rank
         self._in_flight = in_flight
         self.restless: frozenset[Entry] = frozenset()
         self._changed: frozenset[Entry] = frozenset()  # in the save before
-        self._kept: _Kept | None = None
+        self._kept: _KeptFiles | None = None
         self._epoch = object()
         self._forgotten = False  # since the last save
         self._refused = False
@@ -138,7 +138,7 @@ class FrozenFiles:
         self._recent: deque[Path | None] = deque(maxlen=in_flight)  # those of saves under way
 
     def forget(self) -> None:
-        """Has the next save write everything, as after loading."""
+        """Makes the next save write everything, as after loading."""
         self._epoch = object()
         self._forgotten |= self._kept is not None
         self._kept = None
@@ -146,13 +146,13 @@ class FrozenFiles:
     def files_for(
         self, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: SaveAttempt
     ) -> SaveFiles:
-        """Returns how a save comes by its files.
+        """Returns the files of a save.
 
         Args:
-            plan: Where its bytes go.
-            pieces: What it holds.
+            plan: Of the save.
+            pieces: The pieces that were planned.
             stager: Of the buffer, which is not in use.
-            attempt: What is tried.
+            attempt: The attempt.
         """
         kept = self._kept
         if not any(plan.samples):
@@ -162,85 +162,85 @@ class FrozenFiles:
             if doubt is None:
                 self._changed = frozenset()
                 return self._linking(kept, plan, attempt)
-            self._mind(doubt, attempt)
+            self._log_doubt(doubt, attempt)
         elif self._forgotten:
-            self._mind(_Doubt("a state was loaded, or one of them is gone"), attempt)
+            self._log_doubt(_Doubt("a state was loaded, or one of them was deleted"), attempt)
         return self._written(plan, pieces, attempt)
 
     def close(self) -> None:
-        """Removes the names under which files are kept; the steps have their own."""
+        """Removes the kept files; the steps have links of their own."""
         self.forget()
         self._recent.clear()
         above = {folder for path in self._folders for folder in list(path.parents)[:2]}
         self._clear()
         for folder in sorted(above, reverse=True):
-            with suppress(OSError):  # other ranks have something there, or have removed it
+            with suppress(OSError):  # other ranks have files there, or have removed it
                 folder.rmdir()
 
     def _doubts(
         self,
-        kept: _Kept,
+        kept: _KeptFiles,
         plan: SavePlan,
         pieces: Sequence[Piece],
         stager: Stager,
         attempt: SaveAttempt,
     ) -> Iterator[_Doubt]:
-        """Yields why the files may not hold the weights; what takes longest is seen last."""
+        """Yields why the files may not have the weights; the slowest check comes last."""
         if kept.epoch is not self._epoch:
             yield _Doubt("a state was loaded")
         if len(kept.lent) >= self._in_flight:  # more than can be under way
             yield _Doubt("they could not be linked")
         if kept.run != attempt.folder.parent or kept.layout != plan.frozen:
-            yield _Doubt("they are other ones, or lie otherwise")
+            yield _Doubt("other weights are frozen, or their layout differs")
         there = zip(kept.watches, _frozen(plan, pieces), strict=True)
         changed = [piece for watch, piece in there if not watch.still_holds(piece)]
         if changed:
-            yield _Doubt.about(changed, "changed, or became another tensor")
+            yield _Doubt.about(changed, "changed or was replaced by another tensor")
         for mark in kept.marks:
             if not mark.still_holds():
-                yield _Doubt(f"{mark.path} was changed, or has as many links as it may have")
+                yield _Doubt(f"{mark.path} was changed, or has the maximum number of links")
         changed = self._other_bytes(kept, plan, pieces, stager)
         if changed:
-            yield _Doubt.about(changed, "changed, and torch did not count it")
+            yield _Doubt.about(changed, "changed without a new version counter")
 
     def _other_bytes(
-        self, kept: _Kept, plan: SavePlan, pieces: Sequence[Piece], stager: Stager
+        self, kept: _KeptFiles, plan: SavePlan, pieces: Sequence[Piece], stager: Stager
     ) -> list[Piece]:
-        """Returns weights that changed without torch's knowing; looks at one part of each."""
+        """Returns weights whose bytes changed; checks one part of each."""
         changed: list[Piece] = []
         turn, at = self._round, 0
         self._round += 1
-        for samples in plan.samples:  # waves lie in the same place of the buffer
+        for samples in plan.samples:  # all waves use the same bytes of the buffer
             steps = [sample.part(turn % len(sample)) for sample in samples]
-            found = stager.fetch(plan, pieces, steps)
-            for sample, data in zip(samples, found, strict=True):
+            parts = stager.fetch(plan, pieces, steps)
+            for sample, data in zip(samples, parts, strict=True):
                 if crc32(data) != kept.sums[at + turn % len(sample)]:
                     changed.append(pieces[sample.step.piece])
                 at += len(sample)
         return changed
 
-    def _mind(self, doubt: _Doubt, attempt: SaveAttempt) -> None:
-        """Says why all is written, and notes which weights changed since the save before."""
+    def _log_doubt(self, doubt: _Doubt, attempt: SaveAttempt) -> None:
+        """Logs why everything is written, and stores which weights changed since the last save."""
         logger.info("step %d: frozen weights are written again: %s", attempt.step, doubt.reason)
         again = self._changed & doubt.changed
         self._changed = doubt.changed
         if again:
             self.restless |= again
             logger.info(
-                "%d of them change from save to save, and are written with each from now on",
+                "%d of them change from save to save and are written with each one from now on",
                 len(again),
             )
 
-    def _linking(self, kept: _Kept, plan: SavePlan, attempt: SaveAttempt) -> SaveFiles:
+    def _linking(self, kept: _KeptFiles, plan: SavePlan, attempt: SaveAttempt) -> SaveFiles:
         kept.lent.add(attempt.name)
         self._recent.append(kept.folder)
 
-        def heard(_: Written) -> None:
+        def on_written(_: Written) -> None:
             kept.lent.discard(attempt.name)
             self._clear()
 
         waves = list(map(WaveFiles, plan.trained))
-        waves[-1] = WaveFiles(plan.trained[-1], links=tuple(kept.links), heard=heard)
+        waves[-1] = WaveFiles(plan.trained[-1], links=tuple(kept.links), on_written=on_written)
         return SaveFiles(tuple(waves), frozen=False)
 
     def _written(self, plan: SavePlan, pieces: Sequence[Piece], attempt: SaveAttempt) -> SaveFiles:
@@ -250,7 +250,7 @@ class FrozenFiles:
         if not self._folders:
             return SaveFiles(tuple(map(WaveFiles, plan.images)), frozen=True)
         self._recent.append(None)
-        last = WaveFiles(plan.images[-1], heard=lambda _: self._clear())
+        last = WaveFiles(plan.images[-1], on_written=lambda _: self._clear())
         return SaveFiles((*map(WaveFiles, plan.images[:-1]), last), frozen=True)
 
     def _keeping(self, plan: SavePlan, pieces: Sequence[Piece], attempt: SaveAttempt) -> SaveFiles:
@@ -259,7 +259,7 @@ class FrozenFiles:
         self._folders[folder] = None
         self._recent.append(folder)
         watches = [VersionWatch.of(piece, forget=self.forget) for piece in _frozen(plan, pieces)]
-        kept = _Kept(folder, run, self._epoch, plan.frozen, tuple(watches))
+        kept = _KeptFiles(folder, run, self._epoch, plan.frozen, tuple(watches))
         waves = []
         for number, images in enumerate(plan.images):
             trained = len(plan.trained[number]) if number < len(plan.trained) else 0
@@ -267,23 +267,25 @@ class FrozenFiles:
                 Link(image.path, str(folder / image.path), image.size_bytes)
                 for image in images[trained:]
             )
-            heard = partial(self._heard, kept, keeps, last=number == len(plan.images) - 1)
-            waves.append(WaveFiles(images, (), keeps, plan.ranges[number], heard))
+            on_written = partial(self._on_written, kept, keeps, last=number == len(plan.images) - 1)
+            waves.append(WaveFiles(images, (), keeps, plan.ranges[number], on_written))
         return SaveFiles(tuple(waves), frozen=True)
 
-    def _heard(self, kept: _Kept, keeps: Sequence[Link], answer: Written, *, last: bool) -> None:
-        """Notes the frozen files of one wave, and uses them once they are all there."""
+    def _on_written(
+        self, kept: _KeptFiles, keeps: Sequence[Link], answer: Written, *, last: bool
+    ) -> None:
+        """Adds the frozen files of one wave, and uses them once all are written."""
         self._refused |= not answer.kept
         kept.links += keeps
         kept.sums += answer.sums
-        with suppress(OSError):  # gone already, so that they are written again
+        with suppress(OSError):  # removed already, so they are written again
             kept.marks += [FileMark.of(Path(link.kept)) for link in keeps]
         if last and not self._refused and len(kept.marks) == len(kept.links):
             self._kept = kept
         self._clear()
 
     def _clear(self) -> None:
-        """Removes files that no save will link any more."""
+        """Removes files that no save links any more."""
         kept = self._kept
         used = {*self._recent, *([kept.folder] if kept is not None else [])}
         for folder in list(self._folders):

@@ -1,4 +1,4 @@
-"""A save after the training thread is done with it: written, agreed on, committed, reported."""
+"""A save after the training thread is done with it: written, agreed on, committed and reported."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.writer.messages import Inline, Persist, Written
 
 logger = logging.getLogger(__name__)
-OURS = "this is a fault of ckptkit; please report it with the log's traceback"
+OURS = "this is a bug of ckptkit; please report it with the log's traceback"
 
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """What one message to the writer asks for.
+    """What one message to the writer requests.
 
     Attributes:
-        files: What comes from the buffer, or is there already.
+        files: Files of the buffer, and files to link.
         staged: The copies into the buffer, which may still be running on a device.
         inline: Small files, with the last wave.
         record: The rank's record, with the last wave.
@@ -46,18 +46,18 @@ class Save:
     """A save under way on this rank.
 
     Attributes:
-        attempt: What is being tried.
-        handle: What the caller holds.
+        attempt: The attempt.
+        handle: The caller's handle.
         began: `time.perf_counter` at the call of `save`.
-        after: The save before, which ends first: of two saves of a step the later one stays.
+        after: The previous save, which ends first, so that the later of two saves of a step stays.
         staged_bytes: Tensor bytes that this rank copies.
-        copy_limit: Bytes per second of a plain warm copy; 0 where unknown.
+        copy_limit: Bytes per second of a plain warm copy; 0 if unknown.
         durable: `time.perf_counter` when this rank's files were durable.
         local_seconds: From the call until the step was durable on the nodes' own disks.
-        answers: Of the writer, one per wave.
-        error: What went wrong on this rank.
-        rewrite: Writes this rank's files once more, into the attempt's folder; None where the
-            buffer does not hold all of them any more.
+        answers: Of the writer, one for each wave.
+        error: What failed on this rank.
+        rewrite: Writes this rank's files again, into the attempt's folder; None if the buffer does
+            not have all of them any more.
     """
 
     attempt: SaveAttempt
@@ -77,36 +77,35 @@ class Save:
 
 
 class SaveBackend(Protocol):
-    """What becomes of a save once this rank's part is written."""
+    """Where saves go, and how they end once this rank's part is written."""
 
     def placed(self, attempt: SaveAttempt) -> SaveAttempt:
         """Returns an attempt with the folder that this rank writes into."""
         ...
 
     def recover(self) -> None:
-        """Makes what is durable, but not at the shared place yet, a step there."""
+        """Drains steps that are durable on the nodes' disks only."""
         ...
 
     def end(self, save: Save) -> None:
-        """Ends a save, or hands it on to what will; called in the thread that writes."""
+        """Ends a save, or queues it; called in the thread that writes."""
         ...
 
     def kill(self) -> None:
-        """Has what it was handed fail soon."""
+        """Makes queued saves fail soon."""
         ...
 
     def close(self) -> None:
-        """Waits for what it was handed."""
+        """Waits for queued saves."""
         ...
 
 
 class Saver:
-    """A thread that brings the saves of one buffer to their end, one after another.
+    """A thread that writes and ends the saves of one buffer, one after another.
 
-    The listener is called in it: the next save of the buffer is not written before that returns.
-
-    Every save ends within a bounded time: the writer is killed when it hangs, and other ranks
-    are waited for as long as `timeout_seconds`.
+    The listener is called in it, so the next save of the buffer is not written before it returns.
+    Every save ends within a bounded time: the writer is killed when it hangs, and other ranks are
+    waited for up to `timeout_seconds`.
     """
 
     def __init__(
@@ -116,13 +115,7 @@ class Saver:
         *,
         rank: int,
     ) -> None:
-        """Starts the thread; the writer is started with the first save, or by `prepare`.
-
-        Args:
-            writer: Writes this rank's files.
-            backend: Ends what is written.
-            rank: Of this process.
-        """
+        """Starts the thread; the writer is started by the first save, or by `prepare`."""
         self._writer = writer
         self._backend = backend
         self._rank = rank
@@ -131,19 +124,19 @@ class Saver:
     def write(self, save: Save, wave: Wave) -> Future[None]:
         """Has a wave written; the future ends when the buffer may be used again.
 
-        What goes wrong is kept for the end of the save.
+        An error is stored in the save.
         """
         return self._worker.submit(partial(self._write, save, wave))
 
     def finish(self, save: Save) -> None:
-        """Has the save agreed on, committed and reported, after all its waves."""
+        """Ends the save after all its waves."""
         self._worker.submit_unwatched(partial(self._finish, save))
 
     def kill(self) -> None:
         self._writer.kill()
 
     def close(self) -> None:
-        """Ends the thread after what it was given, and the writer."""
+        """Ends the thread after the saves it has, and the writer."""
         self._worker.close()
         self._writer.close()
 
@@ -158,7 +151,7 @@ class Saver:
             answer = self._writer.request(self._request(save, wave))
             assert isinstance(answer, Written)  # noqa: S101  the answer to `Persist`
             save.answers.append(answer)
-            wave.files.heard(answer)
+            wave.files.on_written(answer)
         except CkptkitError as error:
             save.error = error
         except Exception as error:
@@ -187,10 +180,10 @@ Listener = Callable[[SaveReport], None]
 
 
 class CommitCoordinator:
-    """Ends saves whose files lie where all ranks write, one after another.
+    """The backend for saves to shared storage: ranks agree, rank 0 commits, each rank reports.
 
-    Every save ends within a bounded time: other ranks are waited for as long as
-    `timeout_seconds`. The listener is called in the thread that ends the save.
+    Every save ends within a bounded time: other ranks are waited for up to `timeout_seconds`. The
+    listener is called in the thread that ends the save.
     """
 
     def __init__(
@@ -201,7 +194,7 @@ class CommitCoordinator:
         timeout_seconds: float,
         listener: Listener | None,
     ) -> None:
-        """Takes where the ranks meet, and on rank 0 what commits."""
+        """Starts nothing; only rank 0 has a committer."""
         self._barrier = barrier
         self._committer = committer
         self._timeout_seconds = timeout_seconds
@@ -212,22 +205,22 @@ class CommitCoordinator:
         return attempt
 
     def recover(self) -> None:
-        """Has nothing of its own to drain."""
+        """Does nothing, since nothing is drained."""
 
     def kill(self) -> None:
-        """Has nothing of its own to end."""
+        """Does nothing, since nothing is queued."""
 
     def close(self) -> None:
-        """Has nothing of its own to end."""
+        """Does nothing, since nothing is queued."""
 
     def end(self, save: Save) -> None:
-        """Ends a save of which this rank's part is written, after the one before it."""
+        """Ends a save that this rank has written, after the previous one."""
         if save.after is not None:
             save.after.wait()
         self.settle(save)
 
     def settle(self, save: Save) -> bool:
-        """Has the save agreed on, committed and reported; returns whether it was committed."""
+        """Agrees on a save, commits and reports it; returns whether it was committed."""
         try:
             report = self._report(save, self._agree(save))
         except CkptkitError as error:
@@ -239,18 +232,18 @@ class CommitCoordinator:
         else:
             if self._barrier.rank == 0:
                 logger.info("%s", report)
-                _tell_lost(report)
+                _log_lost(report)
             for note in report.notes:
                 logger.warning("step %d, rank %d: %s", report.step, self._barrier.rank, note)
             save.handle.succeed(report)
-            self._tell(report)
+            self._notify(report)
             self._clear()
             return True
         return False
 
     @staticmethod
     def fail(save: Save, error: CkptkitError) -> None:
-        """Ends a save that nobody will commit."""
+        """Ends a save that is not committed."""
         hint = f" ({error.hint})" if error.hint else ""
         logger.error("step %d was not saved: %s%s", save.attempt.step, error, hint)
         save.handle.fail(error)
@@ -261,10 +254,10 @@ class CommitCoordinator:
         try:
             self._committer.clear()
         except Exception:  # a bug of ours must not leave the caller waiting
-            logger.exception("removing what failed saves left")
+            logger.exception("removing the folders of failed saves")
 
     def _agree(self, save: Save) -> Mapping[str, Any]:
-        """Tells all ranks how it went here, and returns what was committed."""
+        """Exchanges the outcomes of all ranks, and returns what was committed."""
         committer = self._committer
         decided: list[Mapping[str, Any]] = []
 
@@ -281,11 +274,11 @@ class CommitCoordinator:
             )
         except CkptkitError as error:
             if not decided:
-                if committer is not None:  # nobody will commit it any more
+                if committer is not None:  # no rank will commit it any more
                     committer.give_up(save.attempt)
                 raise
             logger.warning(
-                "what became of step %d could not be told to all ranks: %s",
+                "the outcome of step %d could not be sent to all ranks: %s",
                 save.attempt.step,
                 error,
             )
@@ -318,7 +311,7 @@ class CommitCoordinator:
             lost=committed.get("lost", {}),
         )
 
-    def _tell(self, report: SaveReport) -> None:
+    def _notify(self, report: SaveReport) -> None:
         if self._listener is None:
             return
         try:
@@ -327,7 +320,7 @@ class CommitCoordinator:
             logger.exception("the listener of saves failed")
 
 
-def _tell_lost(report: SaveReport) -> None:
+def _log_lost(report: SaveReport) -> None:
     for name, reason in sorted(report.lost.items()):
         logger.error(
             "step %d was saved without the state of %s, and no older step is removed for it: %s",
@@ -338,7 +331,7 @@ def _tell_lost(report: SaveReport) -> None:
 
 
 def outcome_here(save: Save) -> dict[str, Any]:
-    """Returns what this rank has to tell of its part: `{"proof": …}` or `{"error": …}`."""
+    """Returns this rank's outcome: `{"proof": …}` or `{"error": …}`."""
     if save.error is not None:
         return {"error": save.error.to_json()}
     proof = next((a.proof for a in reversed(save.answers) if a.proof is not None), None)

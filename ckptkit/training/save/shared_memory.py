@@ -1,7 +1,4 @@
-"""Memory that a trainer and its writer share, with room for one rank's part of the state.
-
-How much memory can still be had, by the machine and by the groups that this process is in.
-"""
+"""Memory that a trainer and its writer share, and how much memory is available for it."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from ckptkit.storage.local.disk import is_out_of_space, is_refused
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where a version of control groups says what; `cached` is given back under pressure."""
+    """Files of a version of control groups; `cached` memory is reclaimed under pressure."""
 
     limit: str
     used: str
@@ -36,30 +33,30 @@ _VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns how much memory can still be had, or None where that is not known.
+    """Returns how much memory is available, None if that is unknown.
 
-    A group with a limit, as Slurm and containers set it, kills a process that asks for more.
+    A control group with a limit, as Slurm and containers set it, kills a process that exceeds it.
 
     Args:
-        root: Where `proc` and `sys` lie.
+        root: The folder of `proc` and `sys`.
 
     Source:
         proc_meminfo(5) and cgroups(7); memory.rst of the kernel's cgroup-v1, and cgroup-v2.rst.
     """
-    known = []
+    limits = []
     with suppress(OSError, KeyError, ValueError):
-        known.append(_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024)
+        limits.append(_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024)
     for folder, files in _groups(root):
         with suppress(OSError, KeyError, ValueError):  # no limit says "max"
             limit = int((folder / files.limit).read_text())
             statistics = _numbers(folder / "memory.stat")
             cached = sum(statistics[name] for name in files.cached)
-            known.append(max(limit - int((folder / files.used).read_text()) + cached, 0))
-    return min(known, default=None)
+            limits.append(max(limit - int((folder / files.used).read_text()) + cached, 0))
+    return min(limits, default=None)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yields the groups of this process; the limits of those above it count as well."""
+    """Yields the groups of this process and their parents, whose limits apply as well."""
     top = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -72,7 +69,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
             continue
         base, files = (top / "memory", _VERSION_1) if controllers else (top, _VERSION_2)
         own = base / path.lstrip("/")
-        # In a container the path may be that of its host, and the group lie at the top.
+        # In a container the path may be that of the host, and the group at the top.
         for folder in dict.fromkeys((own, *own.parents, base)):
             if folder.is_relative_to(base):
                 yield folder, files
@@ -85,17 +82,17 @@ def _numbers(path: Path) -> dict[str, int]:
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 _HINT = "set staging_limit, so that the state is staged in waves through a smaller buffer"
-_PLACE_HINT = f"{_HINT}, or have TMPDIR name a folder with room"
+_PLACE_HINT = f"{_HINT}, or set TMPDIR to a folder with room"
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.EFBIG})
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlaces:
-    """Where shared memory may come from, in this order.
+    """Sources of shared memory, in this order.
 
     Attributes:
-        anonymous: Whether to ask for memory without a name, which no size of a mount limits.
-        memory_folder: A folder that lies in memory, or None.
+        anonymous: Whether to request memory without a name, which no size of a mount limits.
+        memory_folder: A folder in memory, or None.
         disk_folder: A folder on a disk; None for the system's temporary folder.
     """
 
@@ -112,18 +109,18 @@ class _Obtained:
 
 
 class SharedBuffer:
-    """Writable memory behind a descriptor that can be handed to another process.
+    """Writable memory with a descriptor that can be passed to another process.
 
-    All pages are there from the beginning: later writes neither wait for the kernel to find
-    some, nor die because there are none. A forked child does not get the memory.
+    All pages are allocated at once: later writes neither wait for the kernel nor fail for lack of
+    memory. A forked child does not get the memory.
 
     Attributes:
         kind: "memfd", "shm" or "file"; empty before the first `reserve`.
-        note: What the user should know of it; empty when all is well.
+        note: What the user should know of it; may be empty.
     """
 
     def __init__(self, places: MemoryPlaces | None = None) -> None:
-        """Takes no memory yet."""
+        """Allocates no memory yet."""
         self._places = places or MemoryPlaces()
         self._map: mmap.mmap | None = None
         self._view = memoryview(b"")
@@ -134,7 +131,7 @@ class SharedBuffer:
 
     @property
     def descriptor(self) -> int:
-        """Of the memory; -1 before there is some. New memory has one that was never used before."""
+        """The descriptor, -1 without memory; new memory has a number that was never used before."""
         return self._descriptor
 
     @property
@@ -147,13 +144,12 @@ class SharedBuffer:
         return len(self._view)
 
     def reserve(self, size_bytes: int) -> bool:
-        """Makes sure that there are at least so many bytes; the content is lost if it grows.
+        """Makes the buffer at least this large; the content is lost if it grows.
 
-        Nobody may look at the old memory any more: it is gone even where views of it are left.
+        Old memory must not be in use any more: it is released even if views of it exist.
 
         Returns:
             Whether the memory is new.
-
         """
         if size_bytes <= self.size_bytes:
             return False
@@ -171,9 +167,9 @@ class SharedBuffer:
         return True
 
     def close(self) -> None:
-        """Gives the memory back; a second call does nothing.
+        """Releases the memory; a second call does nothing.
 
-        It is emptied as well, so that whoever still has it mapped does not keep it.
+        It is truncated as well, so that another process that has it mapped does not keep it.
         """
         self._unmap()
         if self._descriptor != -1:
@@ -188,7 +184,7 @@ class SharedBuffer:
         self._descriptor = -1
 
     def _numbered(self, descriptor: int) -> int:
-        """Moves a descriptor to a number that this buffer never had, or it might look unchanged."""
+        """Moves a descriptor to a number that this buffer never had, so that it looks changed."""
         import fcntl  # not there on Windows
 
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, self._highest + 1)
@@ -197,7 +193,7 @@ class SharedBuffer:
         return moved
 
     def _unmap(self) -> None:
-        with suppress(BufferError):  # somebody holds a view; the memory goes with the last one
+        with suppress(BufferError):  # a view exists; the memory is released with the last one
             self._view.release()
             if self._map is not None:
                 self._map.close()
@@ -209,7 +205,7 @@ class SharedBuffer:
         short = ""
         available = available_bytes()
         if available is not None and available < size_bytes:
-            # A group of processes with a limit would be killed, and not told.
+            # A control group with a limit would be killed without an error.
             raise NoSpaceError(
                 f"{_megabytes(size_bytes)} of memory are needed for staging,"
                 f" and {_megabytes(available)} are available",
@@ -226,7 +222,7 @@ class SharedBuffer:
                 short = error.message
         folder = places.disk_folder or Path(tempfile.gettempdir())
         descriptor = _file_in(folder, size_bytes)
-        reason = short or "shared memory is not to be used"
+        reason = short or "shared memory is disabled"
         note = f"{reason}: staging in a file under {str(folder)!r}, slower"
         return _Obtained(descriptor, "file", note)
 
@@ -237,7 +233,7 @@ def _file_in(folder: Path, size_bytes: int) -> int:
     try:
         status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize
-        if free >= size_bytes or not status.f_blocks:  # some file systems do not count
+        if free >= size_bytes or not status.f_blocks:  # some file systems report no sizes
             return _filled(_nameless(folder), size_bytes, place)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
@@ -259,7 +255,7 @@ def _nameless(folder: Path) -> int:
 
 
 def _filled(descriptor: int, size_bytes: int, place: str) -> int:
-    """Takes all the memory now: where it is missing, this is an error, and not a signal later."""
+    """Allocates all memory now, so that a lack of it is an error here, and no signal later."""
     try:
         try:
             allocate = getattr(os, "posix_fallocate", None)  # not there on macOS
@@ -279,7 +275,7 @@ def _filled(descriptor: int, size_bytes: int, place: str) -> int:
 
 def _no_space(size_bytes: int, place: str, reason: str) -> NoSpaceError:
     return NoSpaceError(
-        f"{_megabytes(size_bytes)} for staging were asked of {place} and refused: {reason}",
+        f"{place} refused {_megabytes(size_bytes)} for staging: {reason}",
         hint=_HINT,
     )
 

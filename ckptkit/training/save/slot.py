@@ -1,7 +1,4 @@
-"""One save's worth of resources: a buffer, the process that writes it, and the cached plan.
-
-Calling something before optimizers step and state dicts are loaded, whoever does it.
-"""
+"""A save slot: a buffer, the process that writes it, the cached plan, and this rank's record."""
 
 from __future__ import annotations
 
@@ -37,10 +34,10 @@ from ckptkit.writer.messages import Inline
 
 
 class _Hook:
-    """Calls a method of an object for as long as the object is there.
+    """Calls a method of an object while the object exists.
 
-    Models carry it along when they are copied or pickled: the copy gets a hook that does nothing,
-    made of the standard library, so that the model can be loaded where ckptkit is not installed.
+    Copies and pickles of a model include its hooks. They get one of the standard library that does
+    nothing, so that the model can be loaded without ckptkit.
     """
 
     def __init__(self, method: Callable[[], None]) -> None:
@@ -58,14 +55,14 @@ class _Hook:
 def call_before_changes(
     method: Callable[[], None], models: Iterable[nn.Module]
 ) -> Callable[[], None]:
-    """Has a method called before every step of any optimizer, and every loading into the models.
+    """Has a method called before each step of any optimizer and each load into the models.
 
     Args:
         method: Called without arguments; its object is not kept alive.
-        models: Whose `load_state_dict` matters; from torch 2.5 on.
+        models: Whose `load_state_dict` calls it; from torch 2.5 on.
 
     Returns:
-        A function that ends this.
+        A function that removes the hooks.
     """
     hook = _Hook(method)
     with ExitStack() as undo:
@@ -77,7 +74,7 @@ def call_before_changes(
 def call_before_loading(
     method: Callable[[], None], models: Iterable[nn.Module]
 ) -> Callable[[], None]:
-    """Has a method called before every loading into the models, as `call_before_changes` does."""
+    """Has a method called before each load into the models, as `call_before_changes` does."""
     return _call_before_loading(_Hook(method), models)
 
 
@@ -94,7 +91,7 @@ logger = logging.getLogger(__name__)
 
 
 class SaveSlot:
-    """Takes one save at a time; a second one has to wait until the first has ended."""
+    """The resources of one save; a second save waits until the first has ended."""
 
     def __init__(
         self,
@@ -103,13 +100,13 @@ class SaveSlot:
         backend: SaveBackend,
         frozen: FrozenFiles,
     ) -> None:
-        """Starts a thread; memory and the writer come with `prepare`, or the first save.
+        """Starts a thread; `prepare`, or the first save, allocates memory and starts the writer.
 
         Args:
             peers: The other ranks.
-            settings: What the user has chosen.
-            backend: Ends what is written.
-            frozen: What all slots have in common.
+            settings: The options.
+            backend: Ends the saves.
+            frozen: Shared by all slots.
         """
         self._peers = peers
         self._settings = settings
@@ -124,7 +121,7 @@ class SaveSlot:
         self._plan: SavePlan | None = None
         self._restless = frozen.restless
         self._copy_limit = 0.0
-        self._told = ""
+        self._last_note = ""
         self._guarded: tuple[nn.Module, ...] | None = None
         self._unguard: Callable[[], None] = lambda: None
         self._current: SaveHandle | None = None
@@ -134,13 +131,13 @@ class SaveSlot:
         return self._current is None or self._current.freed
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the next save may begin, which it may within a bounded time."""
+        """Waits until the next save may begin, which takes a bounded time."""
         if self._current is not None:
             self._current.wait_freed(timeout)
 
     def prepare(self, bound: BoundState) -> None:
-        """Makes memory ready for what a save will hold, and starts the writer."""
-        pieces = bound.holdings(0).pieces  # looked at once, they are found faster in a save
+        """Allocates the memory for a save, and starts the writer."""
+        pieces = bound.holdings(0).pieces  # cached, so the first save finds them faster
         plan = self._plan_for(pieces)
         self._reserve(plan, expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0]))
         self._copy_limit = measure_copy_limit(self._buffer)
@@ -151,11 +148,10 @@ class SaveSlot:
     def take(self, save: Save, find_state: Callable[[], BoundState]) -> None:
         """Copies this rank's part of the state, and leaves the rest to the background.
 
-        Whatever goes wrong is the outcome of the save, here and on the other ranks, which wait
-        to be told; that may have been before.
+        Any error is the outcome of the save, here and on the other ranks, which wait for this one.
 
         Args:
-            save: What is asked for.
+            save: May have failed already.
             find_state: Returns the state; called once an earlier save has ended.
         """
         try:
@@ -179,7 +175,7 @@ class SaveSlot:
             raise
         finally:
             self._current = save.handle
-            self._tell_of_memory()
+            self._log_buffer_note()
             if not save.handle.blocked_seconds:
                 save.staged()
             self._saver.finish(save)
@@ -206,7 +202,7 @@ class SaveSlot:
             staged = self._stager.stage(plan, holdings.pieces, number, frozen=files.frozen)
             save.handle.staging(staged)
             if number == last:
-                wave = Wave(of_wave, staged, *self._last_words(save, plan, holdings))
+                wave = Wave(of_wave, staged, *self._last_wave_files(save, plan, holdings))
                 save.staged()
                 self._saver.write(save, wave)
             else:
@@ -214,10 +210,10 @@ class SaveSlot:
                 if save.error is not None:
                     return
 
-    def _last_words(
+    def _last_wave_files(
         self, save: Save, plan: SavePlan, holdings: Holdings
     ) -> tuple[tuple[Inline, ...], dict[str, object]]:
-        """Returns what goes with the last wave: small files, and this rank's record."""
+        """Returns the small files of the last wave, and this rank's record."""
         record, inline = record_of(
             plan,
             holdings.objects,
@@ -241,21 +237,21 @@ class SaveSlot:
         return plan
 
     def _reserve(self, plan: SavePlan, further_bytes: int) -> None:
-        """Makes the buffer as large as it will have to be, so that it need not grow later."""
+        """Makes the buffer large enough for later saves, so that it need not grow."""
         self._stager.close()
         limit = self._settings.staging_limit_bytes
         needed = plan.buffer_bytes + further_bytes
         self._buffer.reserve(needed if limit is None else min(needed, limit))
-        self._tell_of_memory()
+        self._log_buffer_note()
 
-    def _tell_of_memory(self) -> None:
-        """Says once what the user should know of the buffer."""
-        if self._buffer.note != self._told:
-            self._told = self._buffer.note
-            logger.warning("rank %d: %s", self._peers.rank, self._told)
+    def _log_buffer_note(self) -> None:
+        """Logs each new note about the buffer once."""
+        if self._buffer.note != self._last_note:
+            self._last_note = self._buffer.note
+            logger.warning("rank %d: %s", self._peers.rank, self._last_note)
 
     def _guard(self, bound: BoundState) -> None:
-        """Has the optimizers of this state wait for copies that are still under way."""
+        """Makes optimizers and loads of this state wait for copies that are under way."""
         models = tuple(model.module for model in bound.models)
         if self._guarded is None or list(map(id, models)) != list(map(id, self._guarded)):
             self._unguard()
@@ -278,7 +274,7 @@ def record_of(
     attempt: str,
     step: int,
 ) -> tuple[dict[str, Any], tuple[Inline, ...]]:
-    """Returns the rank's record, but for what its writer adds, and the files of its objects."""
+    """Returns the rank's record, without what its writer adds, and the files of its objects."""
     units: dict[str, Mapping[str, Any]] = dict(plan.record_units)
     files: list[Inline] = []
     by_unit: dict[str, list[ObjectValue]] = {}
@@ -303,12 +299,12 @@ def record_of(
 def objects_file(
     objects: Sequence[ObjectValue], rank: int, file_number: int
 ) -> tuple[Inline, list[list[Any]]]:
-    """Puts the objects of one DCP directory into a file, as archives one after another.
+    """Puts the objects of one DCP directory into a file of consecutive archives.
 
     Args:
         objects: At least one, all of one unit.
-        rank: Names the file.
-        file_number: Of the file, among those that the rank writes into the directory.
+        rank: For the name of the file.
+        file_number: Its index among the files that the rank writes into the directory.
 
     Returns:
         The file, and `[path, file_number, start, length]` for each object.
@@ -330,7 +326,7 @@ def _name_of(file: Inline) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A value that its text describes fully, unlike `==`, to which 1 and True are the same."""
+    """A plain value as a key of a cache: compared by its text, since 1 == True."""
 
     text: str
     value: object = field(compare=False)
@@ -342,7 +338,7 @@ def _archive_of(item: ObjectValue) -> bytes:
         return item.archive
     if is_plain(value):
         return _archive_of_plain(_Plain(repr(value), value))
-    if item.key_path[0] == RNG:  # our own, and long: known to be readable
+    if item.key_path[0] == RNG:  # ours and large; known to be readable
         return torch_archive(value)
     return serialise(value, ".".join(map(str, item.key_path)))
 

@@ -1,4 +1,4 @@
-"""The one copy that a save makes: from the tensors of the state into the shared buffer."""
+"""Copies the tensors of the state into the shared buffer: the only copy of a save."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # a place in the buffer, and what goes
 
 
 class Staged:
-    """A wave on its way into the buffer; on the CPU it is there already."""
+    """Copies of one wave into the buffer; those from the CPU are complete."""
 
     def __init__(
         self, events: Sequence[tuple[torch.device, Any]] = (), sources: Sequence[torch.Tensor] = ()
@@ -35,7 +35,7 @@ class Staged:
         self._sources = tuple(sources)
 
     def join(self) -> None:
-        """Makes what the devices are given from now on wait for the copies, but not the host."""
+        """Makes each device's current stream wait for the copies, without blocking the host."""
         self._events = tuple(entry for entry in self._events if not entry[1].query())
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
@@ -48,18 +48,18 @@ class Staged:
 
 
 class Stager:
-    """Copies pieces into a buffer, after a plan; used by one thread.
+    """Copies pieces into a buffer according to a plan; used by one thread.
 
-    Nothing is allocated on a device. A tensor on a CUDA device is copied without the host's
-    waiting for it, unless its elements do not lie in row-major order.
+    Nothing is allocated on a device. A tensor on a CUDA device is copied asynchronously, unless its
+    elements are not in row-major order.
     """
 
     def __init__(self, buffer: SharedBuffer, *, pin: bool = True) -> None:
-        """Takes the buffer, which nobody else may grow while a plan is loaded.
+        """Takes the buffer, which must not grow elsewhere while a plan is loaded.
 
         Args:
-            buffer: Where to copy to.
-            pin: Whether to pin it for CUDA devices, where tensors lie on some.
+            buffer: The target.
+            pin: Whether to pin it if tensors are on CUDA devices.
         """
         self._buffer = buffer
         self._cuda = _CudaCopies(pin=pin)
@@ -71,9 +71,9 @@ class Stager:
         self._staged = Staged()
 
     def load(self, plan: SavePlan) -> None:
-        """Prepares the buffer for a plan, growing it where it is too small.
+        """Prepares the buffer for a plan, and grows it if it is too small.
 
-        The buffer must not be in use. Does nothing for the plan that is loaded already.
+        The buffer must not be in use. Does nothing if the plan is loaded already.
         """
         if plan is self._plan and self._descriptor == self._buffer.descriptor:
             return
@@ -96,12 +96,12 @@ class Stager:
 
         Args:
             plan: Made for pieces of the same signature.
-            pieces: Where the elements come from.
-            wave: Which one; the buffer must not be in use by another any more.
+            pieces: The sources.
+            wave: Its index; the buffer must not be in use by another one.
             frozen: Whether to copy frozen weights too.
 
         Returns:
-            What tells when the copies are done; those from the CPU are.
+            The copies, of which those from the CPU are complete.
         """
         self.load(plan)
         self._put_literals(plan, wave)
@@ -119,14 +119,14 @@ class Stager:
 
         Args:
             plan: Made for pieces of the same signature.
-            pieces: Where the elements come from.
-            steps: What to copy; the buffer must not be in use.
+            pieces: The sources.
+            steps: The copies; the buffer must not be in use.
 
         Returns:
-            The bytes of each; good until the next wave is staged.
+            The bytes of each copy, valid until the next wave is staged.
         """
         self.load(plan)
-        if len(plan.images) > 1:  # they may lie where another wave has its literals
+        if len(plan.images) > 1:  # they may overwrite literals of another wave
             self._wave = -1
         with torch.no_grad():
             self._copy(plan, steps, [_target(self._base, step) for step in steps], pieces).wait()
@@ -134,11 +134,11 @@ class Stager:
         return [memory[step.start : step.end] for step in steps]
 
     def join(self) -> None:
-        """Has the devices wait for the latest copies, before tensors change in another way."""
+        """Makes each device's current stream wait for pending copies."""
         self._staged.join()
 
     def close(self) -> None:
-        """Lets go of the buffer, which may be closed then."""
+        """Releases the buffer, which may be closed afterwards."""
         self._forget()
         self._cuda.unpin()
         self._base = torch.empty(0, dtype=torch.uint8)
@@ -156,10 +156,11 @@ class Stager:
         self._wave = wave
 
     def _targets_of(self, plan: SavePlan, wave: int) -> list[torch.Tensor]:
-        found = self._targets.get(wave)
-        if found is None:
-            found = self._targets[wave] = [_target(self._base, step) for step in plan.copies[wave]]
-        return found
+        targets = self._targets.get(wave)
+        if targets is None:
+            targets = [_target(self._base, step) for step in plan.copies[wave]]
+            self._targets[wave] = targets
+        return targets
 
     def _copy(
         self,
@@ -171,15 +172,15 @@ class Stager:
         sources = [_source(pieces[step.piece].local, step) for step in steps]
         if all(device.type == "cpu" for device in plan.devices):
             if sources:
-                # Private, but there is no public call for many copies at once; a loop takes
+                # Private, since there is no public function for many copies at once; a loop takes
                 # as long for large tensors, and twice as long for small ones.
                 torch._foreach_copy_(targets, sources)
             return Staged()
-        there = list(zip(targets, sources, steps, strict=True))
-        prompt = [(target, source) for target, source, step in there if step.prompt]
-        rest = [(target, source) for target, source, step in there if not step.prompt]
+        copies = list(zip(targets, sources, steps, strict=True))
+        prompt = [(target, source) for target, source, step in copies if step.prompt]
+        rest = [(target, source) for target, source, step in copies if not step.prompt]
         staged = self._cuda.copy(_on_cuda(prompt), _on_cuda(rest))
-        for target, source, _ in there:
+        for target, source, _ in copies:
             if not source.is_cuda:
                 target.copy_(source)
         return staged
@@ -190,7 +191,7 @@ def _on_cuda(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 class _CudaCopies:
-    """Copies from CUDA devices, each on a stream of its own beside the computation."""
+    """Copies from CUDA devices, each on a stream of its own in parallel to the computation."""
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
@@ -198,32 +199,32 @@ class _CudaCopies:
         self._streams: dict[torch.device, Any] = {}
 
     def prepare(self, devices: Sequence[torch.device], memory: torch.Tensor) -> None:
-        """Makes the streams, and pins the memory once, where tensors lie on CUDA devices."""
+        """Creates the streams and pins the memory once, if tensors are on CUDA devices."""
         ours = [device for device in devices if device.type == "cuda"]
         for device in ours:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if not ours or not self._pin or self._pinned or not memory.numel():
             return
-        # Of the trainer's device, or the runtime would set up a context on device 0.
+        # On the trainer's device, since the runtime would create a context on device 0 otherwise.
         with torch.cuda.device(ours[0]):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
             if int(status) == 0:
                 self._pinned = memory.data_ptr()
                 return
-            with suppress(RuntimeError):  # fetches the error, or the next kernel would report it
+            with suppress(RuntimeError):  # clears the error, which the next kernel would report
                 torch.zeros(1, device=ours[0])
         self._pin = False
         logger.warning(
             "the staging buffer of %.0f MB cannot be pinned (cudaHostRegister: error %d):"
-            " copies from the device are slower, and block longer; raise `ulimit -l`",
+            " copies from the device are slower and block longer; raise `ulimit -l`",
             memory.numel() / 1e6,
             int(status),
         )
 
     def unpin(self) -> None:
-        """Undoes the pinning, before the memory goes; no copy may be under way."""
+        """Unpins the memory before it is released; no copy may be under way."""
         if self._pinned:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(self._pinned)
@@ -233,11 +234,8 @@ class _CudaCopies:
         """Starts the copies.
 
         Args:
-            prompt: These are done before the device does anything that it is given from now on.
-            rest: These only before whatever joins them.
-
-        Returns:
-            What tells when all of them are done.
+            prompt: Copies that the device completes before any later work.
+            rest: Copies that are complete only after `Staged.join` or `Staged.wait`.
         """
         pairs = [*prompt, *rest]
         events = []
@@ -260,21 +258,21 @@ def _copy_on(side: Any, device: torch.device, pairs: Sequence[Pair]) -> int:
     with torch.cuda.stream(side):
         for target, source in ours:
             target.copy_(source, non_blocking=True)
-            source.record_stream(side)  # or its memory could be given to another tensor
+            source.record_stream(side)  # otherwise its memory could be reused
     return len(ours)
 
 
 def is_plain(source: torch.Tensor) -> bool:
-    """Tells whether the bytes in memory are the elements in row-major order."""
+    """Returns whether the bytes in memory are the elements in row-major order."""
     return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
 def copy_through_host(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies a tensor with any strides from a device, without allocating anything there.
 
-    torch would make it contiguous on the device first. Instead the stretch of memory that its
-    elements lie in goes to the host as it is, and is put into order there; this takes as much
-    host memory for a moment, blocks, and runs at the rate of memory that is not pinned.
+    torch would make it contiguous on the device first. Instead the memory range with its elements
+    is copied to the host and reordered there; this needs as much host memory temporarily, blocks,
+    and runs at the rate of unpinned memory.
     """
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True)
@@ -285,9 +283,9 @@ def copy_through_host(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def measure_copy_limit(buffer: SharedBuffer) -> float:
-    """Returns the bytes per second of a plain warm copy; 0 where the buffer is too small to tell.
+    """Returns the bytes per second of a plain warm copy; 0 if the buffer is too small to measure.
 
-    Overwrites the buffer's content, so it is called before a plan is loaded.
+    Overwrites the buffer, so it is called before a plan is loaded.
     """
     size = min(_MEASURED_BYTES, buffer.size_bytes // 2)
     if not size:

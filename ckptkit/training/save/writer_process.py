@@ -1,4 +1,4 @@
-"""The trainer's end of the writer: started when needed, watched while it works, started again."""
+"""The trainer's end of the writer process, which is started on demand, watched and restarted."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ Command = Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class WriterTimeouts:
-    """How long a writer is waited for.
+    """How long to wait for a writer, and what to start.
 
     Attributes:
-        stall_seconds: Without any sign of life it is taken for hung, and killed.
-        idle_seconds: Alive, but without a byte more, it is taken to wait for storage that hangs,
-            and killed.
-        command: What is started; tests give another one.
+        stall_seconds: A writer without any message for so long is killed.
+        idle_seconds: A writer that reports no further bytes for so long is killed.
+        command: The command to start; tests pass another one.
     """
 
     stall_seconds: float = 120.0
@@ -53,9 +52,9 @@ class WriterTimeouts:
 
 
 class WriterProcess:
-    """One writer process, replaced by a new one after it died or was killed.
+    """A writer process, started again after it died or was killed.
 
-    A request is made by one thread at a time. `kill` may come from any.
+    One thread at a time sends a request. Any thread may call `kill`.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class WriterProcess:
         Args:
             timeouts: How long to wait, and what to start.
             buffer: The memory that requests refer to; announced to every new process.
-            name: What it is called in messages.
+            name: For messages.
         """
         self._name = name
         self._timeouts = timeouts
@@ -88,12 +87,7 @@ class WriterProcess:
             self._start()
 
     def request(self, request: Request) -> Written | StepCommitted:
-        """Has a request done, starting a process where none runs.
-
-        Returns:
-            The answer.
-
-        """
+        """Sends a request and returns the answer; starts a process if none runs."""
         with self._lock:
             channel = self._start()
             self._send(channel, request)
@@ -103,7 +97,7 @@ class WriterProcess:
         return answer
 
     def kill(self) -> None:
-        """Ends the process at once; a request under way fails."""
+        """Kills the process; a request under way fails."""
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
@@ -122,14 +116,14 @@ class WriterProcess:
         buffer = self._buffer
         if buffer is None:
             return channel
-        known = buffer.descriptor, buffer.size_bytes  # numbers of descriptors are used again
+        known = buffer.descriptor, buffer.size_bytes  # numbers of descriptors are reused
         if buffer.size_bytes and known != self._announced:
             self._announced = known
             self._send(channel, Buffer(buffer.size_bytes), (buffer.descriptor,))
         return channel
 
     def _send(self, channel: Channel, message: Request, descriptors: Sequence[int] = ()) -> None:
-        """Sends a message, which a process that is stopped may not take."""
+        """Sends a message; a stopped process may not receive it."""
         try:
             channel.send(message, descriptors)
         except TimeoutError as error:
@@ -147,12 +141,12 @@ class WriterProcess:
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # signals to the job's processes are not meant for it
+                    start_new_session=True,  # so that signals to the job do not reach it
                 )
             except OSError as error:
                 ours.close()
                 raise WriterError(f"could not be started: {error}", where=self._name) from error
-        ours.settimeout(self._timeouts.stall_seconds)  # for a message, however large it is
+        ours.settimeout(self._timeouts.stall_seconds)  # for each message
         self._socket, self._channel, self._announced = ours, Channel(ours), _NOTHING
 
     def _answer(self, channel: Channel) -> Written | StepCommitted | Failed:
@@ -170,7 +164,7 @@ class WriterProcess:
             if now - heard > self._timeouts.stall_seconds:
                 raise self._silent()
             if now - grew > self._timeouts.idle_seconds:
-                raise self._given_up(f"not a byte more in {self._timeouts.idle_seconds:g} s")
+                raise self._given_up(f"no further byte in {self._timeouts.idle_seconds:g} s")
 
     def _silent(self) -> WriterError:
         return self._given_up(f"no sign of life for {self._timeouts.stall_seconds:g} s")
@@ -179,13 +173,13 @@ class WriterProcess:
         self.kill()
         self._forget(_LEAVE_SECONDS)
         return WriterError(
-            f"gave {what}, and was killed",
+            f"gave {what} and was killed",
             where=self._name,
-            hint="the storage hangs or is very slow; the writer is started again for the next save",
+            hint="the storage hangs or is very slow; the next save starts the writer again",
         )
 
     def _next(self, channel: Channel) -> Answer | None:
-        """Returns the next message, or None where none came for a while."""
+        """Returns the next message, None if none came for a while."""
         assert self._socket is not None  # noqa: S101  there is a channel
         poller = select.poll()  # unlike `select`, it takes descriptors above 1,024
         poller.register(self._socket, select.POLLIN)
@@ -213,7 +207,7 @@ class WriterProcess:
         """Closes the connection and collects the process; returns its exit status."""
         if self._socket is not None:
             with suppress(OSError):  # the other end may be gone
-                # Or a forked process, which has a copy, would keep the connection open.
+                # Otherwise a forked process, which has a copy, would keep the connection open.
                 self._socket.shutdown(socket.SHUT_RDWR)
         if self._channel is not None:
             self._channel.close()
@@ -224,18 +218,18 @@ class WriterProcess:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(leave_seconds)
         process.kill()
-        with suppress(subprocess.TimeoutExpired):  # storage that hangs keeps even killed ones
+        with suppress(subprocess.TimeoutExpired):  # hanging storage blocks even killed processes
             return process.wait(_LEAVE_SECONDS)
         return None
 
     def leave(self) -> None:
-        """In a forked child: lets go of what belongs to the parent, and touches nothing of it."""
+        """In a forked child: closes its copies of descriptors, without effect on the parent."""
         if self._socket is not None:
             self._socket.close()
         if self._buffer is not None:
             self._buffer.leave()
         if self._process is not None:
-            self._process.returncode = 0  # not the child's to wait for
+            self._process.returncode = 0  # only the parent can wait for it
         self._process = self._channel = self._socket = None
         self._lock = threading.Lock()  # a thread that the child lacks may have held it
 

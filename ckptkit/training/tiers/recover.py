@@ -1,6 +1,6 @@
-"""What an earlier job left on the nodes' own disks: drained if it is whole, else passed over.
+"""Recovery of steps that an earlier job left on the nodes' own disks.
 
-Reading a step at a URL, and what of it lies on the node's own disk from there.
+Complete steps are drained; of a step at a URL, files that a node still has are read from its disk.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Brings what earlier jobs left on the nodes' disks to the shared place.
+    """Drains what earlier jobs left on the nodes' disks.
 
     Attributes:
         tier: This node's disk.
-        run: The shared place.
+        run: The run that is saved to.
         peers: The ranks.
-        process: What copies, and on rank 0 commits.
-        timeout_seconds: How long other ranks are waited for.
-        told: The attempts of which rank 0 has said that something is missing.
+        process: Copies, and commits on rank 0.
+        timeout_seconds: How long to wait for other ranks.
+        reported: The attempts of which rank 0 has logged that files are missing.
     """
 
     tier: LocalTier
@@ -54,113 +54,111 @@ class Recovery:
     peers: Peers
     process: WriterProcess
     timeout_seconds: float
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def run_all(self) -> int:
-        """Drains the newest step that is whole over all nodes, where the run has none as new.
+        """Drains the newest step that is complete over all nodes, unless the run has a newer one.
 
-        So it does with steps that have names of their own, which no newer step replaces. Which
-        rank is on which node may have changed since, and how many there are.
+        Steps with names of their own are drained too, since no newer step replaces them. The number
+        of ranks and their nodes may have changed since.
 
         Returns:
-            The largest `save_number` of what was drained, 0 where there was nothing; the same on
-            all ranks.
+            The largest `save_number` that was drained, 0 for none; the same on all ranks.
         """
         here = _described(self.tier) if self.tier.leads else []
-        topic = "what lies on the nodes' own disks"
+        topic = "what is on the nodes' own disks"
         choose = partial(self._next, set())
         number = 0
-        while (found := self._agree(topic, here, choose)) is not None:
-            if self._bring(found):
-                number = max(number, found["save_number"])
+        while (entry := self._agree(topic, here, choose)) is not None:
+            if self._drain(entry):
+                number = max(number, entry["save_number"])
         return number
 
-    def _bring(self, found: Mapping[str, Any]) -> bool:
-        """Drains a step, and tells whether the shared place has it now."""
+    def _drain(self, entry: Mapping[str, Any]) -> bool:
+        """Drains a step, and returns whether it was committed."""
         if self.peers.rank == 0:
-            _tell(found)
+            _log_drain(entry)
         try:
-            outcome = self._drained(found)
+            outcome = self._copy_share(entry)
         except CkptkitError as error:
             outcome = {"error": error.to_json()}
         agreed = self._agree(
-            "draining an earlier job's step", outcome, lambda all_of: self._commit(found, all_of)
+            "draining an earlier job's step", outcome, lambda all_of: self._commit(entry, all_of)
         )
         if agreed is None:
-            if str(self.tier.ranks[0]) in found["nodes"]:
-                self.tier.note_drained(found["name"])
+            if str(self.tier.ranks[0]) in entry["nodes"]:
+                self.tier.note_drained(entry["name"])
             return True
         failure = error_from_json(agreed)
         if not isinstance(failure, InputError):
             raise failure
         if self.peers.rank == 0:
-            logger.warning("%s on the nodes' own disks is passed over: %s", found["name"], failure)
+            logger.warning("%s on the nodes' own disks is skipped: %s", entry["name"], failure)
         return False
 
     def _agree(self, topic: str, value: Any, decide: Any) -> Any:
-        # Rank 0 commits after it has waited for all, so the others have to wait for both.
+        # Rank 0 commits after it has waited for all ranks, so the others wait for both.
         timeout_seconds = self.timeout_seconds * (2 if self.peers.rank else 1)
         return self.peers.agree(topic, value, decide, timeout_seconds=timeout_seconds)
 
     def _next(
         self, tried: set[str], of_ranks: Sequence[Sequence[Mapping[str, Any]]]
     ) -> dict[str, Any] | None:
-        """Chooses, on rank 0, the newest step that is whole; says what is missing of others."""
-        found: dict[str, dict[str, Any]] = {}
+        """Chooses, on rank 0, the newest complete step; logs what newer ones lack."""
+        entries: dict[str, dict[str, Any]] = {}
         for leader, copies in enumerate(of_ranks):
             for copy in copies:
-                entry = found.setdefault(copy["attempt"], {**copy, "nodes": {}})
+                entry = entries.setdefault(copy["attempt"], {**copy, "nodes": {}})
                 entry["nodes"][str(leader)] = copy["ranks"]
-                if 0 in copy["ranks"]:  # only there lies what rank 0 alone was told
+                if 0 in copy["ranks"]:  # its manifest has what only rank 0 knows
                     entry["manifest"] = copy["manifest"]
         last = self.run.last_save_number()
-        for entry in sorted(found.values(), key=lambda one: -one["save_number"]):
-            if entry["attempt"] in tried or not self._is_news(entry, last):
+        for entry in sorted(entries.values(), key=lambda entry: -entry["save_number"]):
+            if entry["attempt"] in tried or not self._is_newer(entry, last):
                 continue
-            there = {rank for ranks in entry["nodes"].values() for rank in ranks}
-            missing = sorted(set(range(entry["world_size"])) - there)
+            present = {rank for ranks in entry["nodes"].values() for rank in ranks}
+            missing = sorted(set(range(entry["world_size"])) - present)
             if not missing:
                 tried.add(entry["attempt"])
                 return entry
-            self._say_missing(entry, missing)
+            self._log_missing(entry, missing)
         return None
 
-    def _is_news(self, entry: Mapping[str, Any], last: int) -> bool:
+    def _is_newer(self, entry: Mapping[str, Any], last: int) -> bool:
         name = entry["name"]
         known = last if is_step_folder(name) else self.run.save_number_of(name)
         return bool(entry["save_number"] > known)
 
-    def _say_missing(self, entry: Mapping[str, Any], missing: Sequence[int]) -> None:
-        if entry["attempt"] in self.told:
+    def _log_missing(self, entry: Mapping[str, Any], missing: Sequence[int]) -> None:
+        if entry["attempt"] in self.reported:
             return
-        self.told.add(entry["attempt"])
+        self.reported.add(entry["attempt"])
         logger.warning(
-            "%s lies on the nodes' own disks without the files of %s, which no node of this job"
-            " has whole: it is passed over",
+            "%s on the nodes' own disks is skipped: no node of this job has all files of %s",
             entry["name"],
             name_ranks(missing),
         )
 
-    def _target(self, found: Mapping[str, Any]) -> Path:
-        return self.run.working_folder(Path(found["name"]), self.peers.nonce, 0)
+    def _target(self, entry: Mapping[str, Any]) -> Path:
+        return self.run.working_folder(Path(entry["name"]), self.peers.nonce, 0)
 
-    def _drained(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies this rank's share of what lies on its node; returns the proofs of it."""
-        mine = self._share(found["nodes"])
+    def _copy_share(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies this rank's share of the files of its node; returns their proofs."""
+        mine = self._share(entry["nodes"])
         if not mine:
             return {"proofs": []}
-        folder = self.tier.path / found["name"]
+        folder = self.tier.path / entry["name"]
         records = {rank: f"{FOLDER}/{rank}.json" for rank in mine}
         try:
             data = {rank: (folder / path).read_bytes() for rank, path in records.items()}
-            # What lies beside is with the files of rank 0, which two nodes may have.
+            # The sidecar is with the files of rank 0, which two nodes may have.
             further = _further(folder, self.tier) if 0 in mine else {}
         except OSError as error:
             raise InputError(f"cannot be read: {error}", where=str(folder)) from error
         request = Drain(
-            attempt=found["attempt"],
+            attempt=entry["attempt"],
             folder=str(folder),
-            target=str(self._target(found)),
+            target=str(self._target(entry)),
             records=tuple(records.values()),
             further=tuple(further),
         )
@@ -180,7 +178,7 @@ class Recovery:
 
     def _share(self, nodes: Mapping[str, Sequence[int]]) -> list[int]:
         """Returns the earlier ranks whose files this rank copies; those of a node share them."""
-        taken: set[int] = set()  # a rank may lie on two nodes: the first one has it
+        taken: set[int] = set()  # two nodes may have a rank's files: the first one copies them
         for leader in sorted(nodes, key=int):
             left = [rank for rank in nodes[leader] if rank not in taken]
             taken.update(left)
@@ -189,10 +187,10 @@ class Recovery:
         return []
 
     def _commit(
-        self, found: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]
+        self, entry: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any] | None:
-        """Commits what all ranks have copied, on rank 0; returns what went wrong."""
-        target = self._target(found)
+        """Commits, on rank 0, what all ranks have copied; returns the error, if any."""
+        target = self._target(entry)
         error = next((value["error"] for value in of_ranks if "error" in value), None)
         if error is None:
             proofs = sorted(
@@ -204,11 +202,11 @@ class Recovery:
             try:
                 self.process.request(
                     Commit(
-                        attempt=found["attempt"],
+                        attempt=entry["attempt"],
                         folder=str(target),
-                        final=str(self.run.below(found["name"])),
+                        final=str(self.run.below(entry["name"])),
                         proofs=tuple(proofs),
-                        manifest={**found["manifest"], "files": beside_files},
+                        manifest={**entry["manifest"], "files": beside_files},
                         beside=str(beside) if beside.is_dir() else "",
                     )
                 )
@@ -217,25 +215,25 @@ class Recovery:
         if error is None:
             return None
         try:
-            self.process.request(Discard(found["attempt"], str(target)))
+            self.process.request(Discard(entry["attempt"], str(target)))
         except CkptkitError as caught:
-            logger.warning("%s was left behind: %s", target, caught)
+            logger.warning("%s could not be removed: %s", target, caught)
         return dict(error)
 
 
-def _tell(found: Mapping[str, Any]) -> None:
-    if found["drained"]:
+def _log_drain(entry: Mapping[str, Any]) -> None:
+    if entry["drained"]:
         logger.warning(
-            "%s was drained before, and the run has it no more: it is drained again from the"
-            " nodes' disks; to go back to an older step, use resume(state, step=N)",
-            found["name"],
+            "%s was drained before, but the run does not have it any more: it is drained again from"
+            " the nodes' disks; to go back to an older step, use resume(state, step=N)",
+            entry["name"],
         )
     else:
-        logger.info("%s of an earlier job is drained from the nodes' disks", found["name"])
+        logger.info("%s of an earlier job is drained from the nodes' disks", entry["name"])
 
 
 def _described(tier: LocalTier) -> list[dict[str, Any]]:
-    """Returns what the other ranks have to know of the parts of steps on this node."""
+    """Returns the parts of steps on this node as JSON values, for the other ranks."""
     try:
         copies = list(tier.copies())
     except OSError as error:
@@ -274,14 +272,14 @@ def _document(copy: NodeCopy) -> dict[str, Any]:
 
 
 def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
-    """Returns the files of a node's part that none of its records names: what lies beside.
+    """Returns the files of a node's part that no record names: the sidecar.
 
     Returns:
-        What a manifest says of them, by path.
+        Their entries of the manifest, by path.
     """
-    copy = next((one for one in tier.copies() if one.path == folder), None)
+    copy = next((copy for copy in tier.copies() if copy.path == folder), None)
     if copy is None:
-        raise SaveError("it is gone", where=str(folder))
+        raise SaveError("it was removed", where=str(folder))
     named = {
         file.path
         for rank in copy.ranks
@@ -297,10 +295,10 @@ def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
 
 
 class NearPlace(Place):
-    """A URL, of which this node may have a part.
+    """A URL of which this node may have a part.
 
     Attributes:
-        near: The directory where it does.
+        near: The directory of that part.
     """
 
     __slots__ = ("near",)
@@ -309,21 +307,21 @@ class NearPlace(Place):
 
     @classmethod
     def of(cls, place: Place, near: Path) -> NearPlace:
-        """Returns a place with the directory where some of its files may lie."""
-        found = cls(place, place.options)
-        found.near = near
-        return found
+        """Returns a place with the directory that may have some of its files."""
+        new = cls(place, place.options)
+        new.near = near
+        return new
 
     def step(self, name: str) -> NearPlace:
         return NearPlace.of(self.beside(posixpath.join(self, name)), self.near / name)
 
 
 def with_near_files(far: Folder, near: Path, manifest: Manifest) -> Folder:
-    """Returns a step's source that takes from the node's own disk what lies there of that save.
+    """Returns a step's source that reads from the node's own disk what it has of that save.
 
     Args:
         far: The step.
-        near: This node's part of it, if it is there.
+        near: This node's part of it, which may not exist.
         manifest: Of the step.
     """
     try:
@@ -352,7 +350,7 @@ def _size(path: Path) -> int:
 
 
 class _NearFirst(Closing):
-    """A folder of which some files are read elsewhere, as long as that works."""
+    """A remote folder of which some files are read locally, until a local read fails."""
 
     def __init__(self, far: Folder, near: LocalSource, names: Collection[str]) -> None:
         self._far = far
@@ -396,7 +394,7 @@ class _NearFirst(Closing):
             self.read_into(wanted.path, wanted.start, target)
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        prefetch(self._far, [one for one in ranges if one.path not in self._names])
+        prefetch(self._far, [wanted for wanted in ranges if wanted.path not in self._names])
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         return self._far.changed(refs)

@@ -1,4 +1,7 @@
-"""Saves that are durable on the nodes' own disks first, and are drained from there."""
+"""Saves that are durable on the nodes' own disks first and are drained from there.
+
+Also the choice of the backend of a job: this one, or saves to shared storage.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,15 @@ from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
 
 logger = logging.getLogger(__name__)
 _OF_STORAGE = frozenset({NoSpaceError.code, OutputError.code, SaveError.code})
-_NICENESS = 19  # it may take its time: the step is safe already
-_MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk holds two steps
+_NICENESS = 19  # the step is durable already
+_MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk has room for two steps
 
 
 class TieredBackend:
-    """Makes what the ranks have written on their nodes a step there, and has it drained.
+    """The backend for saves to the nodes' disks: each node commits its part, which is then drained.
 
-    Where a node's disk fails, and the memory still holds everything, all ranks write to the
-    shared place instead: a full disk costs the speed of the save, and not the save.
+    If a node's disk fails and the buffers still have everything, all ranks write to the shared
+    storage instead: a full disk makes the save slower, but does not fail it.
     """
 
     def __init__(
@@ -52,11 +55,11 @@ class TieredBackend:
 
         Args:
             tier: This node's disk.
-            barrier: Where the ranks agree on what is durable there.
-            coordinator: Ends what is drained; it has a barrier of its own.
-            timeouts: How long to wait for processes.
-            recover: Drains what is durable on the nodes, and not at the shared place.
-            timeout_seconds: How long other ranks are.
+            barrier: At which the ranks agree on what is durable there.
+            coordinator: Ends drained saves; it has a barrier of its own.
+            timeouts: Of the processes.
+            recover: Drains steps that are durable on the nodes only.
+            timeout_seconds: How long to wait for other ranks.
         """
         self._tier = tier
         self._barrier = barrier
@@ -71,15 +74,15 @@ class TieredBackend:
         return self._tier.placed(attempt)
 
     def end(self, save: Save) -> None:
-        """Makes the save durable on the nodes, and hands it on."""
+        """Makes the save durable on the nodes, and queues its drain."""
         name = save.attempt.step_name
         if save.after is not None:
-            # A step that is saved again must not replace files that are being drained.
+            # A step that is saved again must not replace files while they are drained.
             wait = save.after.wait if self._drain_queue.holds(name) else save.after.wait_freed
             wait()
         self._drain_queue.expect(name)
         try:
-            if self._keep(save):
+            if self._commit_on_nodes(save):
                 self._drain_queue.put(save)
             else:
                 self._write_directly(save)
@@ -94,40 +97,40 @@ class TieredBackend:
         self._drain_queue.kill()
 
     def close(self) -> None:
-        """Waits for the last drain, and ends threads and processes."""
+        """Waits for the last drain, and ends the thread and the processes."""
         self._drain_queue.close()
         self._keeper.close()
         self._tier.close()
 
-    def _keep(self, save: Save) -> bool:
-        """Returns whether the step is durable on the nodes; else all ranks are to write anew."""
+    def _commit_on_nodes(self, save: Save) -> bool:
+        """Returns whether the step is durable on the nodes; if not, all ranks write again."""
         written = self._agree(save, outcome_here(save))
         if "proofs" in written:
-            kept = self._agree(save, self._committed(save, written["proofs"]))
+            kept = self._agree(save, self._commit_this_node(save, written["proofs"]))
             if "proofs" in kept:
-                self._note(save)
+                self._mark_kept(save)
                 return True
             written = kept
         error = error_from_json(written["error"])
         if not written["again"]:
             raise error
         if self._barrier.rank == 0:
-            logger.warning("step %d goes to the shared place at once: %s", save.attempt.step, error)
+            logger.warning("step %d goes to shared storage at once: %s", save.attempt.step, error)
         return False
 
     def _agree(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
         return self._barrier.agree(
             save.attempt,
             {"proof": None, "again": self._may_write_anew(save), **value},
-            _decided,
+            _decide,
             timeout_seconds=self._timeout_seconds,
         )
 
     def _may_write_anew(self, save: Save) -> bool:
         return self._tier.run.takes_saves and save.rewrite is not None
 
-    def _committed(self, save: Save, proofs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Makes the files of this node's ranks a step on its disk, if this rank leads."""
+    def _commit_this_node(self, save: Save, proofs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Commits the files of this node's ranks to its disk, if this rank leads."""
         if not self._tier.leads:
             return {}
         attempt = save.attempt
@@ -146,7 +149,7 @@ class TieredBackend:
             return {"error": error.to_json()}
         return {}
 
-    def _note(self, save: Save) -> None:
+    def _mark_kept(self, save: Save) -> None:
         save.local_seconds = time.perf_counter() - save.began
         self._drain_queue.kept(save.attempt.step_name)
         self._tier.keep_only(self._drain_queue.names)
@@ -172,11 +175,11 @@ class TieredBackend:
         try:
             self._keeper.request(Discard(save.attempt.name, str(save.attempt.folder)))
         except CkptkitError as error:
-            logger.warning("%s was left behind: %s", save.attempt.folder, error)
+            logger.warning("%s could not be removed: %s", save.attempt.folder, error)
 
 
 class DrainQueue:
-    """A thread that brings steps from the node's disk to the shared place, one after another."""
+    """A thread that drains steps from the node's disk to the shared storage, one after another."""
 
     def __init__(
         self, tier: LocalTier, coordinator: CommitCoordinator, timeouts: WriterTimeouts
@@ -186,14 +189,14 @@ class DrainQueue:
         self._coordinator = coordinator
         self._process = tier.run.process(timeouts, f"drain of {tier.path}", niceness=_NICENESS)
         self._earlier = ""  # the last step that was drained
-        self._waiting: list[Save] = []  # the one under way included
-        self._newest = self._coming = ""  # names of steps that lie on the node's disk, or will
+        self._waiting: list[Save] = []  # including the one under way
+        self._newest = self._coming = ""  # names of steps that are on the node's disk, or will be
         self._is_over = False
         self._lock = threading.Lock()
         self._worker = WorkerThread("ckptkit-drain")
 
     def names(self) -> set[str]:
-        """Returns the names of the steps that have to stay on the node's disk."""
+        """Returns the names of the steps that must stay on the node's disk."""
         with self._lock:
             waiting = {save.attempt.step_name for save in self._waiting}
             return {self._newest, self._coming, *waiting}
@@ -207,28 +210,28 @@ class DrainQueue:
             self._coming = name
 
     def kept(self, name: str) -> None:
-        """Notes that a step is durable on the disks of all nodes, so that older ones may go."""
+        """Marks a step as durable on all nodes, so that older ones may be removed."""
         with self._lock:
             self._newest = name
 
     def put(self, save: Save) -> None:
-        """Has a step drained, or just settled where its files are in place already."""
+        """Queues a step to be drained, or only to be ended if its files are in place already."""
         with self._lock:
             self._waiting.append(save)
-        self._worker.submit_unwatched(partial(self._bring, save))
+        self._worker.submit_unwatched(partial(self._drain_and_end, save))
         self._free()
 
     def kill(self) -> None:
-        """Has the drain under way fail soon, and those after it."""
+        """Makes the current drain and those after it fail soon."""
         self._is_over = True
         self._process.kill()
 
     def close(self) -> None:
-        """Ends the thread after what it was given, and the process."""
+        """Ends the thread after the queued steps, and the process."""
         self._worker.close()
         self._process.close()
 
-    def _bring(self, save: Save) -> None:
+    def _drain_and_end(self, save: Save) -> None:
         self._drain(save)
         is_there = self._coordinator.settle(save)
         if is_there:
@@ -276,8 +279,8 @@ class DrainQueue:
             save.handle.free()
 
 
-def _decided(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Decides, on rank 0, what becomes of what the ranks have written on their nodes."""
+def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Decides, on rank 0, whether the step is kept on the nodes, written again, or has failed."""
     failed = [(rank, value["error"]) for rank, value in enumerate(values) if "error" in value]
     if not failed:
         return {"proofs": [value["proof"] for value in values]}
@@ -288,10 +291,9 @@ def _decided(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def open_save_backend(session: Session, peers: Peers, settings: Settings) -> SaveBackend:
-    """Makes what ends the saves of a job; all ranks have to call this.
+    """Opens the backend of a job's saves; all ranks have to call this.
 
-    Where the nodes' own disks come first, what an earlier job left there is drained before
-    anything else.
+    With nodes' own disks, steps that an earlier job left there are drained first.
     """
     timeout = settings.timeout_seconds
     committer = StepCommitter(session.committer, session.retired_by, timeout_seconds=timeout)

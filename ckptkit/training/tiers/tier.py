@@ -1,6 +1,6 @@
 """The first of two tiers: a directory on the node's own disk, shared by the ranks of the node.
 
-Which ranks share one shows by itself: each leaves a mark there, and looks whose marks it sees.
+Each rank leaves a mark in the directory; the marks show which ranks share it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
 _MARK = "node-"
-_DRAINED = f"{FOLDER}/drained"  # in a node's copy of a step that the shared place has
+_DRAINED = f"{FOLDER}/drained"  # in a node's copy of a step that was drained
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """The run that a node's part of a step belongs to; `identity` is not that of a later one."""
+    """The run that a node's part of a step belongs to; a later run has another `identity`."""
 
     identity: str
     path: str
@@ -43,13 +43,13 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """A step's files of the ranks of one node.
+    """The files of one node's ranks of a step.
 
     Attributes:
-        path: Where they lie.
+        path: Their folder.
         manifest: Lists them.
-        ranks: Whose they are.
-        owner: The run that they belong to; empty texts where it is not told.
+        ranks: The ranks of the node.
+        owner: The run that they belong to; empty texts if unknown.
     """
 
     path: Path
@@ -63,13 +63,13 @@ class NodeCopy:
 
 
 class LocalTier:
-    """A node's own disk, as one of its ranks sees it.
+    """A node's own disk, from the view of one of its ranks.
 
     Attributes:
         path: The directory.
-        ranks: Those that share it, in order.
-        run: Where its steps go.
-        leads: Whether this rank does what is done once for all of them.
+        ranks: The ranks that share it, in order.
+        run: The run that its steps are drained to.
+        leads: Whether this rank acts for all of them.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class LocalTier:
         leads: bool,
         lock: RunLock | None,
     ) -> None:
-        """Takes over the lock, which the rank that leads has where there are locks.
+        """Takes over the lock of the directory, which the leading rank has.
 
         Args:
             path: The directory.
-            ranks: Those that share it, in order.
+            ranks: The ranks that share it, in order.
             run: The run that is saved to.
-            owner: What tells it from others.
+            owner: Identifies the run.
             leads: Whether this rank is the first of them.
-            lock: Of the directory.
+            lock: None on other ranks, and on file systems without locks.
         """
         self.path = path
         self.ranks = ranks
@@ -104,7 +104,7 @@ class LocalTier:
         return replace(attempt, folder=self.path / attempt.folder.name, shared=attempt.folder)
 
     def final(self, attempt: SaveAttempt) -> Path:
-        """Returns where this node's part of a step lies once it is whole."""
+        """Returns the folder of this node's part of a step once it is committed."""
         return self.path / attempt.step_name
 
     def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,27 +114,27 @@ class LocalTier:
         return _copies_in(self.path)
 
     def note_drained(self, name: str) -> None:
-        """Notes that the shared place has a step; only the rank that leads does something."""
+        """Marks a step as drained; only the leading rank does something."""
         if self.leads:
-            with suppress(OSError):  # it may never have been here: nothing depends on the note
+            with suppress(OSError):  # the step may not be here, and nothing depends on the mark
                 (self.path / name / _DRAINED).touch()
 
     def keep_only(self, find_names: Callable[[], Collection[str]]) -> None:
-        """Removes all parts of steps but some; only the rank that leads does something.
+        """Removes all parts of steps except some; only the leading rank does something.
 
         Args:
-            find_names: Returns the names of those that stay; asked once it is known what there
-                is, since a step may come in between.
+            find_names: Returns the names of those that stay; called after the directory was listed,
+                since a step may be added in between.
         """
         if not self.leads:
             return
         try:
-            there = [copy.path for copy in self.copies()]
+            paths = [copy.path for copy in self.copies()]
         except OSError as error:
-            logger.warning("%s: old steps stay, for it cannot be listed: %s", self.path, error)
+            logger.warning("%s: old steps stay, since it cannot be listed: %s", self.path, error)
             return
         names = find_names()
-        for note in clear(None, [path for path in there if path.name not in names])[1]:
+        for note in clear(None, [path for path in paths if path.name not in names])[1]:
             logger.warning("%s: %s", self.path, note)
 
     def close(self) -> None:
@@ -145,13 +145,13 @@ class LocalTier:
 def open_tier(
     local: Path, run: TrainingRun[Any], peers: Peers, *, timeout_seconds: float
 ) -> LocalTier:
-    """Opens the nodes' own directories on all ranks, clears them of wrecks, and locks them.
+    """Opens, locks and sweeps the nodes' own directories; all ranks have to call this.
 
     Args:
-        local: This rank's; equal or unlike on others.
-        run: The place that all share.
+        local: The directory of this rank; it may differ on others.
+        run: The run that is saved to.
         peers: The ranks.
-        timeout_seconds: How long they are waited for.
+        timeout_seconds: How long to wait for them.
     """
     identity = peers.agree(
         "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
@@ -160,9 +160,9 @@ def open_tier(
     opening = _Opening(local, run, owner, peers, timeout_seconds)
     with ExitStack() as undo:
         undo.callback(opening.unmark)
-        opening.tell("the nodes' own directories", opening.mark)
+        opening.run_on_all("the nodes' own directories", opening.mark)
         undo.callback(opening.give_back)
-        opening.tell("whose they are", opening.take)
+        opening.run_on_all("whose they are", opening.take)
         peers.agree(
             "who shares them", opening.ranks, _check_groups, timeout_seconds=timeout_seconds
         )
@@ -174,7 +174,7 @@ def open_tier(
 
 
 class _Opening:
-    """The steps of opening a node's directory; what goes wrong on one rank is told to all."""
+    """The steps of opening a node's directory; an error of one rank is raised on all."""
 
     def __init__(
         self,
@@ -193,8 +193,8 @@ class _Opening:
         self._timeout_seconds = timeout_seconds
         self._folder: RunFolder | None = None
 
-    def tell(self, topic: str, work: Any) -> None:
-        """Does some work on all ranks; raises on all of them what went wrong on any."""
+    def run_on_all(self, topic: str, work: Any) -> None:
+        """Calls a function on all ranks; raises the first error on all of them."""
         problem: dict[str, Any] | None = None
         try:
             work()
@@ -204,25 +204,25 @@ class _Opening:
             problem = as_failure(error, str(self.path)).to_json()
         raise_first(
             self._peers.agree(
-                topic, problem, lambda found: found, timeout_seconds=self._timeout_seconds
+                topic, problem, lambda problems: problems, timeout_seconds=self._timeout_seconds
             )
         )
 
     def mark(self) -> None:
-        """Makes the directory, and leaves this rank's mark there."""
+        """Creates the directory, and leaves this rank's mark there."""
         self.path = self.path.absolute()
         place = self._run.place
         if isinstance(place, Path) and self.path.resolve().is_relative_to(place.resolve()):
             raise UsageError(
-                f"is {str(self.path)!r}, which is the directory of the run, or lies in it",
+                f"is {str(self.path)!r}, which is the directory of the run, or inside of it",
                 where="local",
-                hint="name a directory on the node's own disk",
+                hint="pass a directory on the node's own disk",
             )
         self._folder = RunFolder(self.path, prefix=self._run.prefix)
         self._own_mark().touch()
 
     def take(self) -> None:
-        """Looks who else is here; the first of them takes the lock and clears up."""
+        """Finds the ranks that share the directory; the first of them locks and sweeps it."""
         marks = self._own_mark().parent.glob(f"{_MARK}{self._peers.nonce}-*")
         self.ranks = tuple(sorted(int(mark.name.rpartition("-")[2]) for mark in marks))
         if self.ranks[0] != self._peers.rank:
@@ -234,20 +234,20 @@ class _Opening:
                 logger.info("%s: %s", self.path, note)
         for copy in _copies_in(self.path):
             if copy.owner.identity != self._owner.identity:
-                self._clear_away(copy)
+                self._remove_foreign(copy)
 
-    def _clear_away(self, copy: NodeCopy) -> None:
-        """Removes what another run left here, or an earlier one in the same place.
+    def _remove_foreign(self, copy: NodeCopy) -> None:
+        """Removes a step of another run, or of an earlier one in the same place.
 
-        Its steps must be taken for none of this run's, and none that is nowhere else may go.
+        It must not be taken for a step of this run, and must not be removed before it is drained.
         """
         if self.lock is None or not copy.is_drained:
             raise RefusedError(
-                f"holds {copy.path.name!r}, which was not drained yet, of another run, or an"
-                f" earlier one, in {copy.owner.path or 'a place that it does not tell'}",
+                f"has {copy.path.name!r}, which was not drained yet, of another run, or an earlier"
+                f" one, in {copy.owner.path or 'an unknown place'}",
                 where=f"local {self.path}",
-                hint="give every run a directory of its own on the nodes; resume that run to have"
-                " the step drained, or remove what it left",
+                hint="give every run a directory of its own on the nodes; resume that run so that"
+                " the step is drained, or remove what it left",
             )
         remove_folder(copy.path)
         logger.info("%s: %s of the run %s was removed", self.path, copy.path.name, copy.owner.path)
@@ -266,20 +266,20 @@ class _Opening:
 
 
 def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
-    """Refuses directories whose marks show to some of the ranks that share them, and not to all."""
+    """Refuses directories in which ranks see different marks."""
     for rank, group in enumerate(of_ranks):
         other = next((member for member in group if of_ranks[member] != group), None)
         if other is not None:
             raise UsageError(
-                f"shows other files on rank {rank} than on rank {other}, where a disk that the"
-                " ranks of one node share was expected",
+                f"expected a disk that the ranks of one node share, found different files on rank"
+                f" {rank} and on rank {other}",
                 where="local",
-                hint="name a directory on the node's own disk",
+                hint="pass a directory on the node's own disk",
             )
 
 
 def raise_first(problems: list[Mapping[str, Any] | None]) -> None:
-    """Raises the first of the ranks' errors, which says where it happened."""
+    """Raises the first of the ranks' errors, with its rank."""
     for rank, document in enumerate(problems):
         if document is not None:
             raise error_from_json(document).located(f"rank {rank}")
@@ -300,6 +300,6 @@ def _copy_at(path: Path) -> NodeCopy | None:
     ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
     if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
         return None
-    told: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
-    owned_by = RunIdentity(str(told.get("identity", "")), str(told.get("path", "")))
+    document: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
+    owned_by = RunIdentity(str(document.get("identity", "")), str(document.get("path", "")))
     return NodeCopy(path, manifest, tuple(ranks), owned_by)

@@ -1,6 +1,6 @@
-"""A run whose steps lie at a URL; what is being written lies on the node's own disk.
+"""A run whose steps are at a URL; what is being written is on the node's own disk.
 
-The trainer's end of the process that uploads: it is asked as a writer is, and told where to.
+Also the trainer's end of the process that uploads, which takes the requests of a writer process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ckptkit.writer.upload.uploader import NICENESS, upload_command
 
 
 class UploadProcess(WriterProcess):
-    """Takes the requests of a process that drains or commits, and has them done at a URL."""
+    """Translates requests to drain and commit into uploads to a URL."""
 
     def __init__(
         self, timeouts: WriterTimeouts, name: str, remote: Remote, session: tuple[str, str]
@@ -52,23 +52,20 @@ class UploadProcess(WriterProcess):
 
         Args:
             timeouts: How long to wait, and what to start.
-            name: What it is called in messages.
+            name: For messages.
             remote: The run.
-            session: The job's nonce, and a local directory for what is being put together.
+            session: The job's nonce, and a local directory for temporary files.
         """
         super().__init__(timeouts, name=name)
         self._remote = remote
         self._job, self._scratch = session
-        self._failed: dict[str, str] = {}  # steps by attempt; empty for one that is seen to
+        self._failed: dict[str, str] = {}  # steps by attempt; empty for one that was cleaned up
 
     def request(self, request: Request) -> Written | StepCommitted:
-        """Has a request done, starting a process where none runs.
+        """Sends a request and returns the answer; starts a process if none runs.
 
-        What a failed attempt left at the URL stays until another step is whole, or the run is
-        opened again: other ranks may be uploading that very step anew.
-
-        Returns:
-            The answer.
+        What a failed attempt left at the URL stays until another step is committed or the run is
+        opened again, since other ranks may be uploading that very step again.
         """
         if isinstance(request, Discard):
             self._failed.setdefault(request.attempt, _step_of(request.folder))
@@ -121,20 +118,20 @@ _WITHIN_A_PROCESS = frozenset({"memory"})
 
 
 class UrlRun(TrainingRun[Place]):
-    """A run in an object store, and a directory of this node for what is not there yet."""
+    """A run in an object store, and a directory of this node for steps that are not uploaded."""
 
     takes_saves = False
 
     def __init__(
         self, place: Place, local: Path, nonce: str, prefix: str = STEP_PREFIXES[0]
     ) -> None:
-        """Asks the store for nothing yet.
+        """Sends no request yet.
 
         Args:
             place: The URL.
             local: The directory on the node's own disk.
             nonce: Of the session.
-            prefix: What comes before the number in the names of its steps.
+            prefix: Of the names of its steps, before the number.
         """
         self.path = local.absolute()
         self.place = NearPlace.of(place, self.path)
@@ -148,24 +145,24 @@ class UrlRun(TrainingRun[Place]):
         return Store(self._remote)
 
     def open(self) -> None:
-        """Makes the run this job's: called once, by rank 0, before anything is saved."""
+        """Takes the run for this job: called once, by rank 0, before anything is saved."""
         take_run(self.store, self._nonce)
         run_identity(self.store)
         count = self.store.abort_unfinished()
         if count:
-            logger.info("%s: %d uploads that an earlier job left were removed", self.place, count)
+            logger.info("%s: %d unfinished uploads of earlier jobs were removed", self.place, count)
 
     def look(self) -> None:
         run_identity(self.store)
 
     def sweep(self) -> None:
-        """Removes what saves that were broken off left there; called while nothing is saved."""
+        """Removes leftovers of unfinished saves; called while nothing is saved."""
         try:
             for step in unfinished_steps(self.store.entries().keys()):
                 remove_unfinished(self.store, step)
-                logger.info("%s was removed, which was not uploaded as a whole", self.below(step))
+                logger.info("%s was removed, since its upload was not finished", self.below(step))
         except CkptkitError as error:
-            logger.warning("what earlier jobs left could not be removed: %s", error)
+            logger.warning("leftovers of earlier jobs could not be removed: %s", error)
 
     def identity(self) -> str:
         return run_identity(self.store)
@@ -177,9 +174,9 @@ class UrlRun(TrainingRun[Place]):
     def process(
         self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns what will upload to the run, not started yet; see `TrainingRun`.
+        """Returns the process that uploads to the run, not started yet; see `TrainingRun`.
 
-        It is one and the same for all that this rank has to upload, one thing after the other.
+        One process does all uploads of this rank, one after another.
         """
         if self._process is None:
             command = partial(upload_command, niceness=niceness or NICENESS)
@@ -202,13 +199,13 @@ class UrlRun(TrainingRun[Place]):
 
 
 def check_place(place: Place) -> None:
-    """Refuses URLs to which nothing can be uploaded."""
+    """Refuses URLs that cannot be uploaded to."""
     if place.protocol in _READ_ONLY | _WITHIN_A_PROCESS:
-        why = "is only read" if place.protocol in _READ_ONLY else "lies within one process"
+        why = "is read-only" if place.protocol in _READ_ONLY else "is within one process"
         raise UsageError(
-            f"what lies at a {place.protocol}:// URL {why}, and saves cannot go there",
+            f"cannot save to a {place.protocol}:// URL, which {why}",
             where=str(place),
-            hint="save to a bucket or a directory; `ckptkit push` brings models to the Hub",
+            hint="save to a bucket or a directory; `ckptkit push` uploads models to the Hub",
         )
 
 

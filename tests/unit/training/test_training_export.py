@@ -101,7 +101,7 @@ def test_a_number_that_does_not_fit_is_refused_with_its_place(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (None, "none was given"),
+        (None, "no earlier call of save"),
         ({"model": nn.Linear(1, 1), "other": nn.Linear(1, 1)}, "2 models were found"),
         ({"progress": {"step": 1}}, "0 models were found"),
         ({"model": nn.Linear(2, 2, device="meta")}, "without data"),

@@ -103,7 +103,7 @@ class Job:
                 ByteCounter(),
             )
             self.answers.append(answer)
-            wave.heard(answer)
+            wave.on_written(answer)
         self.notes = tuple(note for answer in self.answers for note in answer.notes)
         return attempt.folder
 
@@ -246,7 +246,7 @@ def test_a_change_of_a_single_row_that_torch_does_not_count_is_found_in_time(job
     job.base.data[200].add_(1)
     saves = 0
     while not (files := job.begin()[-1]).frozen:
-        files.waves[-1].heard(Written("", 0, 0.0, 0.0))
+        files.waves[-1].on_written(Written("", 0, 0.0, 0.0))
         saves += 1
         assert saves <= 128
     assert saves > 0  # it was not by chance in the first part that was looked at
@@ -267,7 +267,7 @@ def test_one_hundredth_of_the_bytes_is_looked_at_in_each_save(
 
     monkeypatch.setattr(job.stager, "fetch", fetch)
     for _ in range(128):
-        job.begin()[-1].waves[-1].heard(Written("", 0, 0.0, 0.0))
+        job.begin()[-1].waves[-1].on_written(Written("", 0, 0.0, 0.0))
     size = 4 * (job.base.numel() + job.turned.numel())
     assert size <= sum(fetched) <= 3 * size  # small weights are cut into pages
     assert max(fetched) < size / 40

@@ -105,7 +105,7 @@ def test_a_count_that_is_none_is_told_against_what_was_expected() -> None:
         checked(timeout_seconds=float("nan"))
     with pytest.raises(UsageError, match=r"^staging_limit: is 1,000 bytes, where at least 1,048"):
         checked(staging_limit="1KB")
-    with pytest.raises(UsageError, match=r"^listener: an int was found where a function"):
+    with pytest.raises(UsageError, match=r"^listener: expected a function that takes a SaveReport"):
         checked(listener=5)
 
 
