@@ -1,6 +1,6 @@
 """`Checkpointer`: what a training loop calls.
 
-Calls of a Checkpointer: one at a time, apart from the caller's modes of torch, and counted.
+Its calls run one at a time, outside of the caller's modes of torch.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _WITHOUT_DATA = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMo
 
 
 def first_of(errors: Sequence[CkptkitError | None]) -> CkptkitError | None:
-    """Returns the first error, which says how many more there are."""
-    found = [error for error in errors if error is not None]
-    more = len(found) - 1
+    """Returns the first error, with the number of later ones."""
+    failures = [error for error in errors if error is not None]
+    more = len(failures) - 1
     if more < 1:
-        return found[0] if found else None
-    first = found[0]
+        return failures[0] if failures else None
+    first = failures[0]
     return type(first)(
         f"{first.message}; {more} later save{'s' if more > 1 else ''} failed as well",
         where=first.where,
@@ -61,7 +61,7 @@ def first_of(errors: Sequence[CkptkitError | None]) -> CkptkitError | None:
 
 
 class OneCall:
-    """Refuses a call while another thread is in one, and keeps the caller's modes away from it."""
+    """Refuses a call while another thread is in one, and suspends the caller's modes of torch."""
 
     def __init__(self, lock: threading.Lock, what: str) -> None:
         self._lock = lock
@@ -70,15 +70,10 @@ class OneCall:
         self._unsuited = ""
 
     def check_modes(self) -> None:
-        """Refuses modes of the caller under which the state cannot be read or written.
-
-        Raises:
-            UsageError: If there is one.
-        """
+        """Refuses modes of the caller under which the state cannot be read or written."""
         if self._unsuited:
             raise UsageError(
-                f"{self._unsuited} is active, under which tensors are not those that training"
-                " works on",
+                f"{self._unsuited} is active, under which tensors are not those of the training",
                 where=f"Checkpointer.{self._what}",
                 hint="make the call outside of it",
             )
@@ -102,21 +97,20 @@ class OneCall:
 
 @contextmanager
 def plain_torch() -> Iterator[str]:
-    """Runs torch as it is in a new thread, but without autograd, whatever modes the caller is in.
+    """Suspends the caller's modes of torch, and disables autograd.
 
-    What lasts from one call to the next must not depend on them: a view that is made under
-    `inference_mode` cannot be written to outside of it, and a default device would take tensors
-    that belong into memory of ours. The default dtype and deterministic algorithms belong to the
-    whole process and stay.
+    What lasts from one call to the next must not depend on the modes: a view made under
+    `inference_mode` cannot be written to outside of it, and a default device would allocate tensors
+    elsewhere. The default dtype and deterministic algorithms belong to the whole process and stay.
 
     Yields:
-        A mode that the state cannot be read or written under; empty without such a one.
+        A mode under which the state cannot be read or written; empty for none.
     """
     with ExitStack() as undo:
         active: list[Any] = []
         if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - disabling them is private, and slow to import
             active = undo.enter_context(dispatch._disable_current_modes()) or []  # noqa: SLF001
-        # Of a function that torch.compile runs, what is called from here is not to be compiled.
+        # Inside a function under torch.compile, calls from here must not be compiled.
         undo.callback(eval_frame.set_eval_frame, eval_frame.set_eval_frame(None))
         undo.enter_context(_no_function_modes())
         undo.enter_context(torch._C._DisableAutocast())  # noqa: SLF001 - for all devices
@@ -131,7 +125,7 @@ def plain_torch() -> Iterator[str]:
 
 @contextmanager
 def _no_function_modes() -> Iterator[None]:
-    """Takes modes such as that of `torch.set_default_device` off the stack of this thread."""
+    """Removes modes such as that of `torch.set_default_device` from the stack of this thread."""
     modes = [
         torch._C._pop_torch_function_stack()  # noqa: SLF001 - torch.overrides takes off one only
         for _ in range(torch._C._len_torch_function_stack())  # noqa: SLF001
@@ -144,7 +138,7 @@ def _no_function_modes() -> Iterator[None]:
 
 
 def _callers_level() -> int:
-    """Returns the level of the stack, as seen by the calling function, that is not ckptkit's."""
+    """Returns the stack level, for the calling function, of the first frame outside of ckptkit."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 - documented, and quicker than inspect
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ckptkit."):
         level, frame = level + 1, frame.f_back
@@ -152,7 +146,7 @@ def _callers_level() -> int:
 
 
 class FailedSaves:
-    """Counts the saves that failed in a row, so that training hears of it."""
+    """Counts the saves that failed in a row, so that training is warned."""
 
     def __init__(self) -> None:
         self._open: deque[SaveHandle] = deque()
@@ -160,7 +154,7 @@ class FailedSaves:
         self._last: CkptkitError | None = None
 
     def follow(self, handle: SaveHandle) -> None:
-        """Counts a save that has begun, once it has ended."""
+        """Adds a save, which counts once it has ended."""
         self._open.append(handle)
 
     def warn(self) -> None:
@@ -170,7 +164,7 @@ class FailedSaves:
             warnings.warn(str(error), RuntimeWarning, stacklevel=_callers_level())
 
     def error(self) -> SaveError | None:
-        """Returns what many failures in a row come to, None if there were fewer."""
+        """Returns an error for many failures in a row, None if there were fewer."""
         while self._open and self._open[0].done():
             ended = self._open.popleft()
             if not ended.skipped:
@@ -190,17 +184,17 @@ logger = logging.getLogger(__name__)
 class Checkpointer:
     """Saves the state of sharded training without stopping it, and resumes from it.
 
-    One lives on every rank, made with the same arguments; all ranks make the same calls in the
-    same order. `save` copies this rank's part of the state once and returns; a process of its
-    own writes it, and when all ranks are done it becomes `checkpoint-N` in one step. No
-    collective is ever issued: ranks agree through the store of torch.distributed.
+    Every rank creates one with the same arguments, and all ranks make the same calls in the same
+    order. `save` copies this rank's part of the state once and returns; a separate process writes
+    it, and when all ranks are done it becomes `checkpoint-N` in one step. No collective is issued:
+    ranks agree through the store of torch.distributed.
 
-    What a save holds is the state at the call: parameters, optimizer, random numbers and the
-    rest. Gradients are not saved, so a save in the middle of gradient accumulation resumes from
-    the parameters as they are, without what was accumulated so far.
+    A save has the state at the call: parameters, optimizer, random numbers and the rest. Gradients
+    are not saved, so a save in the middle of gradient accumulation resumes from the parameters as
+    they are, without the gradients accumulated so far.
 
-    Methods may be called from one thread at a time. They run outside of the caller's modes of
-    torch, such as `inference_mode` or a default device.
+    One thread at a time may call methods. They run outside of the caller's modes of torch, such as
+    `inference_mode` or a default device.
     """
 
     @check_names
@@ -208,11 +202,11 @@ class Checkpointer:
         """Opens a run, and waits for the other ranks to do the same.
 
         Args:
-            run: The directory of the run; made where it is not there.
+            run: The directory of the run, created if it does not exist, or a URL.
             **options: See `Options`.
 
         Raises:
-            UsageError: If an option does not have the form that it needs.
+            UsageError: If an option is invalid.
             RefusedError: If the directory cannot be used, or another job is writing to it.
             PeerError: If another rank does not open it in time.
         """
@@ -241,24 +235,24 @@ class Checkpointer:
         self._handles: list[SaveHandle] = []  # of saves under way, and of failures to be raised
         self._failed = FailedSaves()
         self._taken: SaveHandle | None = None  # the last one that was not skipped
-        self._was_asked = False  # whether somebody wants the next save
+        self._was_asked = False  # whether the next save was requested
         self._busy = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
-        # Threads end with the interpreter, and a save under way would be lost.
+        # Threads end with the interpreter, which would lose a save under way.
         atexit.register(self._close_at_exit)
 
     @check_names
     def prepare(self, state: Mapping[str, object]) -> None:
-        """Makes the first save as quick as the later ones: buffers, writer, what lies beside.
+        """Makes the first save as quick as later ones: prepares buffers, writer and sidecar.
 
         Args:
-            state: What will be given to `save`.
+            state: As for `save`.
 
         Raises:
             UsageError: If something in `state` cannot be saved.
             NoSpaceError: If there is not enough memory; see `staging_limit`.
-            OutputError: If the directory of the run cannot be written any more.
+            OutputError: If the directory of the run is not writable any more.
         """
         with self._calling("prepare") as call:
             call.check_modes()
@@ -281,23 +275,22 @@ class Checkpointer:
         """Copies this rank's part of the state, and has it written in the background.
 
         Args:
-            step: The training step, which names the directory; one that is complete already is
-                replaced.
+            step: The training step, which names the directory; a complete one is replaced.
             state: Models, optimizers, schedulers, dataloaders and others, by name; values may
                 be lists.
-            metrics: Numbers to keep with the step, for `keep_best`.
-            name: Of a directory in the run to save to, instead of the one that the step names.
-                It is replaced where it is complete already, never retired, and resumed from only
-                where `resume` is given it as `folder`.
-            files: Small files to lie in it, by name; each is given by one rank.
+            metrics: Numbers to store with the step, for `keep_best`.
+            name: Of a directory in the run to save to, instead of the one that the step names. A
+                complete one is replaced; it is never retired, and only resumed from if `resume` is
+                called with it as `folder`.
+            files: Small files to add to the directory, by name; each is passed by one rank.
 
         Returns:
-            The handle of the save. What goes wrong from here on is raised by its `result`, on
-            every rank; training is not interrupted.
+            The handle of the save. Later errors are raised by its `result`, on every rank; training
+            is not interrupted.
 
         Raises:
-            UsageError: If something in `state` cannot be saved, or the step is no count, on the
-                rank where it is so; on the others it is the outcome of the save.
+            UsageError: If something in `state` cannot be saved, or the step is no count. It is
+                raised on that rank; on the others it is the result of the save.
         """
         began = time.perf_counter()
         with self._calling("save") as call:
@@ -344,20 +337,20 @@ class Checkpointer:
         state: Mapping[str, object] | None = None,
         **options: Unpack[ExportOptions],
     ) -> ExportHandle:
-        """Writes the final model folder from all ranks at once, without a gather.
+        """Writes the final model folder from all ranks in parallel, without a gather.
 
-        It holds what `ckptkit consolidate` makes of a save; of a PEFT model it is the adapter.
+        It has what `ckptkit consolidate` makes of a save; for a PEFT model it is the adapter.
 
         Args:
             out: A directory that does not exist, or is empty.
-            state: As for `save`, with one model; that of the last call when left out.
+            state: As for `save`, with one model; by default that of the last call.
             **options: See `ExportOptions`.
 
         Returns:
             The handle, once this rank's bytes are durable; the directory appears when all are.
 
         Raises:
-            CkptkitError: What went wrong on this rank; on the others it is the outcome.
+            CkptkitError: If the export failed on this rank; on the others it is the result.
         """
         with self._calling("export") as call:
 
@@ -386,21 +379,20 @@ class Checkpointer:
     ) -> int | None:
         """Loads the newest complete step of the run into the state, in place.
 
-        The number of ranks and the way of sharding may have changed since. Saves that are still
-        under way are waited for.
+        The number of ranks and the sharding may have changed since. It waits for saves under way.
 
         Args:
             state: As for `save`; models may be on the meta device, optimizers may never have
                 stepped.
-            step: A step to take instead of the newest.
-            folder: A directory to take instead: of a step with a name of its own, of another run,
+            step: A step to load instead of the newest.
+            folder: A directory to load instead: of a step with a name of its own, of another run,
                 or one that stock accelerate, Trainer or `dcp.save` wrote.
 
         Returns:
-            The step that was loaded, None where the run has none, 0 where `folder` tells none.
+            The step that was loaded, None if the run has none, 0 if `folder` does not name one.
 
         Raises:
-            ResumeError: If what is there does not fit the state, or if all of it is damaged.
+            ResumeError: If the step does not fit the state, or if all steps are damaged.
             PeerError: If another rank does not take part in time.
         """
         with self._calling("resume") as call:
@@ -414,11 +406,11 @@ class Checkpointer:
             except Exception as error:
                 decline(self._peers, error, timeout_seconds=self._settings.timeout_seconds)
                 raise
-            found = self._loaded(bound, step, folder)
+            loaded_step = self._load(bound, step, folder)
             self._binding.forget()  # parameters may have left the meta device
-            return found
+            return loaded_step
 
-    def _loaded(
+    def _load(
         self, bound: BoundState, step: int | None, folder: str | PathLike[str] | None
     ) -> int | None:
         timeout, run = self._settings.timeout_seconds, self._session.run
@@ -431,7 +423,7 @@ class Checkpointer:
 
     @check_names
     def should_save(self, step: int) -> bool:
-        """Tells whether it is time to save; the answer is the same on all ranks.
+        """Returns whether to save now; the same on all ranks.
 
         Reasons are the interval, a signal, Slurm's end of the job, `request_save` and
         `ckptkit save-now`. Call it on every rank at every step.
@@ -466,11 +458,11 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save, and for pushes to the Hub, and ends threads and processes.
 
-        If it is interrupted, a further call goes on with it; handlers of signals are back by then.
+        After an interruption a further call continues; signal handlers are restored by then.
 
         Raises:
-            SaveError: If a save failed, and nobody has asked for its result; the first of them.
-                Also if the last three saves or more failed, whoever has asked.
+            SaveError: The first error of saves whose result was not asked for. Also if the last
+                three saves or more failed.
         """
         if os.getpid() != self._pid:  # in a forked child, to which nothing of it belongs
             return
@@ -480,7 +472,7 @@ class Checkpointer:
             while self._unclosed:
                 try:
                     self._unclosed[0].close()
-                except Exception as error:  # noqa: BLE001  the others are closed all the same
+                except Exception as error:  # noqa: BLE001  the others are closed nevertheless
                     problems.append(error)
                 del self._unclosed[0]
         finally:
@@ -496,7 +488,7 @@ class Checkpointer:
             raise failure
 
     def _close_at_exit(self) -> None:
-        """Waits for saves under way at the end of a program that has not called `close`."""
+        """Waits for saves under way at the end of a program that did not call `close`."""
         if os.getpid() != self._pid:
             return
         until = time.monotonic() + self._settings.timeout_seconds
@@ -505,7 +497,7 @@ class Checkpointer:
         lost = [str(handle.step) for handle in self._handles if not handle.done()]
         if lost:
             logger.error(
-                "step %s: the program ends, and the save has not; call close() before",
+                "step %s: the program ends before the save; call close() first",
                 ", ".join(lost),
             )
             self._session.committer.kill()
@@ -517,9 +509,9 @@ class Checkpointer:
             self.close()
 
     def _slot_for(self, save: Save) -> SaveSlot | None:
-        """Returns where a save goes; None if it is skipped, which all ranks do or none.
+        """Returns the slot of a save; None if it is skipped, which all ranks do or none.
 
-        A slot may have to be waited for. Skipped is no save that somebody has asked for.
+        The slot may be in use. A requested save is never skipped.
         """
         free = next((slot for slot in self._slots if slot.idle), None)
         slot = free or self._slots[save.attempt.number % len(self._slots)]
@@ -530,7 +522,7 @@ class Checkpointer:
                 return slot
         except CkptkitError as error:
             if free is not None:
-                save.error = error  # which others may be waiting for
+                save.error = error  # other ranks may wait for it
                 return free
             logger.warning("step %d was not saved: %s", save.attempt.step, error)
             save.handle.fail(error)
@@ -568,7 +560,7 @@ class Checkpointer:
             return
         try:
             self.close()
-        except CkptkitError as failure:  # logged when it happened; what ended the loop says more
-            error.add_note(f"while it was raised, the Checkpointer closed with: {failure}")
+        except CkptkitError as failure:  # the error that ended the loop is more useful
+            error.add_note(f"the Checkpointer then closed with: {failure}")
         except Exception:
             logger.exception("closing the Checkpointer")

@@ -1,10 +1,8 @@
-"""Rank 0's end of the process that pushes steps to the Hub: `ckptkit watch`, on its own.
+"""Rank 0's end of the process that pushes steps to the Hub: `ckptkit watch` on its own.
 
-The process is told of commits by a line on its standard input, and of the end of training by the
-end of that. It says on its standard output, in lines of JSON, what became of each step. Whatever
-it does not get done, because it is killed or has no time, the next one does.
-
-What a Checkpointer is told of the Hub, checked once.
+A line on its standard input announces a commit, and the end of its input the end of training. It
+reports each step on its standard output, in lines of JSON. What it does not finish, because it is
+killed or has no time, the next one does.
 """
 
 from __future__ import annotations
@@ -53,15 +51,15 @@ _WHOLE_STEPS: dict[HubStrategy, str] = {
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """Where steps are pushed, and which.
+    """The options of the Hub.
 
     Attributes:
         repo_id: The repository.
         strategy: As the Trainer's `hub_strategy`.
-        private: Whether a repository that is made is private; None for the usual, private.
+        private: Whether a new repository is private; None for the default, private.
         revision: The branch; None for `main`.
         token: Of the Hub; None for that of the environment, or of the last login.
-        include: Patterns of files that go with the step itself.
+        include: Patterns of files that are pushed with the step itself.
         timeout_seconds: How long `close` waits for pushes.
     """
 
@@ -75,23 +73,23 @@ class HubSettings:
 
     @property
     def at_end(self) -> bool:
-        """Whether only the last step is pushed, once training is over."""
+        """Whether only the last step is pushed, after training."""
         return self.strategy == "end"
 
     @property
     def arguments(self) -> list[str]:
-        """What of it `ckptkit watch` is told; not the token."""
-        told = ["--push", self.repo_id]
+        """The arguments of `ckptkit watch`, without the token."""
+        words = ["--push", self.repo_id]
         visibility = {True: ["--private"], False: ["--public"], None: []}
-        told += visibility[self.private]
-        told += ["--revision", self.revision] if self.revision else []
-        told += ["--at-end", "--last-only"] if self.at_end else []
+        words += visibility[self.private]
+        words += ["--revision", self.revision] if self.revision else []
+        words += ["--at-end", "--last-only"] if self.at_end else []
         folder = _WHOLE_STEPS.get(self.strategy)
-        told += [f"--include={pattern}" for pattern in self.include]
-        return [*told, "--whole-step", folder] if folder else told
+        words += [f"--include={pattern}" for pattern in self.include]
+        return [*words, "--whole-step", folder] if folder else words
 
     def shared(self) -> dict[str, Any]:
-        """Returns what has to be equal on all ranks."""
+        """Returns the options that must be equal on all ranks."""
         return {
             "push_to_hub": self.repo_id,
             "hub_strategy": self.strategy,
@@ -105,49 +103,49 @@ def check_hub(given: dict[str, Any]) -> HubSettings | None:
     """Takes the options of the Hub out of those of a Checkpointer.
 
     Returns:
-        The settings, None where nothing is to be pushed.
+        The settings, None if nothing is pushed.
     """
-    found = {name: given.pop(name) for name in HUB_OPTIONS if given.get(name) is not None}
+    options = {name: given.pop(name) for name in HUB_OPTIONS if given.get(name) is not None}
     for name in HUB_OPTIONS:
         given.pop(name, None)
-    repo_id = found.pop("push_to_hub", None)
+    repo_id = options.pop("push_to_hub", None)
     if repo_id is None:
-        if found:
+        if options:
             raise UsageError(
-                "is given, and push_to_hub is not",
-                where=next(iter(found)),
+                "requires push_to_hub",
+                where=next(iter(options)),
                 hint='pass push_to_hub="org/name" as well',
             )
         return None
-    _check_texts(repo_id, found)
-    strategy = found.get("hub_strategy", "every_save")
+    _check_texts(repo_id, options)
+    strategy = options.get("hub_strategy", "every_save")
     if strategy not in get_args(HubStrategy):
         choices = ", ".join(get_args(HubStrategy))
         raise UsageError(f"{strategy!r} is not among {choices}", where="hub_strategy")
     return HubSettings(
         repo_id=repo_id,
         strategy=strategy,
-        private=found.get("hub_private_repo"),
-        revision=found.get("hub_revision"),
-        include=_include(found.get("hub_include", ()), strategy),
-        token=found.get("hub_token"),
-        timeout_seconds=_seconds(found.get("hub_timeout_seconds", HubSettings("").timeout_seconds)),
+        private=options.get("hub_private_repo"),
+        revision=options.get("hub_revision"),
+        include=_include(options.get("hub_include", ()), strategy),
+        token=options.get("hub_token"),
+        timeout_seconds=_seconds(
+            options.get("hub_timeout_seconds", HubSettings("").timeout_seconds)
+        ),
     )
 
 
-def _check_texts(repo_id: object, found: Mapping[str, Any]) -> None:
+def _check_texts(repo_id: object, options: Mapping[str, Any]) -> None:
     if not isinstance(repo_id, str) or not repo_id or repo_id.startswith("-"):
         raise UsageError(
-            f"is {repo_id!r:.100}, where the id of a repository was expected",
+            f"expected the id of a repository, got {repo_id!r:.100}",
             where="push_to_hub",
             hint='pass push_to_hub="org/name"',
         )
     texts = ("hub_strategy", "hub_revision", "hub_token")
     for name, kind in (("hub_private_repo", bool), *((name, str) for name in texts)):
-        if name in found and not isinstance(found[name], kind):
-            raise UsageError(
-                f"{a_kind(found[name])} was found where a {kind.__name__} was expected", where=name
-            )
+        if name in options and not isinstance(options[name], kind):
+            raise UsageError(f"expected a {kind.__name__}, got {a_kind(options[name])}", where=name)
 
 
 def _include(value: object, strategy: HubStrategy) -> tuple[str, ...]:
@@ -156,7 +154,7 @@ def _include(value: object, strategy: HubStrategy) -> tuple[str, ...]:
         isinstance(pattern, str) and pattern for pattern in patterns
     ):
         raise UsageError(
-            f"is {value!r:.100}, where patterns of file names were expected", where="hub_include"
+            f"expected patterns of file names, got {value!r:.100}", where="hub_include"
         )
     if patterns and strategy not in _WHOLE_STEPS:
         raise UsageError(
@@ -172,7 +170,7 @@ def _seconds(value: object) -> float:
     if is_number and 0 < value < float("inf"):  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise UsageError(
-        f"is {value!r}, where a number of seconds above 0 was expected", where="hub_timeout_seconds"
+        f"expected a number of seconds above 0, got {value!r}", where="hub_timeout_seconds"
     )
 
 
@@ -183,45 +181,45 @@ _WORKERS = "2"
 _LEAVE_SECONDS = 10.0
 _LISTED = 20
 _LOG = "log"
-_MOST_RESTARTS = 3  # of a process that dies without a word
+_MOST_RESTARTS = 3  # of a process that dies without an error message
 
 
 def open_pushing(
     run: TrainingRun[Any], rank: int, settings: HubSettings | None, retention: Retention
 ) -> Pushing | NoPushing:
-    """Starts the process that pushes, on rank 0 where it is asked for; see `Pushing`."""
+    """Starts the process that pushes, on rank 0 if it is requested; see `Pushing`."""
     if settings is None or rank != 0:
         return NoPushing()
     return Pushing(run, settings, retention)
 
 
 class NoPushing:
-    """In the place of `Pushing`, where nothing is pushed or another rank does it."""
+    """Instead of `Pushing` if nothing is pushed, or another rank does it."""
 
     outstanding: frozenset[int] = frozenset()
 
     @staticmethod
     def follow(handle: SaveHandle, name: str) -> None:
-        """Follows nothing."""
+        """Does nothing."""
 
     @staticmethod
     def listen(report: SaveReport) -> None:
-        """Takes no notice."""
+        """Does nothing."""
 
     @staticmethod
     def close() -> None:
-        """Has nothing to wait for."""
+        """Does nothing."""
 
 
 class Pushing:
-    """The pushes of a run, done by a process that lives as long as the run is open."""
+    """The pushes of a run, by a process that runs as long as the run is open."""
 
     def __init__(self, run: TrainingRun[Any], settings: HubSettings, retention: Retention) -> None:
         """Starts the process.
 
         Args:
-            run: Whose steps are pushed.
-            settings: Where they go, and which.
+            run: The run.
+            settings: The options of the Hub.
             retention: Which steps stay; the process removes those that waited for their push.
         """
         self._place: Path | Place = run.place
@@ -230,9 +228,9 @@ class Pushing:
         self._retention = retention
         self._lock = threading.Lock()
         self._pushes: dict[int, list[Push]] = {}  # expected, by step
-        self._committed: dict[int, Path | Place] = {}  # waiting, and where they lie
-        self._ended: list[Push] = []  # with an error that nobody may have heard of
-        self._stray: list[CkptkitError] = []  # errors that are no expected push's
+        self._committed: dict[int, Path | Place] = {}  # waiting, with their directories
+        self._ended: list[Push] = []  # with an error that the caller may not know
+        self._stray: list[CkptkitError] = []  # errors of pushes that were not expected
         self._stopped_by: CkptkitError | None = None  # and nothing was pushed since
         self._restarts = _MOST_RESTARTS
         self._starting = threading.Lock()
@@ -252,11 +250,11 @@ class Pushing:
             return frozenset(self._committed)
 
     def follow(self, handle: SaveHandle, name: str) -> None:
-        """Has the handle of a save tell what becomes of its push.
+        """Gives the handle of a save its push.
 
         Args:
             handle: Of the save.
-            name: Of the directory that it makes; one with a name of its own is not pushed.
+            name: Of its directory; one with a name of its own is not pushed.
         """
         if self._settings.at_end or not is_step_folder(name):
             return
@@ -266,21 +264,21 @@ class Pushing:
             self._pushes.setdefault(handle.step, []).append(push)
 
     def listen(self, report: SaveReport) -> None:
-        """Takes notice of a step that was committed, and has the process look for it."""
+        """Records a committed step, and has the process look for it."""
         if not is_step_folder(os.path.basename(os.fspath(report.path))):  # noqa: PTH119  a URL
             return
         with self._lock:
             if not self._settings.at_end and report.step not in self._pushes:
-                return  # it was faster than we are
+                return  # it was pushed already
             self._committed[report.step] = report.path
         try:
             self._start()
-            self._tell()
+            self._notify()
         except HubError as error:
             self._fail_all(error)
 
     def close(self) -> None:
-        """Waits until all is pushed, for a time with a bound."""
+        """Waits until everything is pushed, for a bounded time."""
         with self._starting:
             process, self._process = self._process, None
             self._restarts = 0
@@ -300,15 +298,15 @@ class Pushing:
             raise failure
 
     def leave(self) -> None:
-        """In a forked child: lets go of what belongs to the parent."""
+        """In a forked child: closes its copies of descriptors."""
         if self._input is not None:
             self._input.close()
         if self._process is not None:
-            self._process.returncode = 0  # not the child's to wait for
+            self._process.returncode = 0  # only the parent can wait for it
         self._process = self._input = None
 
     def _start(self) -> None:
-        """Starts the process where none runs."""
+        """Starts the process if none runs."""
         with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self._launch()
@@ -328,7 +326,7 @@ class Pushing:
                         stdout=subprocess.PIPE,
                         stderr=log,
                         text=True,
-                        start_new_session=True,  # signals to the job are not meant for it
+                        start_new_session=True,  # so that signals to the job do not reach it
                     )
             except OSError as error:
                 ours.close()
@@ -344,7 +342,7 @@ class Pushing:
         self._reader.start()
 
     def _command(self) -> list[str]:
-        # -P: no file of the directory that training runs in stands in for a module.
+        # -P: no file of the working directory replaces a module.
         command = [sys.executable, "-P", "-m", "ckptkit_cli", "watch", os.fspath(self._place)]
         command += [*self._settings.arguments, "--state", str(self._state), "--workers", _WORKERS]
         command += self._retention_arguments()
@@ -354,16 +352,16 @@ class Pushing:
 
     def _retention_arguments(self) -> list[str]:
         rules = self._retention
-        given = (
+        options = (
             ("--keep-last", rules.keep_last),
             ("--keep-every", rules.keep_every),
             ("--keep-best", rules.keep_best),
         )
-        told = [word for name, value in given if value for word in (name, str(value))]
-        return [*told, "--best-mode", rules.best_mode] if rules.keep_best else told
+        words = [word for name, value in options if value for word in (name, str(value))]
+        return [*words, "--best-mode", rules.best_mode] if rules.keep_best else words
 
     def _environment(self) -> dict[str, str]:
-        """Returns the environment, with what must stand in no list of arguments."""
+        """Returns the environment, with secrets that must not be arguments."""
         secret = {}
         if self._settings.token is not None:
             secret[_TOKEN_VARIABLE] = self._settings.token
@@ -371,15 +369,15 @@ class Pushing:
             secret[_OPTIONS_VARIABLE] = json.dumps(dict(self._place.options))
         return own_environment() | secret
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._input is not None:
-            with suppress(OSError):  # it has ended, which its reader notices
+            with suppress(OSError):  # it has ended, which the reader handles
                 self._input.send(b"\n", socket.MSG_DONTWAIT)
 
     def _hang_up(self) -> None:
         if self._input is not None:
             with suppress(OSError):
-                # Or a forked process, which has a copy, would keep the connection open.
+                # Otherwise a forked process, which has a copy, would keep the connection open.
                 self._input.shutdown(socket.SHUT_RDWR)
             self._input.close()
             self._input = None
@@ -410,16 +408,16 @@ class Pushing:
         return ["--push", self._settings.repo_id, *state, "--once"]
 
     def _read(self, process: subprocess.Popen[str], stream: IO[str]) -> None:
-        """Takes in what the process says, until it ends."""
+        """Reads the events of the process until it ends."""
         last: CkptkitError | None = None
         with stream:
             for line in stream:
                 try:
-                    last = self._take(json.loads(line)) or last
+                    last = self._handle(json.loads(line)) or last
                 except (ValueError, LookupError, TypeError):
-                    logger.warning("the process that pushes said %.200r", line)
+                    logger.warning("the process that pushes printed %.200r", line)
         status = process.wait()
-        if last is None and status != 0 and self._restarted(status):
+        if last is None and status != 0 and self._restart(status):
             return
         if last is None and status != 0:
             log = self._state / _LOG
@@ -429,25 +427,25 @@ class Pushing:
                 hint=f"see {log}; the next save starts it again",
             )
         if status == 0:
-            last = last or self._passed_over()
+            last = last or self._unpushed_error()
         if last is not None:
             self._stopped_by = self._stopped_by or last
             self._fail_all(last)
 
-    def _passed_over(self) -> HubError | None:
-        """Returns what is to be told of steps that the process has seen no reason to push."""
+    def _unpushed_error(self) -> HubError | None:
+        """Returns an error for steps that the process had no reason to push."""
         with self._lock:
             steps = ", ".join(str(step) for step in sorted(self._committed)[:_LISTED])
         if not steps:
             return None
         return HubError(
-            f"not pushed: step {steps}, since one that counts as saved later is there already",
+            f"not pushed: step {steps}, since a step that was saved later was pushed already",
             where=self._settings.repo_id,
-            hint="a run that is started over needs a directory and a repository of its own",
+            hint="use a new directory and a new repository for a run that is started over",
         )
 
-    def _restarted(self, status: int) -> bool:
-        """Starts the process again that died; it goes on where the last one was killed."""
+    def _restart(self, status: int) -> bool:
+        """Restarts the process after it died; it continues where the last one was killed."""
         with self._starting:
             if self._restarts == 0:
                 return False
@@ -459,8 +457,8 @@ class Pushing:
                 return False
         return True
 
-    def _take(self, event: Mapping[str, Any]) -> CkptkitError | None:
-        """Takes in an event; returns the error that ended the process, if it is that."""
+    def _handle(self, event: Mapping[str, Any]) -> CkptkitError | None:
+        """Handles an event; returns the error that ended the process, if it has one."""
         step = event.get("step")
         match event["event"]:
             case "pushed":
@@ -474,8 +472,8 @@ class Pushing:
                 reason = f"step {step} was not pushed: {event['reason']}"
                 self._fail(int(event["step"]), HubError(reason, where=self._settings.repo_id))
             case "retrying":
-                told = error_from_json(event["error"])
-                logger.warning("%s; trying again in %g s", told, event["seconds"])
+                error = error_from_json(event["error"])
+                logger.warning("%s; trying again in %g s", error, event["seconds"])
             case "warning":
                 logger.info("the process that pushes: %s", event["message"])
             case "stopped" if "error" in event:
@@ -485,7 +483,7 @@ class Pushing:
         return None
 
     def _end(self, step: int, end: Callable[[Push, Path | Place | None], None]) -> bool:
-        """Ends the pushes of a step; returns whether somebody expected one."""
+        """Ends the pushes of a step; returns whether one was expected."""
         with self._lock:
             place = self._committed.pop(step, None)
             if self._settings.at_end and place is not None:

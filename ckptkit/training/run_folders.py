@@ -1,7 +1,4 @@
-"""What training has to know of a run, wherever it lies: the names in it, and what was saved.
-
-The directory of a run: what was saved there, and who may write.
-"""
+"""Runs from the view of training: names of steps, listings, locks, and the directory of a run."""
 
 from __future__ import annotations
 
@@ -50,12 +47,12 @@ PlaceT = TypeVar("PlaceT", Path, Place)
 
 
 class TrainingRun(Generic[PlaceT]):
-    """What training has to know of a run, wherever it lies.
+    """A run from the view of training: a directory or a URL.
 
     Attributes:
-        place: Where its steps lie.
+        place: Of its steps.
         path: A directory of this machine for marks, and for what is being written.
-        prefix: What comes before the number in the names of its steps.
+        prefix: Of the names of its steps, before the number.
     """
 
     place: PlaceT
@@ -69,12 +66,12 @@ class TrainingRun(Generic[PlaceT]):
         return self.below(f"{self.prefix}{step}")
 
     def named_folder(self, name: str) -> PlaceT:
-        """Returns where a step lies that has a name of its own."""
+        """Returns the folder of a step with a name of its own."""
         if not name or name.startswith(".") or "\0" in name or Path(name).name != name:
             raise UsageError(
-                f"is {name!r}, where the name of a directory in the run was expected", where="name"
+                f"expected the name of a directory in the run, got {name!r}", where="name"
             )
-        if is_step_folder(name.lower()):  # some file systems take no notice of case
+        if is_step_folder(name.lower()):  # some file systems ignore case
             raise UsageError(
                 f"is {name!r}, which is the name of a step",
                 where="name",
@@ -83,12 +80,12 @@ class TrainingRun(Generic[PlaceT]):
         return self.below(name)
 
     def working_folder(self, final: PlaceT, nonce: str, attempt: int) -> Path:
-        """Returns where an attempt at a step is written; no tool takes it for a checkpoint.
+        """Returns the working folder of an attempt, which no tool reads as a checkpoint.
 
         Args:
-            final: Where the step will lie.
+            final: The folder of the step.
             nonce: Of the session: 8 hexadecimal digits.
-            attempt: Of this session at this step.
+            attempt: Counts the attempts of this session at this step.
         """
         return self.path / hidden_name(Path(final).name, f"{nonce}-{attempt}")
 
@@ -99,30 +96,28 @@ class TrainingRun(Generic[PlaceT]):
         return max((step.save_number for step in self.steps()), default=0)
 
     def save_number_of(self, name: str) -> int:
-        """Returns the `save_number` of the step in a folder of that name, 0 where there is none.
-
-        Numbers of steps that are named by their number are compared with `last_save_number`.
-        """
+        """Returns the `save_number` of the step in the folder of that name, 0 for none."""
         manifest = self._manifest(name)
         return 0 if manifest is None else save_number_of(manifest)
 
     def retired_by(
         self, step: int, metrics: Mapping[str, Any], retention: Retention
     ) -> tuple[PlaceT, ...]:
-        """Returns the steps that go once a new one is durable; nothing is read where all stay.
+        """Returns the steps to remove once a new one is durable.
 
-        The first time that no step has the metric of `keep_best` a warning says so.
+        Nothing is read if all stay. A warning is logged once if no step has the metric of
+        `keep_best`.
 
         Args:
-            step: The new one, which counts as the one saved last.
-            metrics: Of the new one, as its manifest has them.
+            step: The new step, which counts as the last one saved.
+            metrics: Of the new step, as in its manifest.
             retention: The rules.
         """
         if retention.keeps_all:
             return ()
-        there: list[RunStep] = [saved for saved in self.steps() if saved.step != step]
-        number = 1 + max((saved.save_number for saved in there), default=0)
-        every = [*there, RunStep(step, metrics=parse_metrics(metrics), save_number=number)]
+        earlier: list[RunStep] = [saved for saved in self.steps() if saved.step != step]
+        number = 1 + max((saved.save_number for saved in earlier), default=0)
+        every = [*earlier, RunStep(step, metrics=parse_metrics(metrics), save_number=number)]
         problem = missing_metric(every, retention)
         if problem and not self._has_warned:
             self._has_warned = True
@@ -130,33 +125,29 @@ class TrainingRun(Generic[PlaceT]):
         return tuple(self.step_folder(old) for old in steps_to_remove(every, retention))
 
     def identity(self) -> str:
-        """Returns what tells the run from all others; called with the lock of the run."""
+        """Returns the identity of the run; called while the run is locked."""
         raise NotImplementedError
 
     def process(
         self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns what will write to the run, not started yet.
+        """Returns a process that writes to the run, not started yet.
 
         Args:
             timeouts: How long to wait for it, and what to start.
-            name: What it is called in messages.
-            niceness: By how much its priority is lowered, if not as usual.
+            name: For messages.
+            niceness: Added to its nice value, if not the default.
         """
         raise NotImplementedError
 
     def look(self) -> None:
-        """Sees that this rank can use it."""
+        """Checks that this rank can use the run."""
 
     def sweep(self) -> None:
-        """Removes what was found not to be of use while the run was opened; by rank 0."""
+        """Removes leftovers of earlier jobs once the run is open; for rank 0."""
 
     def take_request(self) -> Owner | None:
-        """Takes up a request left by `ckptkit save-now`.
-
-        Returns:
-            Whose it was, or None if there is none.
-        """
+        """Removes a request of `ckptkit save-now`, and returns its owner; None for none."""
         return take_request(self.path)
 
     def below(self, name: str) -> PlaceT:
@@ -175,46 +166,43 @@ class RunFolder(TrainingRun[Path]):
     """A run's directory on a local or shared file system."""
 
     def __init__(self, path: str | os.PathLike[str], *, prefix: str = STEP_PREFIXES[0]) -> None:
-        """Makes the directory and its parents, where they are not there.
+        """Creates the directory and its parents if they do not exist.
 
         Args:
             path: The directory.
-            prefix: What comes before the number in the names of its steps.
+            prefix: Of the names of its steps, before the number.
         """
         named = os.fspath(path)
         if _URL.search(named):
             raise UsageError(
-                "a URL was found where a directory was expected",
+                "expected a directory, got a URL",
                 where=named,
-                hint="name a directory; a Checkpointer saves to a URL that it is given as a text",
+                hint="pass a directory; to save to a URL, pass it to the Checkpointer as a string",
             )
         self.path = self.place = Path(named).absolute()
         self.prefix = prefix
         self._known: KnownSteps = {}
-        with _translated(self.path):
+        with _translate_errors(self.path):
             _make_writable(self.path)
 
     def steps(self) -> tuple[RunStep, ...]:
         return saved_steps(self.path, self.prefix, self._known)
 
     def identity(self) -> str:
-        """Returns what tells the run from all others; called with the lock of the run."""
-        with _translated(self.path):
+        """Returns the identity of the run; called while the run is locked."""
+        with _translate_errors(self.path):
             return run_identity(self.path)
 
     def lock(self) -> RunLock | None:
-        """Keeps other jobs from writing here, until the lock is closed or this process ends.
+        """Locks the run against other jobs until the lock is closed or this process ends.
 
-        A file system that knows no locks gets a warning.
-
-        Returns:
-            The lock, or None where there are no locks.
+        On a file system without locks it logs a warning and returns None.
         """
-        with _translated(self.path):
+        with _translate_errors(self.path):
             lock = take_run_lock(self.path)
         if lock is None:
             logger.warning(
-                "%s: the file system has no locks; see to it that no second job writes there",
+                "%s: the file system has no locks; make sure that no second job writes there",
                 self.path,
             )
         return lock
@@ -222,7 +210,7 @@ class RunFolder(TrainingRun[Path]):
     def process(
         self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns what will write to the run, not started yet; see `TrainingRun`."""
+        """Returns a process that writes to the run, not started yet; see `TrainingRun`."""
         if niceness is not None:
             timeouts = replace(timeouts, command=partial(writer_command, niceness=niceness))
         return WriterProcess(timeouts, name=name)
@@ -241,7 +229,7 @@ def saved_steps(
     run: Path, prefix: str = STEP_PREFIXES[0], known: KnownSteps | None = None
 ) -> tuple[RunStep, ...]:
     """Lists the steps of a run's directory, the newest last; see `list_saved_steps`."""
-    with _translated(run):
+    with _translate_errors(run):
         folders = step_folders(run, (prefix,))
     numbers = {path.name: step for step, path in folders.items()}
     return list_saved_steps(numbers, LocalStepFiles(run), known)
@@ -257,18 +245,18 @@ def _make_writable(path: Path) -> None:
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _translate_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
         raise OutputError(
-            "a file was found where the directory of a run was expected",
+            "expected the directory of a run, found a file",
             where=str(path),
-            hint="name another directory, or move the file away",
+            hint="pass another directory, or move the file away",
         ) from error
     except OSError as error:
         raise OutputError(
             f"the directory of the run cannot be used: {error.strerror or error}",
             where=str(path),
-            hint="see whether it is there, whose it is, and whether it was mounted read-only",
+            hint="check that it exists, who owns it, and that it is mounted writable",
         ) from error

@@ -1,7 +1,4 @@
-"""What a Checkpointer is told: options as users write them, checked once.
-
-When a run is saved without anybody asking: every so many steps, or every so often.
-"""
+"""The options of a Checkpointer, checked once."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class Interval:
 
     @classmethod
     def parse(cls, every: int | str | timedelta | None) -> Interval:
-        """Reads an interval as users write it.
+        """Parses an interval.
 
         Args:
             every: Steps (`500` or `"500"`), a time (`"90s"`, `"30min"`, `"2h"`, `"1d"` or a
@@ -84,7 +81,7 @@ class Interval:
         return cls(seconds=_positive(float(match[1]) * _SECONDS[unit], every))
 
     def due_at_step(self, step: int) -> bool:
-        """Tells whether the step is one that is always saved; step 0 never is."""
+        """Returns whether a step is divisible by the interval; step 0 never counts."""
         return self.steps is not None and step > 0 and step % self.steps == 0
 
 
@@ -96,7 +93,7 @@ def _positive(value: float, every: object) -> float:
 
 InFlight = Literal["wait", "skip"]
 
-_MOST_SECONDS = 1e6  # 11 days: above some 24 of them no system call takes a timeout
+_MOST_SECONDS = 1e6  # 11 days; system calls accept timeouts of up to about 24 days
 _SIZE_HINT = 'pass staging_limit="16GB"'
 
 
@@ -107,45 +104,45 @@ class Options(TypedDict, total=False):
         layout: "accelerate" (default) writes what `accelerator.save_state` writes; "dcp" writes
             one directory for `dcp.load`, with the caller's own keys.
             "trainer" writes what the Trainer of Transformers writes.
-        prefix: What comes before the number in the names of steps: "checkpoint-" (default), or
-            "checkpoint_" as accelerate's own naming has it.
+        prefix: Of the names of steps, before the number: "checkpoint-" (default), or "checkpoint_"
+            as in accelerate's automatic naming.
         local: A directory on the node's own disk, which ranks of one node share. A step is durable
-            there first, and drained to the run's directory from there; a run at a URL needs it.
-        storage_options: What fsspec is given for a run at a URL, such as keys and an endpoint; also
-            those of the environment are found. They stand in no file, message or argument.
-        every: When `should_save` says yes: a number of steps, or a time such as "30min".
+            there first, and drained to the run's directory from there; a run at a URL requires it.
+        storage_options: Options of fsspec for a run at a URL, such as keys and an endpoint; those
+            of the environment are used as well. No file, message or argument has them.
+        every: When `should_save` returns True: a number of steps, or a time such as "30min".
         keep_last: How many of the newest steps stay; all when left out.
         keep_every: Steps divisible by this stay.
         keep_best: The metric by which the best step stays; given to `save(…, metrics=…)`.
         best_mode: Whether the smallest ("min", default) or the largest ("max") is best.
         in_flight: What `save` does while earlier saves are under way: "wait" (default) for one
             to end, or "skip".
-        max_in_flight: How many saves may be under way; each has a copy of the local state.
-        unfit_optimizer: What `resume` does where an optimizer cannot go on from the step, because
-            its state was made by other ranks' parts of the parameters, or could not be saved:
-            "error" (default), or "reset" to let it start anew, with a warning.
-        sidecar: What lies beside the shards: objects with `save_pretrained` (a tokenizer), paths.
-        signals: Signals, by name, after which `should_save` says yes and `stop_requested` is
-            set; none by default. Earlier handlers are called as well.
-        slurm_margin_seconds: How long before Slurm ends the job it is saved, and told to stop;
+        max_in_flight: How many saves may be under way; each needs a copy of the local state.
+        unfit_optimizer: What `resume` does if an optimizer cannot continue from the step, because
+            its state belongs to other ranks' parts of the parameters or could not be saved:
+            "error" (default), or "reset" to start it from scratch, with a warning.
+        sidecar: Files to store with each step: objects with `save_pretrained` (a tokenizer), paths.
+        signals: Signals, by name, after which `should_save` returns True and `stop_requested` is
+            set; none by default. Previous handlers are called as well.
+        slurm_margin_seconds: How long before the end of a Slurm job it is saved and should stop;
             0 to ignore Slurm.
         staging_limit: Memory for the copy, such as "16GB"; a larger state is staged in waves.
-        timeout_seconds: How long other ranks are waited for, by anything that waits for them.
-        stall_seconds: How long a writer may give no sign of life before it is killed.
-        push_to_hub: A repository, such as "org/name", to which rank 0 has a process of its own push
-            the model, or the adapter, of each step.
-        hub_strategy: "every_save" (default); "checkpoint" and "all_checkpoints" push the step
-            itself too, as `last-checkpoint` or under its name; "end" pushes the last step alone,
-            when the Checkpointer is closed.
-        hub_private_repo: Whether the repository is private, which one that is made for it is if
-            left out; one that is there has to be as asked for.
-        hub_revision: The branch; `main` when left out.
-        hub_include: Patterns of files that are pushed with the step itself although they are not
-            known as part of one, such as "notes/*". A file with a secret is never pushed.
-        hub_token: Left out, that of HF_TOKEN or of the last login is taken.
+        timeout_seconds: How long to wait for other ranks.
+        stall_seconds: How long a writer may send no message before it is killed.
+        push_to_hub: A repository, such as "org/name", to which a process of rank 0 pushes the
+            model, or the adapter, of each step.
+        hub_strategy: "every_save" (default); "checkpoint" and "all_checkpoints" also push the step
+            itself, as `last-checkpoint` or under its name; "end" pushes only the last step, when
+            the Checkpointer is closed.
+        hub_private_repo: Whether the repository is private. A new one is private by default; an
+            existing one must match.
+        hub_revision: The branch; `main` by default.
+        hub_include: Patterns of files to push with the step itself although they are no known part
+            of one, such as "notes/*". A file with a secret is never pushed.
+        hub_token: By default that of HF_TOKEN or of the last login.
         hub_timeout_seconds: How long `close` waits for pushes.
-        listener: Is called with a `SaveReport` once a save has ended well, from the thread that
-            writes; while it runs, the next save has to wait.
+        listener: Called with a `SaveReport` after each successful save, in the thread that writes;
+            the next save waits until it returns.
     """
 
     layout: Layout
@@ -199,7 +196,7 @@ class Settings:
     listener: Callable[[SaveReport], None] | None = None
 
     def shared(self) -> dict[str, Any]:
-        """Returns what has to be equal on all ranks, by the option's name, as JSON values."""
+        """Returns the options that must be equal on all ranks, by name, as JSON values."""
         every = self.interval.seconds
         return {
             "layout": self.layout,
@@ -234,7 +231,7 @@ def check_shared(of_ranks: Sequence[Mapping[str, Any]]) -> None:
                 f"is {of_ranks[other[0]][name]!r} on {name_ranks(other)} and {expected!r} on"
                 " rank 0, where the same was expected on all ranks",
                 where=name,
-                hint="give the Checkpointer the same options on every rank",
+                hint="pass the Checkpointer the same options on every rank",
             )
 
 
@@ -284,23 +281,21 @@ def _folder(value: object) -> Path | None:
         return None
     if isinstance(value, str | PathLike) and os.fspath(value):
         return Path(os.fsdecode(value))
-    raise UsageError(
-        f"is {value!r}, where a directory on the node's own disk was expected", where="local"
-    )
+    raise UsageError(f"expected a directory on the node's own disk, got {value!r}", where="local")
 
 
 def _storage_options(value: object) -> Mapping[str, Any]:
-    """Checks that options can be told to the process that uploads; no message shows a value."""
+    """Checks that the options can be sent to the process that uploads; no message shows a value."""
     if value is None:
         return {}
     try:
         if isinstance(value, Mapping):
-            found: Mapping[str, Any] = json.loads(json.dumps(dict(value)))
-            return found
+            options: Mapping[str, Any] = json.loads(json.dumps(dict(value)))
+            return options
     except (TypeError, ValueError):
         pass
     raise UsageError(
-        f"{a_kind(value)} was found where names and plain values were expected",
+        f"expected names and plain values, got {a_kind(value)}",
         where="storage_options",
         hint='pass such as storage_options={"key": …, "secret": …}, or use the environment',
     )
@@ -309,7 +304,7 @@ def _storage_options(value: object) -> Mapping[str, Any]:
 def _check_count(given: Mapping[str, Any], name: str) -> None:
     value = given.get(name, 1)
     if type(value) is not int or value < 1:
-        raise UsageError(f"is {value!r}, where a whole number above 0 was expected", where=name)
+        raise UsageError(f"expected a whole number above 0, got {value!r}", where=name)
 
 
 def _check_seconds(given: Mapping[str, Any], name: str, *, may_be_0: bool) -> None:
@@ -319,8 +314,7 @@ def _check_seconds(given: Mapping[str, Any], name: str, *, may_be_0: bool) -> No
         return
     least = "of at least 0" if may_be_0 else "above 0"
     raise UsageError(
-        f"is {value!r}, where a number of seconds {least} was expected, and at most"
-        f" {_MOST_SECONDS:,.0f}",
+        f"expected a number of seconds {least} and at most {_MOST_SECONDS:,.0f}, got {value!r}",
         where=name,
     )
 
@@ -328,7 +322,7 @@ def _check_seconds(given: Mapping[str, Any], name: str, *, may_be_0: bool) -> No
 def _check_listener(listener: object) -> None:
     if listener is not None and not callable(listener):
         raise UsageError(
-            f"{a_kind(listener)} was found where a function that takes a SaveReport was expected",
+            f"expected a function that takes a SaveReport, got {a_kind(listener)}",
             where="listener",
         )
 
@@ -338,7 +332,7 @@ def _limit_bytes(limit: object) -> int | None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, (int, str)):
         raise UsageError(
-            f"{a_kind(limit)} was found where a size was expected",
+            f"expected a size, got {a_kind(limit)}",
             where="staging_limit",
             hint=_SIZE_HINT,
         )
@@ -348,7 +342,7 @@ def _limit_bytes(limit: object) -> int | None:
         raise UsageError(error.message, where=error.where, hint=_SIZE_HINT) from error
     if size < MIN_LIMIT_BYTES:
         raise UsageError(
-            f"is {size:,} bytes, where at least {MIN_LIMIT_BYTES:,} are needed",
+            f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {size:,}",
             where="staging_limit",
             hint=_SIZE_HINT,
         )

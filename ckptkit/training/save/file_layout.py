@@ -192,7 +192,7 @@ def plan_save(
     """
     if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
         raise UsageError(
-            f"is {limit_bytes:,} bytes, where at least {MIN_LIMIT_BYTES:,} are needed",
+            f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {limit_bytes:,}",
             where="staging_limit",
         )
     frozen = [piece.frozen and piece.entry not in restless for piece in pieces]

@@ -111,13 +111,19 @@ def test_an_object_that_cannot_be_pickled_is_named() -> None:
         objects_file([ObjectValue("u", ("sched", "fn"), lambda: None)], 0, 0)
 
 
+DENSE = "expected a dense tensor, found "
+
+
 @pytest.mark.filterwarnings("ignore")  # torch warns that quantized tensors will go
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda: torch.eye(3).to_sparse(), "a torch.sparse_coo tensor"),
-        (lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8), "a quantized"),
-        (lambda: torch.empty(3, 3, device="meta"), "a tensor without data"),
+        (lambda: torch.eye(3).to_sparse(), DENSE + "a torch.sparse_coo"),
+        (
+            lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
+            DENSE + "a quantized",
+        ),
+        (lambda: torch.empty(3, 3, device="meta"), DENSE + "a tensor without data"),
         (lambda: torch.empty(3, 3, dtype=torch.bits8), "dtype 'torch.bits8' is not modelled"),
     ],
 )
@@ -160,7 +166,7 @@ def test_signatures_do_not_keep_pieces_alive() -> None:
 
 def test_a_limit_that_is_too_small_is_a_usage_error() -> None:
     with pytest.raises(
-        UsageError, match=r"staging_limit: is 1,000 bytes, where at least 1,048,576"
+        UsageError, match=r"staging_limit: expected at least 1,048,576 bytes, got 1,000"
     ):
         plan_save([], [], rank=0, limit_bytes=1000)
 

@@ -69,7 +69,7 @@ def test_a_value_of_a_megabyte_travels_and_one_that_would_cut_the_line_is_refuse
     value = bytes(range(256)) * 4096
     board.set("big", value)
     assert board.get("big") == value
-    with pytest.raises(ValueError, match="against 4,194,304"):
+    with pytest.raises(ValueError, match="at most 4,194,304"):
         board.set("bigger", bytes(MAX_VALUE_BYTES + 1))
     board.close()
 

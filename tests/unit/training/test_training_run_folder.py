@@ -171,7 +171,7 @@ def test_files_and_other_names_are_no_steps(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in ("file", "file/run"):
-        with pytest.raises(OutputError, match="a file was found"):
+        with pytest.raises(OutputError, match="found a file"):
             RunFolder(tmp_path / path)
     for url in (
         "s3://bucket/run",
@@ -179,7 +179,7 @@ def test_a_path_that_cannot_be_a_run_is_refused(tmp_path: Path) -> None:
         "file:///tmp/run",
         str(Path("s3://bucket/run").absolute()),
     ):
-        with pytest.raises(UsageError, match="a URL was found"):
+        with pytest.raises(UsageError, match="got a URL"):
             RunFolder(url)
     with pytest.raises(OutputError, match="cannot be used"):
         RunFolder("/proc/run")

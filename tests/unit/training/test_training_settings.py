@@ -99,11 +99,17 @@ def test_what_has_another_form_is_refused_with_the_options_name(name: str, value
 
 
 def test_a_count_that_is_none_is_told_against_what_was_expected() -> None:
-    with pytest.raises(UsageError, match=r"^max_in_flight: is '2', where a whole number above 0"):
+    with pytest.raises(
+        UsageError, match=r"^max_in_flight: expected a whole number above 0, got '2'"
+    ):
         checked(max_in_flight="2")
-    with pytest.raises(UsageError, match=r"^timeout_seconds: is nan, where a number of seconds"):
+    with pytest.raises(
+        UsageError, match=r"^timeout_seconds: expected a number of seconds .* got nan"
+    ):
         checked(timeout_seconds=float("nan"))
-    with pytest.raises(UsageError, match=r"^staging_limit: is 1,000 bytes, where at least 1,048"):
+    with pytest.raises(
+        UsageError, match=r"^staging_limit: expected at least 1,048,576 bytes, got 1,000"
+    ):
         checked(staging_limit="1KB")
     with pytest.raises(UsageError, match=r"^listener: expected a function that takes a SaveReport"):
         checked(listener=5)
