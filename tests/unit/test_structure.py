@@ -19,9 +19,9 @@ LIMITS = {
     "modules": 340,
     "modules with one importer": 46,
     "modules in import circles": 0,
-    "public class names with several meanings": 4,
+    "public class names with several meanings": 3,
     "module names used in two packages": 9,
-    "lines with told, somebody, nobody or whoever": 151,
+    "lines with told, somebody, nobody or whoever": 80,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)
