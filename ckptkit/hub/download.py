@@ -94,7 +94,7 @@ class PullFolder:
             for path in self._files():
                 sync_file(path)
             sync_folders(self.files, self._disk)
-            if not publish(self._work, self._out, overwrite=False, disk=self._disk):
+            if not publish(self._work, self._out, self._disk):
                 raise _exists(self._named)
             self._disk.sync_directory(self._out.parent)
         self._work.remove()

@@ -22,7 +22,7 @@ from ckptkit.core.manifest import (
     check_manifest_size,
     parse_manifest,
 )
-from ckptkit.storage.local.workdir import entries
+from ckptkit.storage.local.workdir import list_entries
 
 if TYPE_CHECKING:  # which needs numpy
     from ckptkit.storage.base import Source
@@ -188,7 +188,7 @@ def _is_of_checkpoint(name: str) -> bool:
 
 def _files_in(out: Path) -> Iterator[str]:
     """Yields the files and links of a directory, sorted within each folder."""
-    for entry in sorted(entries(out)):
+    for entry in sorted(list_entries(out)):
         if entry.is_symlink() or not entry.is_dir():
             yield entry.name
             continue

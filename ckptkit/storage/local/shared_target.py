@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
+from ckptkit.core.errors import ChecksumError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.local.disk import LOCAL_DISK, PAGE_BYTES, Disk, is_out_of_space, is_refused
@@ -22,6 +22,7 @@ from ckptkit.storage.local.target import (
     make_missing,
     not_replaceable_error,
     output_exists_error,
+    refuse_file,
     remove_empty,
     translate_errors,
     write_small,
@@ -32,7 +33,6 @@ from ckptkit.storage.local.workdir import (
     is_empty,
     join_work_folder,
     publish,
-    publish_inside,
     sweep_work_folders,
 )
 from ckptkit.storage.manifests import manifest_digest, refuse_newer, refuse_unnamed_in
@@ -47,24 +47,13 @@ class WorkNotes:
     """Notes, each a folder with one file in it: renaming a folder never replaces a filled one."""
 
     def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
-        """Looks into a folder that exists.
-
-        Args:
-            folder: The hidden folder.
-            named: The output, for messages.
-            disk: The file operations of the platform.
-        """
+        """Takes a hidden folder that exists; `named` is the output, for messages."""
         self._folder = folder
         self._named = named
         self._disk = disk
 
     def put(self, name: str, data: bytes) -> bytes:
-        """Leaves a note unless there is one of that name, durable, whole or not at all.
-
-        Returns:
-            What the note says: `data`, or what another process was first with.
-
-        """
+        """Writes a durable note unless there is one of that name; returns the note's content."""
         new = self._folder / f"{name}.{os.urandom(8).hex()}"
         with translate_errors(self._named, len(data)):
             try:
@@ -81,7 +70,7 @@ class WorkNotes:
         return data
 
     def get(self, name: str) -> bytes | None:
-        """Returns what a note says, None where there is none."""
+        """Returns the content of a note, None where there is none."""
         with translate_errors(self._named):
             try:
                 return (self._folder / name / _CONTENT).read_bytes()
@@ -119,13 +108,7 @@ class PartFile:
     """
 
     def __init__(self, path: Path, named: Path, disk: Disk) -> None:
-        """Makes the file.
-
-        Args:
-            path: The file.
-            named: The output, for messages.
-            disk: The file operations of the platform.
-        """
+        """Makes the file; `named` is the output, for messages."""
         self.rows: list[Row] = []
         self._path = path
         self._named = named
@@ -183,14 +166,7 @@ def read_parts(
 
 
 def why_no_ranges(folder: Path, named: Path, disk: Disk) -> str:
-    """Tries to write at an offset; returns why that cannot be done, empty if it can.
-
-    Args:
-        folder: Where to try.
-        named: What messages call it.
-        disk: The file operations of the platform.
-
-    """
+    """Tries to write at an offset in a folder; returns why that fails, empty if it works."""
     # Not by the process, whose number another machine may have given as well.
     path = folder / f".probe-{os.urandom(8).hex()}"
     with translate_errors(named):
@@ -243,23 +219,23 @@ class SharedTarget:
         self._named = out
         self._overwrite = overwrite
         self._disk = disk
-        self._made: list[Path] = []
+        self._made_folders: list[Path] = []
         with translate_errors(out):
             self._out = out.resolve()
             self._seen = manifest_digest(self._out) if seen is None else seen
-            _refuse_file(self._out, named_as=str(out))
-            self._inside = _has_to_stay(self._out)
+            refuse_file(self._out, out)
+            is_fixed = _is_fixed(self._out)
             if self._out.is_dir() and not is_empty(self._out):
                 if not overwrite:
                     raise output_exists_error(out)
-                if self._inside:
+                if is_fixed:
                     raise not_replaceable_error(out)
-            parent = self._out if self._inside else self._out.parent
-            self._made = make_missing(parent)
+            parent = self._out if is_fixed else self._out.parent
+            self._made_folders = make_missing(parent)
             try:
                 self._work: WorkFolder = join_work_folder(parent, self._out.name, nonce, self._disk)
             except BaseException:
-                remove_empty(self._made)
+                remove_empty(self._made_folders)
                 raise
         self._files = StagedFiles(self._work.files, out, self._disk)
 
@@ -349,7 +325,7 @@ class SharedTarget:
         with translate_errors(self._named):
             self._files.sync()
             self._files = StagedFiles(self._work.files, self._named, self._disk)
-            for folder in self._made:
+            for folder in self._made_folders:
                 self._disk.sync_directory(folder.parent)
 
     def begin(self) -> None:
@@ -378,25 +354,20 @@ class SharedTarget:
         return list(marks)
 
     def commit(self, last: str, data: bytes) -> None:
-        """Makes the whole visible at once, the file `last` after all others; for one process.
-
-        Args:
-            last: The file that says that all is there.
-            data: Its content.
-
-        """
+        """Makes the output visible at once, the file `last` after all others; for one process."""
         with translate_errors(self._named):
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
                 self._refuse_newer()
                 refuse_unnamed_in(self._out, str(self._named))
             write_small(self._work.files / last, data, self._disk)
-            if not self._publish(last):
+            overwrite = self._overwrite
+            if not publish(self._work, self._out, self._disk, last=last, overwrite=overwrite):
                 raise output_exists_error(self._named)
             self._disk.sync_directory(self._out.parent)
         self._work.remove()
 
     def _refuse_newer(self) -> None:
-        """Refuses to replace what another run has put there since the first process began."""
+        """Refuses to replace an output that was committed after the first process began."""
         agreed = parse_seen(self.notes.get(_PLAN))
         seen = self._seen if agreed is None else agreed
         try:
@@ -406,12 +377,12 @@ class SharedTarget:
             raise
 
     def leave(self) -> None:
-        """Ends this process's part, whatever becomes of the whole."""
+        """Ends this process's part; the output stays as it is."""
         self._files.close()
         self._work.release()
 
     def abandon(self) -> None:
-        """Removes what all processes wrote, so that none of them can commit it any more."""
+        """Removes what all processes wrote, so that none of them can commit it."""
         self._files.close()
         away = self._work.path.with_name(hidden_name(self._out.name, os.urandom(NONCE_BYTES).hex()))
         with suppress(OSError):  # another process was faster, or it was committed
@@ -419,21 +390,9 @@ class SharedTarget:
             self._work.path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
         self._work.release()
-        remove_empty(self._made)
-
-    def _publish(self, last: str) -> bool:
-        if self._inside:
-            return publish_inside(self._work, self._out, last, self._disk)
-        return publish(self._work, self._out, overwrite=self._overwrite, disk=self._disk)
+        remove_empty(self._made_folders)
 
 
-def _refuse_file(out: Path, named_as: str) -> None:
-    if out.exists() and not out.is_dir():
-        raise OutputError(
-            "a file was found where an empty or absent directory was expected", where=named_as
-        )
-
-
-def _has_to_stay(out: Path) -> bool:
+def _is_fixed(out: Path) -> bool:
     """Says whether a directory cannot be renamed; all processes must get the same answer."""
     return out.is_dir() and (os.path.ismount(out) or not os.access(out.parent, os.W_OK))

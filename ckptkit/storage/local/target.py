@@ -33,7 +33,6 @@ from ckptkit.storage.local.workdir import (
     claim_work_folder,
     is_empty,
     publish,
-    publish_inside,
     reclaim_work_folder,
     sweep_work_folders,
 )
@@ -50,13 +49,7 @@ class StagedFiles:
     """The files of an output in the hidden folder in which it grows."""
 
     def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
-        """Takes a folder that exists.
-
-        Args:
-            folder: Where the files are.
-            named: The output, for messages.
-            disk: The file operations of the platform.
-        """
+        """Takes a folder that exists; `named` is the output, for messages."""
         self.folder = folder
         self._named = named
         self._disk = disk
@@ -188,13 +181,7 @@ def _whole_pages(start: int, data: memoryview) -> tuple[int, int]:
 
 @contextmanager
 def translate_errors(named: Path, size_bytes: int = 0) -> Iterator[None]:
-    """Turns what the system says of an output into our errors.
-
-    Args:
-        named: The output, as the user named it.
-        size_bytes: How much was to be written.
-
-    """
+    """Turns errors of the system into ours, for an output named so by the user."""
     try:
         yield
     except OSError as error:
@@ -295,18 +282,17 @@ class LocalTarget:
         self._is_left = False
         self.has_finished = False
         self._disk = disk
-        self._made: list[Path] = []
+        self._made_folders: list[Path] = []
         with translate_errors(self._named):
             self._out = out.resolve()
-            self._refuse_file()
+            refuse_file(self._out, self._named)
             try:
-                self._made = make_missing(self._out.parent)
+                self._made_folders = make_missing(self._out.parent)
                 self._work = self._prepare()
             except BaseException:
-                remove_empty(self._made)
+                remove_empty(self._made_folders)
                 raise
         self._seen = manifest_mark(self._out)
-        self._inside = self._work.path.parent == self._out
         self._files = StagedFiles(self._work.files, out, self._disk)
 
     @property
@@ -333,10 +319,11 @@ class LocalTarget:
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
                 refuse_newer(manifest_mark(self._out), self._seen, str(self._named))
                 refuse_unnamed_in(self._out, str(self._named))
-            if not self._publish(last):
-                raise self._filled()
-            made, self._made = self._made, []
-            for folder in {self._out.parent, *(path.parent for path in made)}:
+            overwrite = self._overwrite
+            if not publish(self._work, self._out, self._disk, last=last, overwrite=overwrite):
+                raise output_exists_error(self._named)
+            new, self._made_folders = self._made_folders, []
+            for folder in {self._out.parent, *(path.parent for path in new)}:
                 self._disk.sync_directory(folder)
         self._work.remove()
         self._sweep()  # what killed runs left to be resumed is of no use any more
@@ -356,7 +343,7 @@ class LocalTarget:
             return
         self._files.close()
         self._work.remove()
-        remove_empty(self._made)
+        remove_empty(self._made_folders)
 
     def leave(self) -> None:
         """Ends without a commit, and keeps what was written for a later run."""
@@ -398,24 +385,20 @@ class LocalTarget:
             taken = sum(taken_bytes(path) for path in self._work.files.rglob("*"))
             return free_bytes(self._work.path) + taken
 
-    def _refuse_file(self) -> None:
-        if self._out.exists() and not self._out.is_dir():
-            raise OutputError(
-                "a file was found where an empty or absent directory was expected",
-                where=str(self._named),
-            )
-
     def _prepare(self) -> WorkFolder:
-        work = self._reclaimed() if self._resume else None
+        work = None
+        if self._resume:
+            work = reclaim_work_folder(self._out.parent, self._out, self._disk)
+            work = work or reclaim_work_folder(self._out, self._out, self._disk)
         self._sweep()
         if self.is_filled:
             if work is not None:
                 work.remove()
-            raise self._filled()
+            raise output_exists_error(self._named)
         self.has_finished = work is not None
-        return work or self._claimed()
+        return work or self._claim()
 
-    def _claimed(self) -> WorkFolder:
+    def _claim(self) -> WorkFolder:
         out, exists = self._out, self._out.is_dir()
         try:
             work = claim_work_folder(out.parent, out.name, self._disk)
@@ -426,30 +409,21 @@ class LocalTarget:
             if not exists or can_be_replaced(out, work):
                 return work
             work.remove()
-        return self._prepare_inside()
-
-    def _reclaimed(self) -> WorkFolder | None:
-        out = self._out
-        work = reclaim_work_folder(out.parent, out, self._disk)
-        return work or reclaim_work_folder(out, out, self._disk)
-
-    def _prepare_inside(self) -> WorkFolder:
-        if not is_empty(self._out):
+        if not is_empty(out):
             raise not_replaceable_error(self._named)
-        return claim_work_folder(self._out, self._out.name, self._disk)
-
-    def _publish(self, last: str) -> bool:
-        work, out, disk = self._work, self._out, self._disk
-        if self._inside:
-            return publish_inside(work, out, last, disk)
-        return publish(work, out, overwrite=self._overwrite, disk=disk)
-
-    def _filled(self) -> OutputExistsError:
-        return output_exists_error(self._named)
+        return claim_work_folder(out, out.name, self._disk)
 
 
 def _stays(_path: Path, _size_bytes: int) -> None:
-    """Makes no file, since it is there."""
+    """Makes no file, since it exists."""
+
+
+def refuse_file(out: Path, named: Path) -> None:
+    """Refuses to write a directory where a file is."""
+    if out.exists() and not out.is_dir():
+        raise OutputError(
+            "a file was found where an empty or absent directory was expected", where=str(named)
+        )
 
 
 def make_missing(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The hidden folder in which one output is staged, and the removal of those left by a kill.
+"""The hidden folder in which one output is staged, its commit, and the removal of those of kills.
 
 Next to OUT (or inside it, where OUT cannot be renamed over) is
 
@@ -8,8 +8,6 @@ Next to OUT (or inside it, where OUT cannot be renamed over) is
         last      the file that is put in place after all others, where they go one by one
         old/      the previous output, where the two cannot be exchanged in one step
         journal   which files are finished, of an output that can be continued after a kill
-
-Making a staged output visible: by one rename where that is possible, else file by file.
 """
 
 from __future__ import annotations
@@ -64,11 +62,7 @@ class WorkFolder:
 
 
 def claim_work_folder(parent: Path, name: str, disk: Disk) -> WorkFolder:
-    """Makes a new work folder for the output `name`.
-
-    Returns:
-        The folder, locked, with an empty `files` in it.
-    """
+    """Makes a new work folder for the output `name`, locked, with an empty `files` in it."""
     for _ in range(_ATTEMPTS):
         path = parent / hidden_name(name, os.urandom(NONCE_BYTES).hex())
         path.mkdir()
@@ -88,14 +82,7 @@ def claim_work_folder(parent: Path, name: str, disk: Disk) -> WorkFolder:
 def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFolder:
     """Makes the work folder of a nonce, or enters it where another process has made it.
 
-    Args:
-        parent: The folder that holds it.
-        name: Of the output.
-        nonce: 16 hexadecimal digits, the same in all processes that work there.
-        disk: The file operations of the platform.
-
-    Returns:
-        The folder, which is not swept away while one of the processes is alive.
+    It is not swept away while one of the processes is alive, which all pass the same nonce.
     """
     path = parent / hidden_name(name, nonce)
     for _ in range(_ATTEMPTS):
@@ -110,12 +97,9 @@ def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFol
 
 
 def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | None:
-    """Enters the newest work folder for `out` that has a journal and whose process is gone.
+    """Locks the newest work folder for `out` that has a journal and whose process is gone.
 
     Half a commit is undone. Without locks, no process can know which others are alive.
-
-    Returns:
-        The folder, locked, or None where there is none.
     """
     if not disk.locks:
         return None
@@ -161,7 +145,7 @@ def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
         for path in _work_folders(parent, out):
             _sweep(path, out, disk)
         if parent == out and not is_empty(out):
-            _sweep_publish_lock(out, disk)
+            _sweep__publish_lock(out, disk)
 
 
 def _work_folders(parent: Path, out: Path) -> list[Path]:
@@ -173,13 +157,13 @@ def _work_folders(parent: Path, out: Path) -> list[Path]:
     ]
 
 
-def publish_lock(out: Path) -> Path:
+def _publish_lock(out: Path) -> Path:
     return out / hidden_name(out.name, "publish")
 
 
-def _sweep_publish_lock(out: Path, disk: Disk) -> None:
+def _sweep__publish_lock(out: Path, disk: Disk) -> None:
     """Removes it from a full directory, which refuses all processes that wait for it."""
-    path = publish_lock(out)
+    path = _publish_lock(out)
     if path.exists():
         lock = disk.open_locked(path)
         if lock is not None:
@@ -202,12 +186,12 @@ def _sweep(path: Path, out: Path, disk: Disk) -> None:
 def _recover(work: WorkFolder, out: Path) -> None:
     if work.path.parent == out:
         if work.last.exists():
-            take_back(work, out)
+            _take_back(work, out)
     elif work.old.is_dir() and not out.exists():
         work.old.rename(out)
 
 
-def take_back(work: WorkFolder, out: Path) -> None:
+def _take_back(work: WorkFolder, out: Path) -> None:
     """Removes from `out` what was put there by link from the work folder, and nothing else."""
     folders: list[Path] = []
     for path in work.files.rglob("*"):
@@ -221,7 +205,7 @@ def take_back(work: WorkFolder, out: Path) -> None:
             folder.rmdir()
 
 
-def entries(out: Path) -> Iterator[Path]:
+def list_entries(out: Path) -> Iterator[Path]:
     """Yields what a directory holds besides work folders and what `mkfs` leaves there."""
     for path in out.iterdir():
         if not is_work_folder(path.name) and path.name != "lost+found":
@@ -229,7 +213,7 @@ def entries(out: Path) -> Iterator[Path]:
 
 
 def is_empty(out: Path) -> bool:
-    return next(entries(out), None) is None
+    return next(list_entries(out), None) is None
 
 
 _PUBLISH_ATTEMPTS = 8
@@ -238,11 +222,8 @@ _PUBLISH_ATTEMPTS = 8
 def can_be_replaced(out: Path, work: WorkFolder) -> bool:
     """Says whether a directory may be renamed, which a mount point may not.
 
-    Tries to rename it to the work folder. That folder is not empty, so an ordinary directory
-    answers with an error, and nothing has changed.
-
-    Returns:
-        True if a rename over it, or an exchange with it, can be expected to succeed.
+    Tries to rename it to the work folder. That folder is not empty, so the system refuses this for
+    an ordinary directory too, but with another error, and nothing has changed.
     """
     try:
         out.rename(work.path)
@@ -251,12 +232,19 @@ def can_be_replaced(out: Path, work: WorkFolder) -> bool:
     return False
 
 
-def publish(work: WorkFolder, out: Path, *, overwrite: bool, disk: Disk) -> bool:
+def publish(
+    work: WorkFolder, out: Path, disk: Disk, *, last: str = "", overwrite: bool = False
+) -> bool:
     """Renames the staged files to `out` in one step.
+
+    A work folder inside `out`, which cannot be renamed over, is published file by file, and the
+    file `last` at the end.
 
     Returns:
         False if `out` holds something that is not to be overwritten; then nothing has changed.
     """
+    if work.path.parent == out:
+        return _publish_inside(work, out, last, disk)
     if out.is_dir():
         shutil.copymode(out, work.files)  # the user may have made it private
     for _ in range(_PUBLISH_ATTEMPTS):
@@ -296,12 +284,7 @@ def _replace(work: WorkFolder, out: Path, disk: Disk) -> bool:
     return True
 
 
-def publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
-    """Puts the staged files into the empty directory `out`, one by one, and `last` at the end.
-
-    Returns:
-        False if `out` was filled meanwhile, or is being filled; then nothing has changed.
-    """
+def _publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
     with _only_one(out, disk) as alone:
         if not alone or not is_empty(out):
             return False
@@ -310,7 +293,7 @@ def publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
             _place_all(work.files, out, disk)
             work.last.rename(out / last)
         except OSError as error:
-            take_back(work, out)
+            _take_back(work, out)
             if error.errno in OCCUPIED:
                 return False
             raise
@@ -323,7 +306,7 @@ def _only_one(out: Path, disk: Disk) -> Iterator[bool]:
     if not disk.locks:
         yield True
         return
-    path = publish_lock(out)
+    path = _publish_lock(out)
     lock = disk.open_locked(path)
     if lock is None:
         yield False

@@ -117,7 +117,7 @@ ALLOWED = {
         "StreamTarget.commit",
         "filesystem.transaction",
     ): NAMELESS,
-    ("ckptkit/storage/local/workdir", "take_back", "files.rglob"): CONSTANT,
+    ("ckptkit/storage/local/workdir", "_take_back", "files.rglob"): CONSTANT,
     ("ckptkit/training/pushing", "Pushing._launch", "subprocess.Popen"): PROGRAM,
     ("ckptkit/training/sidecar", "_below", "folder.rglob"): CONSTANT,
     ("ckptkit/training/tiers/tier", "_Opening.take", "parent.glob"): CONSTANT,
