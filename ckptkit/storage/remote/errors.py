@@ -128,26 +128,18 @@ def as_input_error(
 def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, str]:
     """Returns the class of the error, its message, and its hint."""
     status = status_of(error)
-    case = next(name for name, holds in _tests(error, status) if holds)
-    return {
-        "offline": (AccessError, f"cannot be reached: {text}", _GO_ONLINE),
-        "denied": (AccessError, f"the storage does not let us in: {text}", ""),
-        "bucketless": (NotACheckpointError, "there is no such bucket", _LOOK_AT_BUCKET),
-        "missing": (MissingFileError, "nothing was found there", ""),
-        "changed": (SourceChangedError, _REPLACED, _WAIT),
-        "misused": (UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS),
-        "failed": (StorageError, f"cannot be read: {text}", ""),
-    }[case]
-
-
-def _tests(error: BaseException, status: int | None) -> Iterator[tuple[str, bool]]:
-    yield "offline", _has_type(error, {_OFFLINE})
-    yield "denied", _is_denied(error)
-    yield "bucketless", is_without_bucket(error)
-    yield "missing", isinstance(error, FileNotFoundError) or status in _GONE
-    yield "changed", status == _CHANGED
-    yield "misused", isinstance(error, (TypeError, ValueError)) and status is None
-    yield "failed", True
+    is_missing = isinstance(error, FileNotFoundError) or status in _GONE
+    is_misused = isinstance(error, (TypeError, ValueError)) and status is None
+    cases: tuple[tuple[bool, type[CkptkitError], str, str], ...] = (
+        (_has_type(error, {_OFFLINE}), AccessError, f"cannot be reached: {text}", _GO_ONLINE),
+        (_is_denied(error), AccessError, f"the storage does not let us in: {text}", ""),
+        (is_without_bucket(error), NotACheckpointError, "there is no such bucket", _LOOK_AT_BUCKET),
+        (is_missing, MissingFileError, "nothing was found there", ""),
+        (status == _CHANGED, SourceChangedError, _REPLACED, _WAIT),
+        (is_misused, UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS),
+        (True, StorageError, f"cannot be read: {text}", ""),
+    )
+    return next(case[1:] for case in cases if case[0])
 
 
 _GO_ONLINE = "HF_HUB_OFFLINE is set; unset it, or give a local copy"
