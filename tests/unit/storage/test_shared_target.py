@@ -120,7 +120,7 @@ def test_parts_that_are_not_found_as_they_were_written_are_refused(tmp_path: Pat
 def test_a_full_directory_that_cannot_be_renamed_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.local.shared_target._has_to_stay", lambda _: True)
+    monkeypatch.setattr("ckptkit.storage.local.shared_target._is_fixed", lambda _: True)
     (tmp_path / "kept").touch()
     with pytest.raises(OutputError, match="cannot be renamed"):
         SharedTarget(tmp_path, NONCE, overwrite=True)
