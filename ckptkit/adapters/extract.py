@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.adapters.base_records import record_of
+from ckptkit.adapters.base_records import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG
 from ckptkit.conversion.source.open import PathLike
@@ -130,7 +130,7 @@ def prepare_extraction(
                 facts={
                     "adapter": found.adapter.name,
                     "config": found.config_path,
-                    **record_of(found).facts(),
+                    **make_base_record(found).facts(),
                 },
             ),
             found,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.base_records import read_digests, spread
+from ckptkit.adapters.base_records import read_digests, select_evenly
 from ckptkit.adapters.compare_models import (
     Approximation,
     ChangeReader,
@@ -219,7 +219,7 @@ class _Output:
     def _record(self) -> BaseRecord:
         """Digests a few weights of the base, by which a merge will know it again."""
         changed = [pair for pair, _ in self._changes.approximated.values()]
-        bases = dict(spread({pair.name: pair.base for pair in changed}))
+        bases = dict(select_evenly({pair.name: pair.base for pair in changed}))
         return BaseRecord(read_digests(self._sides.base, bases))
 
     def _factors(self) -> Iterator[Product]:

@@ -145,6 +145,10 @@ def tensors_of(change: Change) -> tuple[TensorEntry, ...]:
     return (change.rows,) if isinstance(change, TokenRowsChange) else (change.tensor,)
 
 
+def list_frozen(changes: Iterable[Change]) -> list[Replacement]:
+    return [change for change in changes if isinstance(change, Replacement) and change.frozen]
+
+
 def is_frozen(change: Change) -> bool:
     return isinstance(change, Replacement) and change.frozen
 

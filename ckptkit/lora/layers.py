@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptkit.core.errors import AdapterError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.lora.config import PEFT_PREFIX
+from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import (
     BASE_LAYER,
     EMBEDDING_A,
@@ -122,6 +122,15 @@ def build_table(tensors: Mapping[Fqn, TensorEntry]) -> AdapterTable:
             whole[name] = entry
     layers = tuple(_make_layer(module, parts, tensors) for module, parts in factors.items())
     return AdapterTable(layers, tokens, whole)
+
+
+def find_linear_shapes(adapter: Adapter) -> dict[str, Shape]:
+    """Returns the shapes [out, in] of the linear weights that an adapter changes, by name."""
+    return {
+        f"{layer.module}.weight": layer.shape
+        for layer in build_table(adapter.tensors).layers
+        if not (layer.is_embedding or layer.is_convolution or layer.level)
+    }
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import ckptkit
-from ckptkit.adapters.base_records import stored_digests
+from ckptkit.adapters.base_records import collect_digests
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import FormatError, RefusedError
 from ckptkit.core.manifest import Manifest
@@ -81,12 +81,12 @@ def test_digests_are_spread_over_all_weights_and_left_out_without_checksums() ->
     with open_checkpoint(PLAIN / "checkpoint") as found:
         origin = Origin("source", found.source, found.index)
         entry = next(e for e in found.index.of_part("model") if len(e.shape) > 1)
-        many = stored_digests(origin, {str(number): entry for number in range(80)})
+        many = collect_digests(origin, {str(number): entry for number in range(80)})
     assert list(many) == [str(10 * number) for number in range(8)]
     with open_checkpoint(PLAIN / "base") as found:
         origin = Origin("source", found.source, found.index)
         weights = {str(e.name): e for e in found.index.of_part("model")}
-        assert stored_digests(origin, weights) == {}
+        assert collect_digests(origin, weights) == {}
 
 
 def test_the_base_that_was_trained_on_is_proven_and_another_is_refused(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_the_base_that_was_trained_on_is_proven_and_another_is_refused(tmp_path:
     notes = notes_of_merging(
         tmp_path / "adapter", tmp_path / "allowed", other, allow_other_base=True
     )
-    assert any(note.startswith("another base is merged onto") for note in notes)
+    assert any(note.startswith("merged onto another base") for note in notes)
     assert not any(note.startswith(SAME) for note in notes)
 
 
@@ -225,7 +225,7 @@ def test_a_weight_that_is_no_run_of_its_record_has_no_digest(tmp_path: Path) -> 
     with open_checkpoint(tmp_path / "x.bin") as found:
         origin = Origin("source", found.source, found.index)
         weights = {str(entry.name): entry for entry in found.index.tensors.values()}
-        digests = stored_digests(origin, weights)
+        digests = collect_digests(origin, weights)
     assert weights.keys() == held.keys()
     assert list(digests) == ["plain"]
     assert digests["plain"].crc32 == zlib.crc32(np.arange(32, dtype=np.float32).tobytes())

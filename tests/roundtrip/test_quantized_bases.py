@@ -132,7 +132,7 @@ def test_a_base_of_other_shapes_or_without_the_weight_is_refused(
     alone = write_live(tmp_path / "alone", packed_alone(model))
     transposed = {name: tensor.T.contiguous() for name, tensor in trained.weights.items()}
     for weights, told in (
-        (transposed, r"down_proj.weight' has shape \(128, 64\) against \(64, 128\)"),
+        (transposed, r"down_proj.weight' has shape \(128, 64\), expected \(64, 128\)"),
         ({"lm_head.weight": transposed["lm_head.weight"]}, "nor is the weight in"),
     ):
         base = tmp_path / f"base{len(weights)}"
@@ -207,7 +207,7 @@ def test_what_the_record_of_an_extracted_adapter_leaves_open_is_asked_for(
     home = FIXTURES / "peft_qlora_fsdp2"
     adapter, config = tmp_path / "adapter", home / "adapter_config.json"
     ckptkit.extract_adapter(home / "checkpoint", adapter, adapter_config=config)
-    with pytest.raises(RefusedError, match="does not tell whether the scales") as caught:
+    with pytest.raises(RefusedError, match="does not say whether the scales") as caught:
         merged(adapter, tmp_path / "no", base=home / "base")
     assert "--double-quant or --no-double-quant" in caught.value.hint
     base = shutil.copytree(home / "base", tmp_path / "base")
@@ -358,7 +358,7 @@ def test_an_8_bit_base_is_dequantized_for_lora_and_for_dora(
     assert len(truth) == 7
     model.save_pretrained(tmp_path / "base")
     found, report = merged(trained.home / "adapter", tmp_path / "lora", base=tmp_path / "base")
-    assert any("8-bit layers round their inputs" in note for note in report.notes)
+    assert any("8-bit layers also round their inputs" in note for note in report.notes)
     same(found, trained.expected(truth, torch.bfloat16))
     found, report = merged(trained.home / "dora", tmp_path / "dora", base=tmp_path / "base")
     assert any("DoRA's norms are those of the weights" in note for note in report.notes)
@@ -662,9 +662,9 @@ def test_a_base_in_a_quantization_that_is_not_modelled_is_refused_by_name(
     [
         ("quant_state.bitsandbytes__nf4", torch.tensor(list(b"{"), dtype=torch.uint8), "not JSON"),
         ("quant_state.bitsandbytes__nf4", torch.tensor(list(b"{}"), dtype=torch.uint8), "None for"),
-        ("absmax", torch.zeros(5, dtype=torch.uint8), "5 elements against the 32"),
-        ("absmax", torch.zeros(32), "float32, where double quantization leaves bytes"),
-        ("nested_quant_map", torch.zeros(16), "16 elements against the 256"),
+        ("absmax", torch.zeros(5, dtype=torch.uint8), "5 elements, expected 32"),
+        ("absmax", torch.zeros(32), "float32, expected scales as bytes"),
+        ("nested_quant_map", torch.zeros(16), "16 elements, expected 256"),
     ],
 )
 def test_a_damaged_quantization_state_is_named(
@@ -692,7 +692,7 @@ def test_scales_that_are_bytes_without_their_own_scales_are_no_numbers(
     plain = {key: value for key, value in told.items() if not key.startswith("nested")}
     tensors[state] = torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FormatError, match="uint8, where scales that were not quantized"):
+    with pytest.raises(FormatError, match="uint8, expected scales as floating numbers"):
         merged(trained.home / "adapter", tmp_path / "out", base=base)
 
 
@@ -703,7 +703,7 @@ def test_a_state_that_lacks_a_part_is_named(
     tensors = load_file(base / "model.safetensors")
     del tensors[f"{PACKED_WITHOUT_LORA}.nested_absmax"]
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(FormatError, match=r"k_proj.*'nested_absmax' does not lie beside it"):
+    with pytest.raises(FormatError, match=r"k_proj.*'nested_absmax' was not stored with it"):
         merged(trained.home / "adapter", tmp_path / "out", base=base)
 
 

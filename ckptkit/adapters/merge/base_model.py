@@ -1,8 +1,6 @@
-"""The base model of a merge: where its weights lie, and what each written tensor is made of.
+"""The base model of a merge: where its weights are, and how they correspond to live tensors.
 
-Which PEFT wrote an adapter, where that decides what its numbers mean.
-
-How the names of a base's tensors on disk correspond to those that an adapter means.
+The names of a base's tensors on disk may differ from those that an adapter uses.
 
 Source: transformers 5.23, `_load_pretrained_model`: the weights of a headless model load into one
 with a head, whose names have a prefix, and the other way round.
@@ -41,20 +39,20 @@ from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import open_source, place_of
 
 BASE = "base"
-"""The origin of a base model that was given."""
+"""The origin of a base that was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseSource:
-    """A base model, wherever its weights lie.
+    """A base model.
 
     Attributes:
         opened: The checkpoint.
         origin: The same, opened for reading tensors.
-        entries: Its tensors, by the names that they have there.
-        config: The `config.json` beside them, if any.
-        is_live: Whether the names are those of training without doubt.
-        home: The folder that the configuration lies in; empty where there is none.
+        entries: Its tensors, by their names in the checkpoint.
+        config: Its `config.json`, if any.
+        is_live: Whether the names are certainly those of training.
+        home: The folder of the configuration; empty where there is none.
     """
 
     opened: OpenedCheckpoint
@@ -67,15 +65,15 @@ class BaseSource:
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """How a base's tensors correspond to those of the live model, and to what is written.
+    """How a base's tensors correspond to live tensors, and to those that are written.
 
     Attributes:
-        placed: What is written, and what of.
-        shapes: Of live tensors, where other things than the base's own headers tell them.
-        adapter_prefix: What has to stand before the modules of adapters.
-        called: What live tensors are called in the output, where that is another name.
-        notes: What the user should know.
-        versions: The libraries that told names.
+        placed: The tensors to be written.
+        shapes: Shapes of live tensors that the base's own headers do not show.
+        adapter_prefix: A prefix for the modules of adapters.
+        called: The names of live tensors in the output, where they differ.
+        notes: Messages for the user.
+        versions: The versions of libraries that gave names.
     """
 
     placed: Sequence[PlacedTensor]
@@ -96,11 +94,11 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             " or a URL such as hf://org/name",
         )
     try:
-        found = _open_pretrained(stack, path)
-        if found is None:
-            found = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
-        request = ConsolidateRequest().selecting(found.select)
-        entries = select_model(found.index, request, location=found.path)
+        checkpoint = _open_pretrained(stack, path)
+        if checkpoint is None:
+            checkpoint = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
+        request = ConsolidateRequest().selecting(checkpoint.select)
+        entries = select_model(checkpoint.index, request, location=checkpoint.path)
     except AmbiguousSourceError as error:
         raise AmbiguousSourceError(
             error.message,
@@ -108,15 +106,15 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             hint="name the folder of one model, such as the one that the run was started from; a"
             " run that keeps its base is merged without --base, as the source",
         ) from error
-    problem = next(find_problems(found.index, entries), None)
+    problem = next(find_problems(checkpoint.index, entries), None)
     if problem is not None:
-        raise error_of(problem, found.path)
-    plain = _name_plainly(entries, found.path)
-    folders = SideFolders(stack, found, None)
+        raise error_of(problem, checkpoint.path)
+    plain = _name_plainly(entries, checkpoint.path)
+    folders = SideFolders(stack, checkpoint, None)
     side, _ = folders.choose(allow_code=False)
     return BaseSource(
-        found,
-        Origin(BASE, found.source, found.index),
+        checkpoint,
+        Origin(BASE, checkpoint.source, checkpoint.index),
         plain,
         folders.config(side),
         is_live=False,
@@ -125,22 +123,22 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
 
 
 def _name_plainly(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:
-    """Returns the tensors of a base by their own names, also where PEFT has wrapped the model."""
-    found = sort_entries(entries)
-    if found.holds_adapter:
+    """Returns the tensors of a base by their own names, also of a model that PEFT wrapped."""
+    tensors = sort_entries(entries)
+    if tensors.holds_adapter:
         raise RefusedError(
-            "has an adapter of PEFT in it, where a model alone was expected",
+            "contains an adapter of PEFT, expected a model alone",
             where=f"--base {location}",
             hint="pass the model that the adapter was trained on; if it is this one, merge its own"
             " adapter first",
         )
-    if not any(name.startswith(PEFT_PREFIX) for name in found.rest):
+    if not any(name.startswith(PEFT_PREFIX) for name in tensors.rest):
         return {entry.name: entry for entry in entries}
-    return rename_plainly(found.rest)
+    return rename_plainly(tensors.rest)
 
 
 def _open_pretrained(stack: ExitStack, path: PathLike) -> OpenedCheckpoint | None:
-    """Opens what `from_pretrained` would load, whatever other weights lie beside it."""
+    """Opens the weights that `from_pretrained` would load, and no others in the folder."""
     if not is_folder(path):
         return None
     place = place_of(path)
@@ -158,16 +156,10 @@ def align(
     *,
     folder: str | None,
 ) -> Alignment:
-    """Finds out what the base's tensors are called by the adapters, and in the output.
+    """Finds how the base's tensors correspond to the adapters' modules, and to the output.
 
-    Names are taken as they are where they agree. Where they do not, a prefix may be missing, or
-    Transformers holds other tensors in memory than on disk.
-
-    Args:
-        base: The base.
-        modules: What the adapters change.
-        config: The model's configuration.
-        folder: A model folder with the names on disk, or None.
+    Where names differ, a prefix may be missing, or Transformers has other tensors in memory than on
+    disk. `folder` is a model folder with the names on disk.
     """
     names = base.entries.keys()
     if base.is_live:
@@ -175,16 +167,17 @@ def align(
         return _align_live(names, find_disk_names(config, specs, base=folder))
     for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
         renamed = [Fqn(before_base + name) for name in names]
-        known = [*renamed, *find_absent_tied_names(config, renamed)]
-        if not find_missing_modules([before_adapter + module for module in modules], known):
+        names_with_tied = [*renamed, *find_absent_tied_names(config, renamed)]
+        prefixed = [before_adapter + module for module in modules]
+        if not find_missing_modules(prefixed, names_with_tied):
             return Alignment(place_as_stored(names, before_base), {}, before_adapter)
-    # Untied, a model has names for all that a merge may have to write.
+    # An untied model has names for all tensors that a merge may have to write.
     untied = None if config is None else untie_config(config)
     return _align_given(names, find_disk_names(untied, None, base=folder))
 
 
 def _align_given(names: Collection[Fqn], found: DiskNames) -> Alignment:
-    """Aligns a given base, which may have either kind of names, by what transformers told."""
+    """Aligns a given base, which may have either kind of names, by those of transformers."""
     hub = found.names
     if hub is None:
         return Alignment(place_as_stored(names), {}, notes=found.notes)
@@ -193,7 +186,7 @@ def _align_given(names: Collection[Fqn], found: DiskNames) -> Alignment:
     return Alignment(
         place_on_disk(names, hub),
         hub.live,
-        called=map_to_disk_names(hub),  # what transformers would write besides is not written here
+        called=map_to_disk_names(hub),  # tensors that only transformers would write are left out
         versions={"transformers": hub.library},
     )
 
@@ -211,7 +204,7 @@ def _align_live(names: Collection[Fqn], found: DiskNames) -> Alignment:
 
 
 def find_folder(base: BaseSource) -> str:
-    """Returns the folder with a base's configuration, or else the one that it lies in itself."""
+    """Returns the folder with a base's configuration, or else with its weights."""
     place = place_of(base.opened.location)
     if base.home:
         return place.beside(base.home)
@@ -224,7 +217,7 @@ def take_weights(base: BaseSource) -> ModelWeights:
 
 
 def take_plain_weights(base: BaseSource, alignment: Alignment) -> ModelWeights:
-    """Returns the base's tensors by live name, as far as they are those of the live model."""
+    """Returns those of the base's tensors that are live tensors, by live name."""
     entries: dict[str, TensorEntry] = {}
     for placed in alignment.placed:
         if not placed.is_stored_so:
@@ -238,7 +231,7 @@ def make_base_tensors(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> list[BaseTensor]:
     """Returns the tensors of the base as they are written, packed ones unpacked."""
-    made: list[BaseTensor] = []
+    tensors: list[BaseTensor] = []
     for placed in alignment.placed:
         first = placed.live[0]
         if first in quantized.hidden and first not in quantized.operands:
@@ -255,16 +248,16 @@ def make_base_tensors(
         else:
             operand, shape = operands[0], quantized.shapes.get(first, entry.shape)
         dtype = quantized.dtypes.get(first, operand.dtype)
-        made.append(BaseTensor(placed.name, placed.live, shape, dtype, operand, placed.part))
-    return made
+        tensors.append(BaseTensor(placed.name, placed.live, shape, dtype, operand, placed.part))
+    return tensors
 
 
 def _refuse_packed_part(entry: TensorEntry, location: str) -> None:
-    """Refuses a packed weight that has no name of its own in memory, so that nothing unpacks it."""
+    """Refuses a packed weight without a live name of its own, which would not be unpacked."""
     if looks_packed(entry.name, entry.shape, entry.dtype.name):
         raise RefusedError(
-            f"tensor {entry.name!r} of shape {entry.shape} is a packed weight, and a part of a"
-            " larger one in memory, where it would not be unpacked",
+            f"tensor {entry.name!r} of shape {entry.shape} is a packed weight, and part of a larger"
+            " one in memory, where it would not be unpacked",
             where=location,
             hint="pass the model that was quantized for training as --base",
         )
@@ -294,18 +287,18 @@ def find_live_shapes(
     }
 
 
-_COMPANION = ".weight."  # bitsandbytes puts a weight's scales under the weight's own name
+_COMPANION = ".weight."  # bitsandbytes prefixes scales with the weight's own name
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor to be written, and what it is made of.
+    """A tensor to be written.
 
     Attributes:
         name: Its name in the output.
-        live: The tensors of the live model that it holds, or parts of.
+        live: The live tensors that it contains, or parts of.
         stored: The base's tensors that it is read from.
-        part: How it is made of the live tensors; None where it is one of them as it is.
+        part: How it is made of the live tensors; None where it is one of them.
         is_stored_so: Whether the base stores it as it is written, not as training holds it.
     """
 
@@ -317,7 +310,7 @@ class PlacedTensor:
 
 
 def list_modules(adapter: Adapter) -> list[str]:
-    """Returns the modules of the base that an adapter changes, those aside that it brings."""
+    """Returns the modules of the base that an adapter changes, without those that it adds."""
     table = build_table(adapter.tensors)
     saved = adapter.settings.modules_to_save
     whole = (make_plain_name(name).rpartition(".")[0] for name in table.whole)
@@ -326,17 +319,15 @@ def list_modules(adapter: Adapter) -> list[str]:
 
 
 def find_missing_modules(modules: Iterable[str], names: Collection[Fqn]) -> list[str]:
-    """Returns the modules of which no tensor is there."""
+    """Returns the modules without tensors."""
     owners = {name.rpartition(".")[0] for name in names}
     return [module for module in modules if module not in owners]
 
 
 def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str, str]:
-    """Finds the prefix that makes an adapter's modules and a base's names agree.
+    """Returns the prefixes of the base's and the adapter's names with which these agree.
 
-    Returns:
-        What to put before the base's names, and before the adapter's; both empty where they
-        agree, or where no prefix helps.
+    Both are empty where the names agree, or where no prefix helps.
     """
     owners = {name.rpartition(".")[0] for name in names}
     missing = [module for module in modules if module not in owners]
@@ -344,8 +335,8 @@ def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str
         return "", ""
     best = ("", "")
     fewest = len(missing)
-    for module in missing:  # of a head, which a headless base lacks, no prefix is known
-        for before in dict.fromkeys(_prefixes(module, owners)):
+    for module in missing:  # a headless base has no names like those of a head
+        for before in dict.fromkeys(_list_prefixes(module, owners)):
             renamed = {before[0] + owner for owner in owners}
             lost = sum(before[1] + each not in renamed for each in modules)
             if lost < fewest:
@@ -355,7 +346,7 @@ def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str
     return best
 
 
-def _prefixes(module: str, owners: Collection[str]) -> Iterator[tuple[str, str]]:
+def _list_prefixes(module: str, owners: Collection[str]) -> Iterator[tuple[str, str]]:
     for owner in owners:
         if module.endswith(f".{owner}"):
             yield module[: -len(owner)], ""
@@ -364,7 +355,7 @@ def _prefixes(module: str, owners: Collection[str]) -> Iterator[tuple[str, str]]
 
 
 def add_prefix(adapter: Adapter, prefix: str) -> Adapter:
-    """Returns an adapter whose modules have a prefix."""
+    """Adds a prefix to the modules of an adapter."""
     if not prefix:
         return adapter
     tensors = {
@@ -379,33 +370,33 @@ def place_as_stored(names: Iterable[Fqn], prefix: str = "") -> list[PlacedTensor
 
 
 def place_on_disk(names: Collection[Fqn], hub: HubNames) -> list[PlacedTensor]:
-    """Finds the live tensors that the tensors of a model folder are, or are parts of."""
+    """Matches the tensors of a model folder with live tensors, or parts of them."""
     placed: dict[Fqn, PlacedTensor] = {}
     for name in names:
         tensor = hub.tensors.get(name)
         if tensor is not None:
-            whole = _as_it_is(tensor, hub)
+            whole = _find_equal(tensor, hub)
             live = tensor.sources if whole is None else (whole,)
             placed[name] = PlacedTensor(name, live, (name,), tensor if whole is None else None)
     for name in names:
         if name not in placed:
-            placed[name] = PlacedTensor(name, (_beside(name, placed),), (name,))
+            placed[name] = PlacedTensor(name, (_rename_companion(name, placed),), (name,))
     return list(placed.values())
 
 
 def map_to_disk_names(hub: HubNames) -> dict[Fqn, Fqn]:
-    found = ((_as_it_is(tensor, hub), name) for name, tensor in hub.tensors.items())
-    return {live: name for live, name in found if live is not None}
+    pairs = ((_find_equal(tensor, hub), name) for name, tensor in hub.tensors.items())
+    return {live: name for live, name in pairs if live is not None}
 
 
 def place_as_live(names: Collection[Fqn], hub: HubNames) -> list[PlacedTensor]:
-    """Makes the tensors of a model folder of those that training holds."""
+    """Makes the tensors of a model folder from live tensors."""
     placed: list[PlacedTensor] = []
     used: set[Fqn] = set()
     for tensor in hub.tensors.values():
         if not all(source in names for source in tensor.sources):
             continue
-        whole = _as_it_is(tensor, hub)
+        whole = _find_equal(tensor, hub)
         used.update(tensor.sources)
         part = tensor if whole is None else None
         live = tensor.sources
@@ -413,13 +404,13 @@ def place_as_live(names: Collection[Fqn], hub: HubNames) -> list[PlacedTensor]:
     return [*placed, *place_as_stored(name for name in names if name not in used)]
 
 
-def _as_it_is(tensor: HubTensor, hub: HubNames) -> Fqn | None:
+def _find_equal(tensor: HubTensor, hub: HubNames) -> Fqn | None:
     whole = find_whole(tensor, hub.live)
     return whole if whole is not None and hub.live[whole] == tensor.shape else None
 
 
-def _beside(name: Fqn, placed: Mapping[Fqn, PlacedTensor]) -> Fqn:
-    """Returns the live name of what stands beside a weight, such as its scales."""
+def _rename_companion(name: Fqn, placed: Mapping[Fqn, PlacedTensor]) -> Fqn:
+    """Returns the live name of a weight's companion, such as its scales."""
     module, _, rest = name.partition(_COMPANION)
     weight = placed.get(Fqn(f"{module}.weight"))
     if rest and weight is not None:

@@ -1,4 +1,4 @@
-"""From what changes in a tensor to the kernel that makes it."""
+"""The tensors of a base, and the kernels that apply the changes of adapters to them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class BaseTensor:
     """A tensor of the base model, as it is written.
 
     Attributes:
-        name: Its name there.
-        live: The tensors of the live model that it is made of.
+        name: Its name in the output.
+        live: The live tensors that it is made of.
         shape: Its shape.
-        dtype: The element type in which it is written where none is asked for.
+        dtype: The element type in which it is written by default.
         operand: Its elements.
-        part: How it is made of live tensors; None where it is one of them as it is.
+        part: How it is made of live tensors; None where it is one of them.
     """
 
     name: Fqn
@@ -57,7 +57,7 @@ class MergeRules:
     Attributes:
         dtype: `keep`, or the name of the element type of floating tensors.
         rounding: How often a merge rounds.
-        norm_of: Of what DoRA takes norms.
+        norm_of: The weight whose norms DoRA takes.
     """
 
     dtype: str
@@ -71,12 +71,7 @@ class MergeRules:
 
 
 def rearrange(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
-    """Returns a tensor that is made of others, as an operand.
-
-    Args:
-        tensor: How it is made.
-        sources: The tensors that it is made of, in the order of `tensor.sources`.
-    """
+    """Returns a tensor that is made of others, in the order of `tensor.sources`, as an operand."""
     number = {source: i for i, source in enumerate(tensor.sources)}
     kernel = RearrangeKernel(
         grid=tensor.grid,
@@ -93,11 +88,11 @@ def rearrange(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
 def make_product(
     tensor: BaseTensor, changes: Sequence[Change], rules: MergeRules, live: Shape
 ) -> Product:
-    """Says how a tensor of the merged model comes to be.
+    """Returns how a tensor of the merged model is produced.
 
     Args:
         tensor: The tensor of the base.
-        changes: What the adapters do to the live tensor that it is, or is a part of, in order.
+        changes: The changes of the live tensor that it is, or is a part of, in order.
         rules: How it is merged and written.
         live: The shape of that live tensor.
     """
@@ -105,13 +100,13 @@ def make_product(
     target = rules.target(tensor.dtype)
     for change in changes:
         if isinstance(change, Replacement):
-            tensor = _replaced(tensor, change, rules)
+            tensor = _replace(tensor, change, rules)
             live = change.tensor.shape
     spec = TensorSpec(tensor.name, target, tensor.shape)
     if updates:
         _refuse_packed_numbers(tensor, updates[0])
-        made = tuple(_update(tensor, change, live) for change in updates)
-        kernel = MergeKernel(tensor.operand, made, rules.rounding, rules.norm_of)
+        merged = tuple(_make_update(tensor, change, live) for change in updates)
+        kernel = MergeKernel(tensor.operand, merged, rules.rounding, rules.norm_of)
         return Product(spec, kernel.compute())
     operand = tensor.operand
     if isinstance(operand, StoredOperand):
@@ -120,8 +115,8 @@ def make_product(
     return Product(spec, OperandKernel(operand).compute())
 
 
-def _replaced(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> BaseTensor:
-    """Puts the adapter's tensor in the base's place, in the base's type as PEFT loads it."""
+def _replace(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> BaseTensor:
+    """Replaces the base's tensor by the adapter's, in the base's element type as PEFT loads it."""
     entry = change.tensor
     if (entry.dtype.kind == "float") != (tensor.dtype.kind == "float"):
         raise RefusedError(
@@ -142,7 +137,7 @@ def _replaced(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> Bas
     return BaseTensor(tensor.name, tensor.live, shape, tensor.dtype, operand, tensor.part)
 
 
-def _update(tensor: BaseTensor, change: Change, live: Shape) -> low_rank.Update:
+def _make_update(tensor: BaseTensor, change: Change, live: Shape) -> low_rank.Update:
     origin = change.source.origin
     window = None
     if tensor.part is not None:
@@ -150,8 +145,8 @@ def _update(tensor: BaseTensor, change: Change, live: Shape) -> low_rank.Update:
         if window is None or len(tensor.live) > 1:
             raise make_part_error(tensor.name, change)
     if isinstance(change, LowRankChange):
-        update = _low_rank(change, live)
-        return update if window is None else _cut(update, window, live, tensor, change)
+        update = _make_low_rank_update(change, live)
+        return update if window is None else _cut_update(update, window, live, tensor, change)
     if window is not None:
         raise make_part_error(tensor.name, change)
     if isinstance(change, BiasChange):
@@ -161,7 +156,7 @@ def _update(tensor: BaseTensor, change: Change, live: Shape) -> low_rank.Update:
     raise AssertionError(f"{change.weight} is replaced after it was changed")
 
 
-def _low_rank(change: LowRankChange, shape: Shape) -> low_rank.LowRankUpdate:
+def _make_low_rank_update(change: LowRankChange, shape: Shape) -> low_rank.LowRankUpdate:
     origin = change.source.origin
     down, up = Factor.whole(origin, change.down), Factor.whole(origin, change.up)
     magnitude = None if change.magnitude is None else Factor.whole(origin, change.magnitude)
@@ -183,7 +178,7 @@ def _low_rank(change: LowRankChange, shape: Shape) -> low_rank.LowRankUpdate:
     )
 
 
-def _cut(
+def _cut_update(
     update: low_rank.LowRankUpdate, window: Window, live: Shape, tensor: BaseTensor, change: Change
 ) -> low_rank.LowRankUpdate:
     """Returns the update of a tensor that is a part of a live one."""
@@ -209,7 +204,7 @@ def _cut(
 
 
 def make_part_error(name: str, change: Change) -> RefusedError:
-    """Returns the error for a tensor on disk that cannot be merged apart from others."""
+    """Returns the error for a tensor on disk that cannot be merged without others."""
     return RefusedError(
         f"{change.weight!r} is changed, and {name!r} on disk cannot be merged with a part"
         " of it alone",
@@ -222,8 +217,8 @@ def _refuse_packed_numbers(tensor: BaseTensor, change: Change) -> None:
     dtype = tensor.operand.dtype
     if dtype.kind != "float" or dtype.itemsize == 1:
         raise RefusedError(
-            f"tensor {tensor.name!r} of the base has element type {dtype.name}, to whose numbers"
-            " nothing can be added",
+            f"tensor {tensor.name!r} of the base has element type {dtype.name}, to which nothing"
+            " can be added",
             where=change.source.where,
             hint="the base is quantized in a way that is not modelled; pass the original model"
             " with --base",

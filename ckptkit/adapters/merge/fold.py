@@ -1,9 +1,7 @@
-"""What a merge does to a few rows of a weight: its updates, ready to be applied in order.
+"""The updates of a weight applied in order, a few rows at a time, and the norms that DoRA takes.
 
 Sources: PEFT 0.21 `tuners/lora/layer.py` (`merge`, `unmerge`, `_unmerged_base_weight`),
 `tuners/lora/variants.py` (DoRA), `utils/other.py` (trained tokens).
-
-The order of a merge: several updates in turn, and norms of weights that several have changed.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ class Rounding(Enum):
     """How often a merge into a 16-bit weight rounds.
 
     `ONCE`: every update is applied in float32, and the sum is cast once. `PEFT`: as PEFT's
-    `merge_and_unload` on a processor: to the weight's type after every adapter, and to the type
-    of the adapter, or of the weight, where PEFT does so before it adds; and where DoRA needs
-    the unmerged weight, PEFT's way to it, which takes off again what was added. For one adapter
-    that is held in float32, on a float32 weight, the two are the same.
+    `merge_and_unload` on a processor: to the weight's type after every adapter, and to the type of
+    the adapter, or of the weight, where PEFT does so before it adds; where DoRA needs the unmerged
+    weight, it is computed as in PEFT, by subtracting what was added. For one adapter that is held
+    in float32, on a float32 weight, the two are the same.
     """
 
     ONCE = "once"
@@ -50,7 +48,7 @@ class Rounding(Enum):
 
 
 class NormOf(Enum):
-    """Of which weight DoRA takes the norms when several adapters are merged in turn.
+    """The weight whose norms DoRA takes when several adapters are merged in turn.
 
     `BASE`: of the unmerged weight with the adapter's own product (PEFT from 0.21 on).
     `RUNNING`: of the weight with all earlier adapters merged (before).
@@ -66,9 +64,9 @@ class RowRange:
 
     Attributes:
         start: The row of the first element.
-        stop: The row behind that of the last.
+        stop: The row after that of the last element.
         columns: Columns of the matrix.
-        skipped: Elements of the first row that lie before the run.
+        skipped: Elements of the first row before the run.
     """
 
     start: int
@@ -83,7 +81,6 @@ class LoraStep:
     def __init__(
         self, update: LowRankUpdate, base: DType, reading: Reading, rounding: Rounding
     ) -> None:
-        """Reads the factors."""
         peft = rounding is Rounding.PEFT
         held = update.held if peft else _FLOAT32
         self._product = FactorProduct(update, reading, held)
@@ -116,13 +113,13 @@ class LoraStep:
             raise ValueError("no magnitudes")
         if not norms.all():
             raise self._bad_norm(rows, int(norms.argmin()), "zero")
-        norms = self.narrowed(norms.copy())
+        norms = self.narrow_to(norms.copy())
         infinite = np.isinf(norms)
         if infinite.any():  # dividing by it would make zeros of the weight
             raise self._bad_norm(rows, int(infinite.argmax()), "infinite")
         if self.axis == "columns":
-            return self.narrowed(self.magnitude / norms)
-        return self.narrowed(self.magnitude[rows.start : rows.stop] / norms)[:, np.newaxis]
+            return self.narrow_to(self.magnitude / norms)
+        return self.narrow_to(self.magnitude[rows.start : rows.stop] / norms)[:, np.newaxis]
 
     def _bad_norm(self, rows: RowRange, number: int, what: str) -> AdapterError:
         number += rows.start if self.axis == "rows" else 0
@@ -131,7 +128,7 @@ class LoraStep:
             f" {what}"
         )
 
-    def narrowed(self, values: Floats) -> Floats:
+    def narrow_to(self, values: Floats) -> Floats:
         """Rounds a result where torch would have computed it in 16 bits."""
         if self.narrow is not None and self.narrow != _FLOAT32:
             round_to(values, self.narrow)
@@ -142,7 +139,6 @@ class ShiftStep:
     """An update of a vector."""
 
     def __init__(self, update: BiasUpdate, reading: Reading, rounding: Rounding) -> None:
-        """Reads the vector."""
         held = update.held if rounding is Rounding.PEFT else _FLOAT32
         self._shift = read_vector(update.shift, reading, held)
         self._shift *= np.float32(update.scaling)
@@ -157,7 +153,6 @@ class TokenStep:
     """An update that replaces rows."""
 
     def __init__(self, update: TokenRowsUpdate, reading: Reading) -> None:
-        """Reads the rows."""
         self._rows = read_rows(update.rows, reading)
         order = np.argsort(np.asarray(update.tokens, np.int64), kind="stable")
         self._order = order
@@ -177,14 +172,7 @@ Step = LoraStep | ShiftStep | TokenStep
 
 
 def prepare_step(update: Update, base: DType, reading: Reading, rounding: Rounding) -> Step:
-    """Reads what an update needs for all blocks of a tensor.
-
-    Args:
-        update: The update.
-        base: The type of the weight.
-        reading: Reads the adapter.
-        rounding: How often it rounds.
-    """
+    """Reads what an update needs for all blocks of a tensor; `base` is the weight's type."""
     if isinstance(update, LowRankUpdate):
         return LoraStep(update, base, reading, rounding)
     if isinstance(update, BiasUpdate):
@@ -193,7 +181,7 @@ def prepare_step(update: Update, base: DType, reading: Reading, rounding: Roundi
 
 
 NormsOf = Callable[[int, Floats], Floats]
-"""Returns what is asked for as the n-th norms of a block, of a matrix of its rows."""
+"""Returns the n-th norms that a block needs, for the matrix of its rows."""
 
 
 class Steps:
@@ -221,12 +209,12 @@ class Steps:
         """Merges into a run of elements.
 
         Args:
-            rows: Where the run lies.
+            rows: The position of the run.
             weight: The elements of the base, one-dimensional; they may be overwritten.
             norms: Takes norms.
 
         Returns:
-            The merged elements; what is left is to round them to the weight's type.
+            The merged elements, not yet rounded to the weight's type.
         """
         fold = _Fold(rows, norms, self._between)
         shape = rows.stop - rows.start, rows.columns
@@ -241,63 +229,59 @@ class Steps:
             matrix = weight.reshape(shape)
             base = matrix if original is None else original
             if self._unmerges:
-                base = fold.unmerged(matrix)
-                matrix = fold.merged_again(base)
-            weight = fold.brought(step, matrix, base).reshape(-1)
+                base = fold.unmerge(matrix)
+                matrix = fold.merge_again(base)
+            weight = fold.merge(step, matrix, base).reshape(-1)
         return weight
 
 
 class _Fold:
-    """What has been merged into a few whole rows, as far as DoRA has to know it."""
+    """The updates that were merged into a few whole rows, which DoRA may have to undo."""
 
     def __init__(self, rows: RowRange, norms: NormsOf, between: DType) -> None:
         self._rows = rows
         self._norms = norms
-        self._asked = 0
+        self._number = 0
         self._between = between
         self._merged: list[tuple[LoraStep, Floats | None]] = []
 
     def note(self, step: Step) -> None:
-        """Remembers what was merged without DoRA."""
         if isinstance(step, LoraStep):
             self._merged.append((step, None))
 
-    def brought(self, step: LoraStep, weight: Floats, base: Floats) -> Floats:
-        """Adds a product, and brings the sum to its magnitudes.
+    def merge(self, step: LoraStep, weight: Floats, base: Floats) -> Floats:
+        """Adds a product to `weight`, and scales the sum to its magnitudes.
 
-        Args:
-            step: The update.
-            weight: What the product is added to.
-            base: What it is added to before norms are taken.
+        The norms are those of `base` with the product.
         """
         delta = self._delta(step)
-        looked_at = base
+        normed = base
         if base is not weight:
-            looked_at = step.narrowed(np.add(base, delta, out=self._memory("looked_at")))
-        # From here on `weight` may lie in this memory itself.
-        total = step.narrowed(np.add(weight, delta, out=self._memory("total")))
+            normed = step.narrow_to(np.add(base, delta, out=self._memory("normed")))
+        # `weight` may be in this memory itself.
+        total = step.narrow_to(np.add(weight, delta, out=self._memory("total")))
         if base is weight:
-            looked_at = total
-        scale = step.scale(self._rows, self._norms(self._asked, looked_at))
-        self._asked += 1
+            normed = total
+        scale = step.scale(self._rows, self._norms(self._number, normed))
+        self._number += 1
         self._merged.append((step, scale))
         total *= scale
-        return step.narrowed(total)
+        return step.narrow_to(total)
 
-    def unmerged(self, weight: Floats) -> Floats:
-        """Takes off again, last things first, what was merged."""
+    def unmerge(self, weight: Floats) -> Floats:
+        """Subtracts what was merged, the last update first."""
         for step, scale in reversed(self._merged):
             delta = self._delta(step)
             if scale is None:
                 round_to(delta, self._between)
                 weight = weight - delta
             else:
-                weight = step.narrowed(step.narrowed(weight / scale) - delta)
+                weight = step.narrow_to(step.narrow_to(weight / scale) - delta)
             round_to(weight, self._between)
         return weight
 
-    def merged_again(self, base: Floats) -> Floats:
-        """Merges once more, into the weight from which all was taken off."""
+    def merge_again(self, base: Floats) -> Floats:
+        """Merges the same updates into the unmerged weight."""
         merged, self._merged = self._merged, []
         weight = base
         for step, scale in merged:
@@ -305,7 +289,7 @@ class _Fold:
                 weight = weight + self._delta(step)
                 self._merged.append((step, None))
             else:
-                weight = self.brought(step, weight, base)
+                weight = self.merge(step, weight, base)
             round_to(weight, self._between)
         return weight
 
@@ -322,38 +306,36 @@ def _is_dora(step: Step) -> TypeGuard[LoraStep]:
 
 
 def take_row_norms(_number: int, matrix: Floats) -> Floats:
-    """Takes norms at once: a row is there as a whole."""
+    """Takes norms of complete rows."""
     return compute_row_norms(matrix)
 
 
 class NormsOfColumns:
-    """Norms of columns, for which the whole weight has to be passed over first.
+    """Norms of columns, which need passes over the whole weight first.
 
-    Every pass finds the norms that are asked for next; those after DoRA is done once depend on
-    them.
+    Every pass finds the next norms; those of a second DoRA update depend on the first ones.
     """
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
-        self._known: list[Floats] = []
+        self._found_norms: list[Floats] = []
         self._sums: ColumnSums | None = None
 
     def __call__(self, number: int, matrix: Floats) -> Floats:
-        """Returns norms that are known."""
-        if number < len(self._known):
-            return self._known[number]
+        if number < len(self._found_norms):
+            return self._found_norms[number]
         if self._sums is not None:
             self._sums.add(matrix)
         raise NormsUnknownError
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Counts the rows that are merged within, all of them in order."""
+        """Sums up the rows that are merged inside the context, all of them in order."""
         sums = self._sums = ColumnSums(self._columns)
         yield
         self._sums = None
-        self._known.append(sums.norms())
+        self._found_norms.append(sums.norms())
 
 
 class NormsUnknownError(Exception):
-    """A merge cannot go on before all of the weight was passed over."""
+    """A merge needs norms of columns that a pass over the whole weight has to find first."""

@@ -83,11 +83,12 @@ class MergeKernel:
             rows, columns = rows * out.shape[1], columns // out.shape[1]
         with np.errstate(all="ignore"):  # what overflows is found in the result
             prepared = [
-                prepare_step(one, self.base.dtype, reading, self.rounding) for one in self.updates
+                prepare_step(update, self.base.dtype, reading, self.rounding)
+                for update in self.updates
             ]
         steps = Steps(prepared, self.base.dtype, self.rounding, self.norm_of)
         merge = BlockMerge(self.base, steps, rows, columns, take_row_norms)
-        if any(one.magnitude and one.magnitude.of == "columns" for one in self._low_ranks()):
+        if any(u.magnitude and u.magnitude.of == "columns" for u in self._low_ranks()):
             return replace(merge, norms=merge.column_norms(reading))
         return merge
 
@@ -130,70 +131,68 @@ class BlockMerge:
         return max(1, self.columns)
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        """Reads the same elements of the base; where norms are taken, the rows they lie in."""
-        return self.base.demands(self._looked_at(block))
+        """Reads the same elements of the base; where norms are taken, whole rows."""
+        return self.base.demands(self._widen(block))
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
-        """Merges one block."""
-        span = self._looked_at(block)
+        span = self._widen(block)
         values = self.base.values(span, inputs)
         caster = Caster(BY_NAME["float32"], out.dtype)
         where = f"tensor {out.name!r}"
         for rows, part in self._cut(span):
-            given = values[part.start - span.start : part.stop - span.start]
+            base = values[part.start - span.start : part.stop - span.start]
             low, high = max(part.start, block.start), min(part.stop, block.stop)
             wanted = slice(low - part.start, high - part.start)
-            merged = self._merged(rows, given, where)[wanted]
+            merged = self._merge(rows, base, where)[wanted]
             overflow = caster.cast(merged, target[low - block.start : high - block.start])
             if overflow is not None:
                 raise overflow_error(overflow, out.dtype, where=where, block_start=low)
-            self._refuse_spoilt(given[wanted], merged, out, low)
+            self._refuse_overflow(base[wanted], merged, out, low)
 
-    def _merged(self, rows: RowRange, given: NDArray[Any], where: str) -> Floats:
-        weight = workspace("weight", given.size)
+    def _merge(self, rows: RowRange, base: NDArray[Any], where: str) -> Floats:
+        weight = workspace("weight", base.size)
         with np.errstate(all="ignore"):
-            weight[:] = given
+            weight[:] = base
             try:
                 return self.steps.apply(rows, weight, self.norms)
             except AdapterError as error:
                 raise error.located(where) from error
 
-    def _refuse_spoilt(
-        self, given: NDArray[Any], merged: Floats, out: TensorSpec, start: int
+    def _refuse_overflow(
+        self, base: NDArray[Any], merged: Floats, out: TensorSpec, start: int
     ) -> None:
-        """Refuses what was a number in the base and would be none in the output."""
-        spoilt = _spoilt(given, merged, out.dtype)
-        if spoilt is None:
+        """Refuses elements that are finite in the base and would not be in the output."""
+        overflow = _find_overflow(base, merged, out.dtype)
+        if overflow is None:
             return
         where = f"tensor {out.name!r}"
         if self.steps.may_overflow:
-            raise overflow_error(spoilt, BY_NAME["float16"], where=where, block_start=start)
-        others = f" (with {spoilt.count - 1:,} more near it)" if spoilt.count > 1 else ""
+            raise overflow_error(overflow, BY_NAME["float16"], where=where, block_start=start)
+        others = f" (with {overflow.count - 1:,} more near it)" if overflow.count > 1 else ""
         raise OverflowRefusedError(
-            f"{spoilt.value:g} at element {start + spoilt.first:,} does not fit {out.dtype.name},"
-            f" where the base has {float(given[spoilt.first]):g}{others}",
+            f"{overflow.value:g} at element {start + overflow.first:,} does not fit"
+            f" {out.dtype.name}, where the base has {float(base[overflow.first]):g}{others}",
             where=where,
             hint="the numbers or the scaling of the adapter are too large, as after a training"
             " that diverged; take an earlier checkpoint, and compare its 'lora_alpha' with the run",
         )
 
     def column_norms(self, reading: Reading) -> NormsOfColumns:
-        """Passes over the tensor until every norm that is asked for is known."""
+        """Passes over the tensor until all norms are known."""
         norms = NormsOfColumns(self.columns)
-        while not self._is_settled(norms, reading):
+        first_rows, first_part = next(self._cut(Span(0, self.rows * self.columns)))
+        while not self._try_merge(first_rows, first_part, norms, reading):
             with norms.passing():
                 for rows, part in self._cut(Span(0, self.rows * self.columns)):
-                    self._look(rows, part, norms, reading)
+                    self._try_merge(rows, part, norms, reading)
         return norms
 
-    def _is_settled(self, norms: NormsOfColumns, reading: Reading) -> bool:
-        rows, part = next(self._cut(Span(0, self.rows * self.columns)))
-        return self._look(rows, part, norms, reading)
-
-    def _look(self, rows: RowRange, part: Span, norms: NormsOfColumns, reading: Reading) -> bool:
-        """Merges until norms are asked for that are not known yet; says whether none were."""
+    def _try_merge(
+        self, rows: RowRange, part: Span, norms: NormsOfColumns, reading: Reading
+    ) -> bool:
+        """Merges until norms are needed that are not known yet; returns whether none were."""
         inputs = [reading.read(demand) for demand in self.base.demands(part)]
         weight = workspace("weight", part.stop - part.start)
         weight[:] = self.base.values(part, inputs)
@@ -204,7 +203,7 @@ class BlockMerge:
             return False
         return True
 
-    def _looked_at(self, block: Span) -> Span:
+    def _widen(self, block: Span) -> Span:
         if not self.steps.whole_rows or not self.columns:
             return block
         start = block.start // self.columns * self.columns
@@ -223,8 +222,8 @@ class BlockMerge:
             row = stop
 
 
-def _spoilt(given: NDArray[Any], merged: Floats, written: DType) -> Overflow | None:
-    """Finds what is finite in the base, and neither so nor rounded to such after the merge."""
+def _find_overflow(base: NDArray[Any], merged: Floats, written: DType) -> Overflow | None:
+    """Finds elements that are finite in the base, and not after the merge and its rounding."""
     largest = _LARGEST_FOR_BFLOAT16 if written == _BFLOAT16 else _LARGEST
     # Magnitudes are ordered as their bits are; two maxima cost less than a mask of the block.
     positive = int(merged.view(np.int32).max())
@@ -232,7 +231,7 @@ def _spoilt(given: NDArray[Any], merged: Floats, written: DType) -> Overflow | N
     if max(positive, negative) <= largest:
         return None
     lost = (merged.view(np.uint32) & (_SIGN - 1)) > largest
-    lost &= np.isfinite(given)
+    lost &= np.isfinite(base)
     first = int(lost.argmax())
     if not lost[first]:
         return None

@@ -115,8 +115,8 @@ class LowRankUpdate:
         left: `[rows, r]`, for the tensor or for each of its experts (see `experts`).
         right: `[r, columns]`, likewise.
         scaling: alpha / r, or alpha / sqrt(r), times the adapter's weight.
-        held: The type in which PEFT would hold the adapter while it merges: float32 unless it
-            was told `autocast_adapter_dtype=False`. Only PEFT's rounding looks at it.
+        held: The type in which PEFT would hold the adapter while it merges: float32 unless
+            `autocast_adapter_dtype` is false. Only PEFT's rounding depends on it.
         rounded: Whether PEFT rounds the product to the weight's type before it adds it, as it
             does for embeddings and fused parameters.
         magnitude: The magnitudes, or None without DoRA.

@@ -27,9 +27,9 @@ class AdapterChoice:
     """One of the adapters that are merged.
 
     Attributes:
-        path: Any path in or above the checkpoint that holds it.
-        request: Which adapter of it, and what is known besides.
-        weight: What its scaling is multiplied by.
+        path: Any path in or above its checkpoint.
+        request: Which adapter of the checkpoint, and how it is read.
+        weight: The factor of its scaling.
     """
 
     path: PathLike
@@ -42,9 +42,9 @@ class MergedModel:
     """A merged model that was written.
 
     Attributes:
-        manifest: As it lies in the output.
-        layers: What was done to each changed tensor.
-        notes: What the user should know.
+        manifest: The manifest in the output.
+        layers: The changes of each tensor.
+        notes: Messages for the user.
     """
 
     manifest: Manifest
@@ -58,7 +58,7 @@ class PlannedMerge:
 
     Attributes:
         prepared: The plan, with its sources open.
-        layers: What is to be done to each changed tensor.
+        layers: The changes of each tensor.
     """
 
     prepared: PlannedOutput
@@ -80,10 +80,10 @@ def run_merge(
     Args:
         adapters: The adapters, in the order in which they are merged.
         out: A directory that does not exist, or is empty.
-        request: What the output should hold.
+        request: The options of the merge.
         base: The base model; None where the first adapter's checkpoint holds it.
-        overwrite: Whether an `out` that holds something is replaced.
-        resources: What the execution may use of the machine.
+        overwrite: Whether an `out` with content is replaced.
+        resources: Limits of the execution.
         listener: Receives progress events, from several threads.
 
     Returns:
@@ -105,16 +105,16 @@ def list_choices(
     names: Sequence[str | tuple[str, float]],
     further: Sequence[PathLike | tuple[PathLike, float]],
 ) -> list[AdapterChoice]:
-    """Returns the adapters that are meant, in the order of merging.
+    """Returns the chosen adapters, in the order of merging.
 
     Args:
         src: The checkpoint that is merged first.
-        first: What is known of its adapters.
-        names: Its adapters, each maybe with a weight; empty for its only one.
+        first: How its adapters are read.
+        names: Its adapters, each with an optional weight; empty for its only one.
         further: Other checkpoints with one adapter each, likewise.
     """
     named = [name if isinstance(name, tuple) else (name, 1.0) for name in names]
-    placed = [path if isinstance(path, tuple) else (path, 1.0) for path in further]
+    others_with_weights = [path if isinstance(path, tuple) else (path, 1.0) for path in further]
     chosen = [
         AdapterChoice(path=src, request=replace(first, adapter=name), weight=weight)
         for name, weight in named
@@ -122,14 +122,17 @@ def list_choices(
     others = AdapterRequest(allow_untrained=first.allow_untrained, limit_bytes=first.limit_bytes)
     return [
         *(chosen or [AdapterChoice(path=src, request=first)]),
-        *(AdapterChoice(path=path, request=others, weight=weight) for path, weight in placed),
+        *(
+            AdapterChoice(path=path, request=others, weight=weight)
+            for path, weight in others_with_weights
+        ),
     ]
 
 
 def check_merge_destination(
     adapters: Sequence[AdapterChoice], out: PathLike, base: PathLike | None, *, overwrite: bool
 ) -> None:
-    """Refuses an output that could not be written without harm to what a merge reads."""
+    """Refuses an output that would overwrite a source of the merge."""
     also = adapters[0].request.also
     for adapter in adapters:
         check_destination(adapter.path, out, overwrite=overwrite, also=also, base=base)
@@ -156,16 +159,15 @@ def prepare_merge(
             for number, choice in enumerate(adapters)
         ]
         _refuse_repeated(opened)
-        given = None
-        if base is not None:
-            given = open_base(stack, base, resources.memory_limit_bytes)
+        limit = resources.memory_limit_bytes
+        given = None if base is None else open_base(stack, base, limit)
         preparation = MergePreparation(stack, opened, given, request, resources)
         prepared, layers = preparation.run(out)
         yield PlannedMerge(prepared, layers)
 
 
 def _open(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> OpenedAdapter:
-    """Opens an adapter; options choose among several in the first one's checkpoint alone."""
+    """Opens an adapter; only in the first checkpoint do options choose among several."""
     try:
         return open_adapter(stack, choice.path, choice.request)
     except AmbiguousSourceError as error:
@@ -183,14 +185,14 @@ def _open(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> Open
 
 def _refuse_repeated(opened: Sequence[SourceAdapter]) -> None:
     seen = set()
-    for one in opened:
-        tensors = one.found.adapter.tensors.values()
-        path = resolve_path(one.found.opened.path)
+    for source in opened:
+        tensors = source.found.adapter.tensors.values()
+        path = resolve_path(source.found.opened.path)
         identity = path, frozenset(entry.key for entry in tensors)
         if identity in seen:
             raise UsageError(
                 "the same adapter is named twice",
-                where=f"adapter {one.found.opened.path}",
+                where=f"adapter {source.found.opened.path}",
                 hint="name it once; a weight of 2 doubles what it adds",
             )
         seen.add(identity)

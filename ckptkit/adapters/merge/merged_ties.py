@@ -1,6 +1,6 @@
-"""Whether tied tensors are still one after a merge: what they hold is compared, byte by byte.
+"""Whether tied tensors are still equal after a merge, by their bytes; and resized embeddings.
 
-Whether a model was given another number of tokens than the base that it was made from.
+An embedding is resized if the model has another number of tokens than the base it was made from.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge.base_tensors import BaseTensor
 from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.errors import InputError, RefusedError
-from ckptkit.core.index import Fqn, Span, TensorEntry
+from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.kernels import StoredOperand
-from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
-from ckptkit.lora.changes import Change, Replacement
+from ckptkit.engine.reader import Origin
+from ckptkit.lora.changes import Change, Changes, Replacement, list_frozen
 from ckptkit.lora.config import LoraSettings
 from ckptkit.lora.dialects import find_vocabulary, is_input_embedding, make_plain_name
 from ckptkit.lora.tying import Equality, TiedPair, find_equalities
@@ -29,17 +29,17 @@ from ckptkit.plan.ties import choose_ties_to_drop, untie_config
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import is_url
 
-Changes = Mapping[Fqn, Sequence[Change]]
+_MATRIX = 2
 
 
 @dataclass(frozen=True, slots=True)
 class MergedTies:
-    """What becomes of the names that the configuration ties.
+    """The names that the configuration ties, after a merge.
 
     Attributes:
-        dropped: Names that are not written, with the name that stands for each.
+        dropped: Names that are not written, with the name that replaces each.
         written: Absent names that have to be written now, with the one whose base they share.
-        untied: Pairs that the merge makes differ.
+        untied: Pairs that differ after the merge.
         broken: Pairs that differ in the base already.
     """
 
@@ -50,26 +50,19 @@ class MergedTies:
 
 
 class TieJudge:
-    """Compares what tied names hold."""
+    """Compares the tensors of tied names."""
 
     def __init__(self, origins: Mapping[str, Origin], base: Mapping[Fqn, BaseTensor]) -> None:
         self._base = base
-        # Origins of its own: what was compared is read, and proven, once more when written.
-        self._readers = {
-            name: TensorReader(Origin(origin.name, origin.source, origin.index))
-            for name, origin in origins.items()
-        }
+        self._reader = ArrayReader(*origins.values())
         self._indexes = {name: origin.index for name, origin in origins.items()}
 
     def judge(
         self, config: Mapping[str, Any] | None, pairs: Sequence[TiedPair], changes: Changes
     ) -> MergedTies:
-        """Tells which ties hold after the merge.
+        """Decides which ties hold after the merge.
 
-        Args:
-            config: The configuration that declares them.
-            pairs: What it declares.
-            changes: Of every tensor, those that PEFT shares between tied modules included.
+        `changes` include those that PEFT shares between tied modules.
         """
         same: dict[Fqn, Fqn] = {}
         untied: dict[Fqn, Fqn] = {}
@@ -79,7 +72,7 @@ class TieJudge:
             if not (ours or theirs):
                 (same if self._base_agrees(pair) else broken)[pair.target] = pair.source
             elif self._changed_alike(ours, theirs) and (
-                _is_replaced(ours) or self._base_agrees(pair)
+                (ours and isinstance(ours[0], Replacement)) or self._base_agrees(pair)
             ):
                 same[pair.target] = pair.source
             else:
@@ -98,28 +91,20 @@ class TieJudge:
 
     def same_tensors(self, first: tuple[str, TensorEntry], second: tuple[str, TensorEntry]) -> bool:
         """Compares two stored tensors of one element type and shape."""
-        (one_origin, one), (other_origin, other) = first, second
-        itemsize = one.dtype.itemsize
-        step = RUN_BYTES // itemsize
-        buffers = [memoryview(bytearray(min(RUN_BYTES, one.size_bytes))) for _ in range(2)]
-        for start in range(0, one.elements, step):
-            span = Span(start, min(start + step, one.elements))
-            views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
-            self._readers[one_origin].fill(one.key, span, views[0])
-            self._readers[other_origin].fill(other.key, span, views[1])
-            if not same_bytes(*views):
-                return False
-        return True
+        blocks = zip(
+            self._reader.read_blocks(*first), self._reader.read_blocks(*second), strict=True
+        )
+        return all(same_bytes(a.view(np.uint8).data, b.view(np.uint8).data) for a, b in blocks)
 
     def _base_agrees(self, pair: TiedPair) -> bool:
         if not pair.is_present:
             return True
         if not pair.may_agree:
             return False
-        entries = [self._stored(self._base[name]) for name in (pair.target, pair.source)]
-        return None not in entries and self.same_tensors(*(e for e in entries if e is not None))
+        target, source = (self._find_entry(self._base[name]) for name in (pair.target, pair.source))
+        return target is not None and source is not None and self.same_tensors(target, source)
 
-    def _stored(self, tensor: BaseTensor) -> tuple[str, TensorEntry] | None:
+    def _find_entry(self, tensor: BaseTensor) -> tuple[str, TensorEntry] | None:
         operand = tensor.operand
         if not isinstance(operand, StoredOperand):
             return None
@@ -132,38 +117,32 @@ class TieJudge:
     def _is_equal(self, equality: Equality) -> bool:
         if not equality.is_transposed:
             return self.same_tensors(equality.first, equality.second)
-        first, second = self._whole(*equality.first), self._whole(*equality.second)
+        bits = f"u{equality.first[1].dtype.itemsize}"
+        first, second = (
+            self._reader.read_whole(*tensor).view(bits).reshape(tensor[1].shape)
+            for tensor in (equality.first, equality.second)
+        )
         return np.array_equal(first, second.T)
-
-    def _whole(self, origin: str, entry: TensorEntry) -> NDArray[Any]:
-        """Reads a factor; those of embeddings are as long as the vocabulary and narrow."""
-        data = bytearray(entry.size_bytes)
-        self._readers[origin].fill(entry.key, Span(0, entry.elements), memoryview(data))
-        return np.frombuffer(data, f"u{entry.dtype.itemsize}").reshape(entry.shape)
-
-
-def _is_replaced(changes: Sequence[Change]) -> bool:
-    return bool(changes) and isinstance(changes[0], Replacement)
 
 
 def refuse_differing_bases(judge: TieJudge, changes: Changes) -> None:
-    """Refuses adapters that bring different tensors to put beneath their updates of one."""
-    for name, found in changes.items():
-        frozen = [change for change in found if isinstance(change, Replacement) and change.frozen]
+    """Refuses adapters whose updates of one tensor have different frozen bases."""
+    for name, own in changes.items():
+        frozen = list_frozen(own)
         for other in frozen[1:]:
             first, second = frozen[0].tensor, other.tensor
-            same = (first.dtype, first.shape) == (second.dtype, second.shape)
+            is_same = (first.dtype, first.shape) == (second.dtype, second.shape)
             origins = (frozen[0].source.origin, other.source.origin)
-            if not same or not judge.same_tensors((origins[0], first), (origins[1], second)):
+            if not is_same or not judge.same_tensors((origins[0], first), (origins[1], second)):
                 raise RefusedError(
-                    f"{name!r} was trained upon in two adapters with different weights",
+                    f"two adapters have different frozen weights of {name!r}",
                     where=other.source.where,
                     hint="merge adapters that were trained on one base model",
                 )
 
 
 def describe_ties(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterator[str]:
-    """Says which names are written although the configuration ties them."""
+    """Yields notes on names that are written although the configuration ties them."""
     changed = untie_config(config or {}) != config
     consequence = (
         "both are written, and tie_word_embeddings is set to false"
@@ -183,9 +162,6 @@ def describe_ties(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterato
         )
 
 
-_MATRIX = 2
-
-
 def find_resized_embeddings(
     settings: LoraSettings,
     base: Mapping[Fqn, TensorEntry],
@@ -193,16 +169,12 @@ def find_resized_embeddings(
 ) -> Iterator[str]:
     """Yields the embeddings that PEFT saves with an adapter because their size was changed.
 
-    The base has to be a folder on this machine; of one on the Hub, nothing is known.
-
-    Args:
-        settings: The adapter's configuration, which names the base.
-        base: The tensors of the base in the checkpoint, by their plain names.
-        rest: The same by their names in the PEFT model.
+    The base that `settings` name has to be a folder on this machine. `base` are the tensors of the
+    base in the checkpoint, by their plain names; `rest` the same by their names in the PEFT model.
 
     Source: peft 0.21, `get_peft_model_state_dict` with `save_embedding_layers="auto"`.
     """
-    tokens = _tokens_of(settings.base_model_name_or_path)
+    tokens = _read_vocabulary_size(settings.base_model_name_or_path)
     weights = {
         name.rpartition(".")[0]: entry.shape
         for name, entry in base.items()
@@ -219,10 +191,10 @@ def find_resized_embeddings(
             yield module
 
 
-def _tokens_of(folder: str | None) -> int | None:
-    """Returns the number of tokens of the model in a folder; None where that is unknown."""
+def _read_vocabulary_size(folder: str | None) -> int | None:
+    """Reads the number of tokens of the model in a folder; None if it is unknown."""
     if not folder or "\0" in folder or is_url(folder) or not Path(folder).is_dir():
-        return None  # of the Hub, mostly; what a record names is not asked for over a network
+        return None  # mostly a name on the Hub; recorded names are not looked up over a network
     try:
         with LocalSource(Path(folder)) as source:
             size_bytes = min(source.stat(CONFIG).size_bytes, MAX_JSON_BYTES)

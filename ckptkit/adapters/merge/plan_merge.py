@@ -1,7 +1,4 @@
-"""Everything that happens before the first byte of a merged model is written.
-
-Which tensors a merged model has, how each comes to be, and what its configuration says.
-"""
+"""Plans a merge: the tensors of the merged model, how each is produced, its configuration."""
 
 from __future__ import annotations
 
@@ -55,6 +52,7 @@ from ckptkit.engine.executor import Inputs
 from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
     Change,
+    Changes,
     MergeRequest,
     Replacement,
     adapt_head,
@@ -65,10 +63,11 @@ from ckptkit.lora.changes import (
     find_model_types,
     find_vocabulary_sizes,
     has_vocabulary,
+    list_frozen,
     resize_vocabulary,
 )
 from ckptkit.lora.config import Adapter
-from ckptkit.lora.layers import build_table
+from ckptkit.lora.layers import build_table, find_linear_shapes
 from ckptkit.lora.pairing import BaseShapes, find_changes
 from ckptkit.lora.quantized import Packing
 from ckptkit.lora.tying import TiedPair, find_tied_pairs, share_changes
@@ -81,7 +80,6 @@ from ckptkit.plan.ties import untie_config
 from ckptkit.plan.vocabulary import is_head
 from ckptkit.storage.places import PathLike
 
-Changes = Mapping[Fqn, Sequence[Change]]
 _MATRIX = 2
 
 
@@ -92,15 +90,14 @@ def plan_products(
     shapes: Mapping[Fqn, Shape],
     rules: MergeRules,
 ) -> Iterator[Product]:
-    """Yields every tensor that the base has, with what the adapters do to it.
+    """Yields every tensor of the base, with the changes of the adapters.
 
     Args:
         tensors: The tensors of the base, as they are written.
-        changes: Of live tensors.
-        ties: What becomes of tied names.
-        shapes: Of live tensors in the base.
+        changes: The changes of live tensors.
+        ties: Tied names after the merge.
+        shapes: The shapes of live tensors in the base.
         rules: How everything is merged and written.
-
     """
     for tensor in tensors:
         first = tensor.live[0]
@@ -109,8 +106,8 @@ def plan_products(
         touched = [live for live in tensor.live if live in changes]
         if touched and len(tensor.live) > 1:
             raise make_part_error(tensor.name, changes[touched[0]][0])
-        found = [*_inherited(first, changes, ties, shapes), *changes.get(first, ())]
-        yield make_product(tensor, found, rules, shapes[first])
+        own = [*_inherit(first, changes, ties, shapes), *changes.get(first, ())]
+        yield make_product(tensor, own, rules, shapes[first])
 
 
 def plan_added_products(
@@ -121,31 +118,29 @@ def plan_added_products(
     rules: MergeRules,
     called: Mapping[Fqn, Fqn],
 ) -> Iterator[Product]:
-    """Yields what the base does not have: tied names that are no longer tied, and new heads.
+    """Yields tensors that the base lacks: names that are no longer tied, and new heads.
 
-    Arguments and errors are those of `plan_products`; `called` has the names in the output
-    where they are others than those of the live model.
+    `called` has the names in the output that differ from those of the live model.
     """
     by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
     for target, source in ties.written.items():
         tensor = replace(by_live[source], name=called.get(target, target), live=(target,))
-        frozen = _frozen(changes.get(source, ()))
-        updates = [*frozen, *changes.get(target, ())]
+        updates = [*list_frozen(changes.get(source, ())), *changes.get(target, ())]
         yield make_product(tensor, updates, rules, shapes[source])
-    held = {live for tensor in tensors for live in tensor.live}
-    for name, found in changes.items():
-        change = found[0]
+    present = {live for tensor in tensors for live in tensor.live}
+    for name, own in changes.items():
+        change = own[0]
         is_tied = name in ties.written or name in ties.dropped
-        if name not in held and not is_tied and isinstance(change, Replacement):
+        if name not in present and not is_tied and isinstance(change, Replacement):
             output = called.get(name, name)
             tensor = BaseTensor.stored(output, name, change.source.origin, change.tensor)
             yield make_product(tensor, (), rules, change.tensor.shape)
 
 
-def _inherited(
+def _inherit(
     name: Fqn, changes: Changes, ties: MergedTies, shapes: Mapping[Fqn, Shape]
 ) -> list[Change]:
-    """Returns what a name that is no longer tied has from the other: another number of rows."""
+    """Returns the frozen tensor of another size that a name takes from one it was tied to."""
     if any(isinstance(change, Replacement) for change in changes.get(name, ())):
         return []
     others = [
@@ -154,16 +149,12 @@ def _inherited(
         for other in (tied[0] if tied[1] == name else tied[1],)
         if name in tied
     ]
-    frozen = [change for other in others for change in _frozen(changes.get(other, ()))]
+    frozen = [change for other in others for change in list_frozen(changes.get(other, ()))]
     return [change for change in frozen[:1] if change.tensor.shape != shapes[name]]
 
 
-def _frozen(changes: Sequence[Change]) -> list[Replacement]:
-    return [change for change in changes if isinstance(change, Replacement) and change.frozen]
-
-
 def name_written_ties(ties: MergedTies, tensors: Sequence[BaseTensor]) -> dict[Fqn, Fqn]:
-    """Returns the tied names that are left out, as they are called in the output."""
+    """Returns the tied names that are not written, as they are in the output."""
     called = {tensor.live[0]: tensor.name for tensor in tensors if tensor.part is None}
     return {
         called.get(target, target): called.get(source, source)
@@ -179,22 +170,14 @@ def resize_config(
     *,
     is_live: bool,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns a configuration with the number of tokens that is written.
+    """Returns a configuration with the written number of tokens, and notes on the change.
 
-    Args:
-        config: The configuration.
-        changes: Of live tensors.
-        shapes: Of live tensors in the base.
-        products: What is written.
-        is_live: Whether the weights are a run's own, and the configuration may be older.
-
-    Returns:
-        The configuration, and what was changed, in words.
+    `is_live` says that the weights are a run's own, whose configuration may be older.
     """
-    for name, found in changes.items():
+    for name, own in changes.items():
         if name not in shapes or not has_vocabulary(name):
             continue
-        last = [change for change in found if isinstance(change, Replacement)]
+        last = [change for change in own if isinstance(change, Replacement)]
         old = shapes[name]
         new = last[-1].tensor.shape if last else old
         if new == old:
@@ -202,33 +185,33 @@ def resize_config(
         _refuse_other_rows(products, old[0], new[0], last[-1])
         resized = resize_vocabulary(config, old[0], new[0])
         note = f"the vocabulary has {new[0]:,} tokens against {old[0]:,} in the base"
-        said = ", and 'vocab_size' is set so" if resized != config else ""
-        return resized, [note + said]
+        effect = ", and 'vocab_size' is set to it" if resized != config else ""
+        return resized, [note + effect]
     return _update_vocabulary(config, products) if is_live else (dict(config), [])
 
 
 def _update_vocabulary(
     config: Mapping[str, Any], products: Sequence[Product]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns a configuration with the number of tokens that a run's own weights have.
+    """Returns a configuration with the number of tokens of a run's own weights.
 
-    What lies beside a run may be the configuration from before its vocabulary was resized.
-    Nothing is changed where the weights, or the configuration, have several such numbers.
+    The configuration in a run may be older than a resize of its vocabulary. Nothing is changed
+    where the weights, or the configuration, have several such numbers.
     """
     rows = {
         product.spec.shape[0]
         for product in products
         if len(product.spec.shape) == _MATRIX and has_vocabulary(product.spec.name)
     }
-    said = find_vocabulary_sizes(config)
-    if len(rows) != 1 or len(said) != 1 or rows == said:
+    sizes = find_vocabulary_sizes(config)
+    if len(rows) != 1 or len(sizes) != 1 or rows == sizes:
         return dict(config), []
-    (new,), (old,) = rows, said
-    told = (
+    (new,), (old,) = rows, sizes
+    note = (
         f"the vocabulary has {new:,} tokens against {old:,} in config.json, and 'vocab_size' is"
-        " set so"
+        " set to it"
     )
-    return resize_vocabulary(config, old, new), [told]
+    return resize_vocabulary(config, old, new), [note]
 
 
 def _refuse_other_rows(
@@ -238,20 +221,20 @@ def _refuse_other_rows(
         spec = product.spec
         if has_vocabulary(spec.name) and spec.shape[:1] == (old,):
             raise RefusedError(
-                f"{change.weight!r} has {new:,} rows in the adapter, and {spec.name!r} has {old:,},"
-                " which the adapter does not replace",
+                f"{change.weight!r} has {new:,} rows in the adapter, and {spec.name!r}, which the"
+                f" adapter does not replace, has {old:,}",
                 where=change.source.where,
                 hint="pass the model with the larger vocabulary, as it was before training, as"
                 " --base",
             )
 
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of what training holds fused
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of experts that are fused in memory
 _NO_BASE = "pass the model that the adapter was trained on with --base"
 
 
 class MergePreparation:
-    """Plans a merge; each step needs the ones before it."""
+    """Plans a merge."""
 
     def __init__(
         self,
@@ -261,14 +244,9 @@ class MergePreparation:
         request: MergeRequest,
         resources: Resources,
     ) -> None:
-        """Takes what was opened.
+        """Takes adapters in the order of merging, and the base that was given, if any.
 
-        Args:
-            stack: Closes the folders of side files, and of bases that are compared.
-            adapters: The adapters, in the order of merging.
-            given: The base that was given, or None.
-            request: What the output should hold.
-            resources: What the execution may use.
+        `stack` closes the folders of side files, and of bases that are compared.
         """
         self._program = stack.enter_context(NamingProgram())
         self._adapters = adapters
@@ -282,7 +260,7 @@ class MergePreparation:
         self._folders = SideFolders(stack, first.found.opened, folder)
         self._side, self._code = self._folders.choose(allow_code=request.allow_code)
         self._config = self._folders.config(self._side)
-        self._base = given or self._own_base(first)
+        self._base = given or self._take_own_base(first)
         self._origins = {adapter.origin.name: adapter.origin for adapter in adapters}
         self._origins[self._base.origin.name] = self._base.origin
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
@@ -290,21 +268,21 @@ class MergePreparation:
     def run(self, out: PathLike) -> tuple[PlannedOutput, list[MergedLayer]]:
         """Plans the output."""
         self._checks.check_identity()
-        modules = [module for one in self._adapters for module in list_modules(one.found.adapter)]
-        modules = list(dict.fromkeys(modules))
+        listed = (list_modules(source.found.adapter) for source in self._adapters)
+        modules = list(dict.fromkeys(module for modules in listed for module in modules))
         alignment = align(self._base, modules, self._config, folder=self._folders.base)
-        quantized = self._quantized(alignment)
+        quantized = self._plan_quantized(alignment)
         if self._given is not None:
             given = take_plain_weights(self._given, alignment)
-            self._checks.compare(given, self._trained(), quantized, self._request.qlora_base)
+            self._checks.compare(given, self._take_trained(), quantized, self._request.qlora_base)
         tensors = make_base_tensors(self._base, alignment, quantized)
         shapes = find_live_shapes(self._base, alignment, quantized)
-        pairs = self._pairs(self._config, tensors)
+        pairs = _find_pairs(self._config, tensors)
         shapes |= {tie.target: shapes[tie.source] for tie in pairs if not tie.is_present}
-        changes = self._changes(alignment, shapes, pairs)
-        config = self._headed(changes)
-        ties = self._ties(config, tensors, changes)
-        rules = self._rules(changes)
+        changes = self._find_changes(alignment, shapes, pairs)
+        config = self._adapt_head(changes)
+        ties = self._judge_ties(config, tensors, changes)
+        rules = self._choose_rules(changes)
         products = [
             *plan_products(tensors, changes, ties, shapes, rules),
             *plan_added_products(tensors, changes, ties, shapes, rules, alignment.called),
@@ -312,16 +290,16 @@ class MergePreparation:
         layers = report_layers(
             self._adapters, tensors, changes, quantized, self._request, self._origins
         )
-        config = self._configured(config, products, changes, shapes, ties)
+        config = self._write_config(config, products, changes, shapes, ties)
         self._notes += [*alignment.notes, *self._checks.notes(quantized)]
-        comparison = self._comparison(products, config)
-        plan = self._plan(products, config, name_written_ties(ties, tensors))
-        prepared = self._prepared(out, plan, alignment, quantized)
+        comparison = self._compare_names(products, config)
+        plan = self._make_plan(products, config, name_written_ties(ties, tensors))
+        prepared = self._prepare(out, plan, alignment, quantized)
         return replace(prepared, comparison=comparison), layers
 
     # --- the base ---
 
-    def _own_base(self, adapter: SourceAdapter) -> BaseSource:
+    def _take_own_base(self, adapter: SourceAdapter) -> BaseSource:
         found = adapter.found
         if not found.base:
             raise RefusedError(
@@ -331,45 +309,38 @@ class MergePreparation:
             )
         return BaseSource(found.opened, adapter.origin, found.base, self._config, is_live=True)
 
-    def _quantized(self, alignment: Alignment) -> QuantizedBase:
-        trained = self._trained()
+    def _plan_quantized(self, alignment: Alignment) -> QuantizedBase:
         shapes: dict[str, Shape] = {}
-        for adapter in self._adapters:
-            for layer in build_table(adapter.found.adapter.tensors).layers:
-                if not (layer.is_embedding or layer.is_convolution or layer.level):
-                    shapes[f"{layer.module}.weight"] = layer.shape
+        for source in self._adapters:
+            shapes |= find_linear_shapes(source.found.adapter)
         given = None if self._given is None else take_plain_weights(self._given, alignment)
-        record = None if given is None else self._packings()
+        record = None if given is None else self._find_packings()
         choice = self._request.qlora_base
         is_default = record is not None and choice != "original"
         nested, workers = self._request.double_quant, choose_settings(self._resources).workers
-        found = plan_quantized(
-            *(trained, given),
+        quantized = plan_quantized(
+            *(self._take_trained(), given),
             shapes=shapes,
             choice=None if is_default else choice,
             nested=nested,
             workers=workers,
         )
-        if record is None or given is None or not is_default or found.operands:
-            return found
+        if record is None or given is None or not is_default or quantized.operands:
+            return quantized
         where = self._adapters[0].source.where
         return requantize(record, given, nested=nested, where=where, workers=workers)
 
-    def _packings(self) -> Sequence[Packing] | None:
-        """Returns how the base of extracted adapters was packed, as far as all of them agree."""
-        alone = [one.found.opened for one in self._adapters if not one.found.base]
-        records = [read_record_of_base(opened).quantization for opened in alone]
-        found = [record.packings for record in records if record is not None]
-        if (
-            len(alone) < len(self._adapters)
-            or not found
-            or not all(one == found[0] for one in found)
-        ):
+    def _find_packings(self) -> Sequence[Packing] | None:
+        """Returns how the base of extracted adapters was packed, if all of them agree."""
+        if any(source.found.base for source in self._adapters):
             return None
-        return found[0] or None
+        records = [read_record_of_base(s.found.opened).quantization for s in self._adapters]
+        packings = [record.packings for record in records if record is not None]
+        is_same = bool(packings) and all(other == packings[0] for other in packings)
+        return (packings[0] or None) if is_same else None
 
-    def _trained(self) -> ModelWeights | None:
-        """Returns what the first adapter's checkpoint holds of its base."""
+    def _take_trained(self) -> ModelWeights | None:
+        """Returns the base in the first adapter's checkpoint, if it has one."""
         first = self._adapters[0]
         if not first.found.base:
             return None
@@ -380,34 +351,28 @@ class MergePreparation:
 
     # --- what changes ---
 
-    def _pairs(
-        self, config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]
-    ) -> list[TiedPair]:
-        specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
-        return find_tied_pairs(config, specs)
-
-    def _changes(
+    def _find_changes(
         self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[TiedPair]
     ) -> dict[Fqn, list[Change]]:
         base = BaseShapes(shapes, find_model_types(self._config))
-        found = []
-        for one in self._adapters:
-            adapter = add_prefix(one.found.adapter, alignment.adapter_prefix)
-            changes = find_changes(adapter, base, one.source, weight=one.weight)
-            check_used_once(adapter.tensors, changes, where=one.source.where)
-            if self._given is not None and adapter.tensors:  # one without any changes nothing
-                self._refuse_bare_targets(adapter, one, alignment)
-            found.append(changes)
-        combined = combine_changes(found, [one.weight for one in self._adapters])
+        all_changes = []
+        for source in self._adapters:
+            adapter = add_prefix(source.found.adapter, alignment.adapter_prefix)
+            changes = find_changes(adapter, base, source.source, weight=source.weight)
+            check_used_once(adapter.tensors, changes, where=source.source.where)
+            if self._given is not None and adapter.tensors:  # without tensors it changes nothing
+                self._refuse_bare_targets(adapter, source, alignment)
+            all_changes.append(changes)
+        combined = combine_changes(all_changes, [source.weight for source in self._adapters])
         tying = {
-            one.source.position
-            for one in self._adapters
-            if one.found.adapter.settings.ensure_weight_tying
+            source.source.position
+            for source in self._adapters
+            if source.found.adapter.settings.ensure_weight_tying
         }
         return share_changes(combined, pairs, tying)
 
     def _refuse_bare_targets(
-        self, adapter: Adapter, one: SourceAdapter, alignment: Alignment
+        self, adapter: Adapter, source: SourceAdapter, alignment: Alignment
     ) -> None:
         """Refuses an adapter that lacks tensors for what its configuration targets in the base."""
         entries = {
@@ -420,56 +385,56 @@ class MergePreparation:
                 build_table(adapter.tensors), adapter.settings, entries, is_own_record=True
             )
         except AdapterError as error:
-            raise error.located(one.source.where) from error
+            raise error.located(source.source.where) from error
 
-    def _rules(self, changes: Mapping[Fqn, Sequence[Change]]) -> MergeRules:
-        versions = [one.found.adapter.settings.peft_version for one in self._adapters]
+    def _choose_rules(self, changes: Changes) -> MergeRules:
+        versions = [source.found.adapter.settings.peft_version for source in self._adapters]
         norm_of, note = choose_norms(versions, changes)
         self._notes += filter(None, [note])
         rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
         return MergeRules(self._request.dtype, rounding, NormOf(norm_of))
 
-    def _ties(
+    def _judge_ties(
         self,
         config: Mapping[str, Any] | None,
         tensors: Sequence[BaseTensor],
-        changes: Mapping[Fqn, Sequence[Change]],
+        changes: Changes,
     ) -> MergedTies:
         by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
         judge = TieJudge(self._origins, by_live)
         refuse_differing_bases(judge, changes)
-        ties = judge.judge(config, self._pairs(config, tensors), changes)
+        ties = judge.judge(config, _find_pairs(config, tensors), changes)
         self._notes += describe_ties(config, ties)
         return ties
 
     # --- what is written ---
 
-    def _headed(self, changes: Mapping[Fqn, Sequence[Change]]) -> dict[str, Any] | None:
+    def _adapt_head(self, changes: Changes) -> dict[str, Any] | None:
         if self._config is None:
             return None
         config = self._config
-        for one in self._adapters:
+        for source in self._adapters:
             brought = {
                 change.weight: change.tensor.shape
-                for found in changes.values()
-                for change in found
-                if isinstance(change, Replacement) and change.source.position == one.source.position
+                for own in changes.values()
+                for change in own
+                if isinstance(change, Replacement) and change.source == source.source
             }
-            config, told = adapt_head(config, one.found.adapter.settings.task_type, brought)
-            self._notes += told
+            config, notes = adapt_head(config, source.found.adapter.settings.task_type, brought)
+            self._notes += notes
         return config
 
-    def _configured(
+    def _write_config(
         self,
         config: dict[str, Any] | None,
         products: Sequence[Product],
-        changes: Mapping[Fqn, Sequence[Change]],
+        changes: Changes,
         shapes: Mapping[Fqn, Shape],
         ties: MergedTies,
     ) -> dict[str, Any] | None:
         if config is None:
             self._notes.append(
-                "no config.json was found beside the adapter or its base: Transformers needs one to"
+                "neither the adapter nor its base has a config.json, which Transformers needs to"
                 " load the output"
             )
             return None
@@ -479,12 +444,12 @@ class MergePreparation:
         self._notes += notes
         written = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         allow_code = self._request.allow_code
-        made = update_config(resized, written, allow_code=allow_code)
+        updated = update_config(resized, written, allow_code=allow_code)
         if ties.untied or ties.broken:
-            made = untie_config(made)
-        return drop_quantization(made)
+            updated = untie_config(updated)
+        return drop_quantization(updated)
 
-    def _comparison(
+    def _compare_names(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
     ) -> Comparison:
         """Compares names and shapes with the model that the configuration describes."""
@@ -495,7 +460,7 @@ class MergePreparation:
                 "names and shapes are not compared with the model of config.json: --names live"
             )
             return NO_COMPARISON
-        # Where an adapter brought another head, that of the base stays in the output, unused.
+        # If an adapter has another head, that of the base is in the output too, and is not used.
         is_headed = config.get("architectures") != (self._config or {}).get("architectures")
         heads = {str(p.spec.name) for p in products if is_headed and is_head(p.spec.name)}
         subject = Subject(
@@ -510,7 +475,7 @@ class MergePreparation:
         self._notes += notes
         return comparison
 
-    def _plan(
+    def _make_plan(
         self,
         products: Sequence[Product],
         config: dict[str, Any] | None,
@@ -525,10 +490,10 @@ class MergePreparation:
         files = self._folders.outputs(self._side, config, allow_code=self._request.allow_code)
         return Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
 
-    def _prepared(
+    def _prepare(
         self, out: PathLike, plan: Plan, alignment: Alignment, quantized: QuantizedBase
     ) -> PlannedOutput:
-        opened = [one.found.opened for one in self._adapters]
+        opened = [source.found.opened for source in self._adapters]
         opened += [] if self._given is None else [self._given.opened]
         settings = choose_settings(self._resources, plan, sources=opened, out=out)
         read = sum(spec.size_bytes for _, _, spec in plan.specs())
@@ -543,3 +508,8 @@ class MergePreparation:
             facts=collect_source_facts(self._adapters, self._base, quantized.facts),
             versions=dict(alignment.versions or {}),
         )
+
+
+def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[TiedPair]:
+    specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
+    return find_tied_pairs(config, specs)

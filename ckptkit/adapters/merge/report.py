@@ -1,7 +1,4 @@
-"""What a merge does to each tensor, for `--report`.
-
-What the manifest of a merged model says of where it came from.
-"""
+"""What a merge does to each tensor, for `--report`; and its sources, for the manifest."""
 
 from __future__ import annotations
 
@@ -12,20 +9,20 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge.base_model import BaseSource
 from ckptkit.adapters.merge.base_tensors import BaseTensor
 from ckptkit.adapters.quantized.bases import QuantizedBase, measure_quantization
 from ckptkit.adapters.sources import OpenedAdapter
 from ckptkit.conversion.source.places import resolve_path
-from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
-from ckptkit.core.index import Fqn, Span, TensorEntry
+from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
-from ckptkit.engine.kernels import Operand
-from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import (
     AdapterSource,
     Change,
+    Changes,
     LowRankChange,
     MergeRequest,
     Replacement,
@@ -41,10 +38,10 @@ class SourceAdapter:
     """An adapter to be merged.
 
     Attributes:
-        found: The adapter, opened.
-        source: Who its changes stem from.
+        found: The opened adapter.
+        source: The source of its changes.
         origin: Its checkpoint, opened for reading tensors.
-        weight: What its scaling is multiplied by.
+        weight: The factor of its scaling.
     """
 
     found: OpenedAdapter
@@ -54,7 +51,6 @@ class SourceAdapter:
 
     @classmethod
     def of(cls, found: OpenedAdapter, position: int, weight: float) -> SourceAdapter:
-        """Takes an opened adapter as the one at a position."""
         name = f"adapter{position}"
         opened = found.opened
         origin = Origin(name, opened.source, opened.index)
@@ -64,67 +60,56 @@ class SourceAdapter:
 def collect_source_facts(
     adapters: Sequence[SourceAdapter], base: BaseSource, quantization: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns what the manifest says of the adapters and the base.
+    """Returns the facts on the adapters and the base for the manifest.
 
-    Args:
-        adapters: The adapters, in the order of merging.
-        base: The base.
-        quantization: What is known of packed weights; empty where none were.
+    `quantization` has those on packed weights.
     """
     facts = {
         "adapters": [
             {
-                "path": one.found.opened.path,
-                "name": one.found.adapter.name,
-                "weight": one.weight,
-                "config": one.found.config_path,
-                "digest": _digest_of(one),
+                "path": adapter.found.opened.path,
+                "name": adapter.found.adapter.name,
+                "weight": adapter.weight,
+                "config": adapter.found.config_path,
+                "digest": _digest_adapter(adapter),
             }
-            for one in adapters
+            for adapter in adapters
         ],
-        "base": _base_facts(base),
+        "base": _collect_base_facts(base),
     }
     return facts | ({"quantization": dict(quantization)} if quantization else {})
 
 
-def _digest_of(adapter: SourceAdapter) -> str:
+def _digest_adapter(adapter: SourceAdapter) -> str:
     """Digests an adapter: names, element types, shapes and bytes of its tensors."""
-    origin = adapter.origin
-    reader = TensorReader(Origin(origin.name, origin.source, origin.index))
-    lines = [
-        f"{name} {entry.dtype.name} {list(entry.shape)} {_tensor_digest(reader, entry)}\n"
-        for name, entry in sorted(adapter.found.adapter.tensors.items())
-    ]
+    reader = ArrayReader(adapter.origin)
+    lines = []
+    for name, entry in sorted(adapter.found.adapter.tensors.items()):
+        step = LEAF_BYTES // entry.dtype.itemsize
+        blocks = enumerate(reader.read_blocks(adapter.origin.name, entry, step))
+        digest = join_leaves(
+            {leaf: leaf_digest(block.view(np.uint8).data) for leaf, block in blocks}
+        )
+        lines.append(f"{name} {entry.dtype.name} {list(entry.shape)} {digest}\n")
     return digest_of(memoryview("".join(lines).encode()))
 
 
-def _tensor_digest(reader: TensorReader, entry: TensorEntry) -> str:
-    step = LEAF_BYTES // entry.dtype.itemsize
-    leaves = {}
-    for leaf, start in enumerate(range(0, entry.elements, step)):
-        stop = min(start + step, entry.elements)
-        data = memoryview(bytearray((stop - start) * entry.dtype.itemsize))
-        reader.fill(entry.key, Span(start, stop), data)
-        leaves[leaf] = leaf_digest(data)
-    return join_leaves(leaves)
-
-
-def _base_facts(base: BaseSource) -> dict[str, Any]:
-    found = identify_base(resolve_path(base.opened.path), base.config)
+def _collect_base_facts(base: BaseSource) -> dict[str, Any]:
+    identity = identify_base(resolve_path(base.opened.path), base.config)
     manifest = _manifest_of(base)
-    told = {
+    facts = {
         "path": base.opened.path,
         "format": base.opened.index.format,
-        "repository": found.repository,
-        "commit": found.commit,
+        "repository": identity.repository,
+        "commit": identity.commit,
         "files": {
             file.path: file.size_bytes for file in base.opened.index.files if file.size_bytes >= 0
         },
     }
     if manifest is not None:
         lines = sorted(f"{name} {t.digest}\n" for name, t in manifest.tensors.items())
-        told["digest"] = digest_of(memoryview("".join(lines).encode()))
-    return {key: value for key, value in told.items() if value}
+        facts["digest"] = digest_of(memoryview("".join(lines).encode()))
+    return {key: value for key, value in facts.items() if value}
 
 
 def _manifest_of(base: BaseSource) -> Manifest | None:
@@ -140,23 +125,23 @@ _STEP = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MergedLayer:
-    """What one adapter does to one tensor.
+    """The change of one adapter to one tensor.
 
     Attributes:
         tensor: The tensor of the live model.
         adapter: The adapter's checkpoint, with its name where several of one are merged.
         kind: `linear`, `embedding`, … for low-rank updates, `bias`, `tokens`, `whole`, or
-            `frozen` for what was trained upon.
+            `frozen` for a tensor of the base that is saved with the adapter.
         rank: Of low-rank updates, else None.
-        scaling: What the product of the factors, or the bias, is multiplied by, else None.
-        is_dora: Whether the rows are brought to magnitudes of their own.
-        base: `kept`, `dequantized` or `original` for what it is added to; `replaced` where the
-            adapter's own tensor stands in its place, `none` where the base has none.
+        scaling: The factor of the product of the factors, or of the bias, else None.
+        is_dora: Whether the rows have magnitudes.
+        base: `kept`, `dequantized` or `original` for the weight that is changed; `replaced` where
+            the adapter's own tensor replaces it, `none` where the base has none.
         change: Norm of the scaled product over the norm of the base's weight; None where it was
             not measured.
-        quantization: Norm of what quantizing changed in the weight over the norm of the scaled
-            product, which is what the choice between dequantized and original base weighs; None
-            where the weight is not packed, its original is not there, or it was not measured.
+        quantization: Norm of the error of quantization over the norm of the scaled product, which
+            shows the effect of `--qlora-base`; None where the weight is not packed, has no
+            original, or was not measured.
     """
 
     tensor: str
@@ -171,7 +156,6 @@ class MergedLayer:
 
 
 def describe_change(change: Change, adapter: str, base: str) -> MergedLayer:
-    """Returns what a change does, in words and numbers."""
     rank = scaling = None
     is_dora = False
     if isinstance(change, LowRankChange):
@@ -197,95 +181,61 @@ def measure_layers(
 
     Args:
         layers: The layers.
-        norms: Of scaled products, by adapter and tensor.
+        norms: Norms of scaled products, by adapter and tensor.
         weights: Norms of the base's weights, by tensor.
-        quantized: Norms of what quantizing changed in them, by tensor.
+        quantized: Norms of the errors of quantization, by tensor.
     """
-    made = []
+    measured = []
     for layer in layers:
         norm, weight = norms.get((layer.adapter, layer.tensor)), weights.get(layer.tensor)
         change = None if norm is None or not weight else norm / weight
         lost = quantized.get(layer.tensor)
         share = None if lost is None or not norm else lost / norm
-        made.append(replace(layer, change=change, quantization=share))
-    return made
+        measured.append(replace(layer, change=change, quantization=share))
+    return measured
 
 
 def measure_weights(
     tensors: Iterable[BaseTensor], origins: Mapping[str, Origin]
 ) -> dict[str, float]:
-    """Measures the Frobenius norms of weights, reading each once.
-
-    Args:
-        tensors: The tensors; those that are parts of one live tensor are taken together.
-        origins: The opened sources, by name.
-    """
-    readers = {
-        name: TensorReader(Origin(origin.name, origin.source, origin.index))
-        for name, origin in origins.items()
-    }
+    """Measures the Frobenius norms of live weights, reading each once."""
+    reader = ArrayReader(*origins.values())
     squares: dict[str, float] = {}
     for tensor in tensors:
-        found = _squares(tensor.operand, math.prod(tensor.shape), readers, origins)
-        squares[tensor.live[0]] = squares.get(tensor.live[0], 0.0) + found
+        elements, total = math.prod(tensor.shape), squares.get(tensor.live[0], 0.0)
+        for start in range(0, elements, _STEP):
+            span = Span(start, min(start + _STEP, elements))
+            values = reader.compute(tensor.operand, span).astype(np.float32)
+            total += float(np.dot(values.astype(np.float64), values))
+        squares[tensor.live[0]] = total
     return {name: math.sqrt(value) for name, value in squares.items()}
-
-
-def _squares(
-    operand: Operand,
-    elements: int,
-    readers: Mapping[str, TensorReader],
-    origins: Mapping[str, Origin],
-) -> float:
-    total = 0.0
-    for start in range(0, elements, _STEP):
-        span = Span(start, min(start + _STEP, elements))
-        inputs = []
-        for demand in operand.demands(span):
-            entry = origins[demand.origin].index.tensors[demand.key]
-            place = demand.place
-            data = bytearray((place.stop - place.start) * entry.dtype.itemsize)
-            readers[demand.origin].fill(demand.key, place, memoryview(data))
-            inputs.append(np.frombuffer(data, numpy_dtype(entry.dtype)))
-        values = operand.values(span, inputs).astype(np.float32)
-        total += float(np.dot(values.astype(np.float64), values))
-    return total
 
 
 def report_layers(
     adapters: Sequence[SourceAdapter],
     tensors: Sequence[BaseTensor],
-    changes: Mapping[Fqn, Sequence[Change]],
+    changes: Changes,
     quantized: QuantizedBase,
     request: MergeRequest,
     origins: Mapping[str, Origin],
 ) -> list[MergedLayer]:
-    """Returns what is done to each changed tensor; norms of weights only where asked for.
-
-    Args:
-        adapters: The adapters.
-        tensors: The tensors of the base.
-        changes: Of live tensors.
-        quantized: What of the base is packed.
-        request: Whether norms are wanted, and what is merged onto.
-        origins: The opened sources, by name.
-    """
-    held = {live for tensor in tensors for live in tensor.live}
-    labels = _labels(adapters)
+    """Describes the changes of each tensor; norms are measured only for `--report`."""
+    present = {live for tensor in tensors for live in tensor.live}
+    labels = _label_adapters(adapters)
     layers: list[MergedLayer] = []
     norms: dict[tuple[str, str], float] = {}
-    for weight, found in changes.items():
-        kind = "kept" if weight in held else "none"
+    for weight, own in changes.items():
+        kind = "kept" if weight in present else "none"
         if weight in quantized.operands:
             kind = request.qlora_base or "dequantized"
-        for change in found:
-            one = adapters[change.source.position]
+        for change in own:
+            adapter = adapters[change.source.position]
             label = labels[change.source.position]
             is_whole = isinstance(change, Replacement) and kind != "none"
             layers.append(describe_change(change, label, "replaced" if is_whole else kind))
-            norm = one.found.norms.get(change.module)
+            norm = adapter.found.norms.get(change.module)
             if norm is not None and isinstance(change, LowRankChange):
-                norms[label, weight] = norm * abs(one.weight)
+                norms[label, weight] = norm * abs(adapter.weight)
     if not request.report:
         return layers
     touched = [tensor for tensor in tensors if any(live in changes for live in tensor.live)]
@@ -293,9 +243,9 @@ def report_layers(
     return measure_layers(layers, norms, measure_weights(touched, origins), lost)
 
 
-def _labels(adapters: Sequence[SourceAdapter]) -> list[str]:
-    paths = [one.found.opened.path for one in adapters]
+def _label_adapters(adapters: Sequence[SourceAdapter]) -> list[str]:
+    paths = [adapter.found.opened.path for adapter in adapters]
     return [
-        path if paths.count(path) == 1 else f"{path} ({one.found.adapter.name})"
-        for path, one in zip(paths, adapters, strict=True)
+        path if paths.count(path) == 1 else f"{path} ({adapter.found.adapter.name})"
+        for path, adapter in zip(paths, adapters, strict=True)
     ]

@@ -1,15 +1,8 @@
-"""The weights that an adapter was trained on, made again from the plain base by its record.
+"""The weights that an adapter was trained on, derived from the plain base and its recorded packing.
 
-An adapter that was taken out of a checkpoint has left its packed base behind. What those weights
-stand for follows from the weights before: they are packed and unpacked, block by block, as they
-are read. What the record does not tell is found by the checksums of packed bytes, where it has
-them, and else has to be given.
-
-What a folder with an extracted adapter records of how its base was packed in training.
-
-With it the weights that training computed with can be made again from the plain base: which
-weights were packed, in which way, and, as far as checksums lie beside the packed bytes, which
-bytes that gave.
+An extracted adapter is stored without its packed base. The numbers of that base follow from the
+weights before: they are packed and unpacked, block by block, as they are read. Settings that are
+not recorded are found by the checksums of packed bytes, if there are any, or have to be given.
 """
 
 from __future__ import annotations
@@ -19,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, collect_facts
 from ckptkit.adapters.quantized.scales import (
     NESTED_BLOCKSIZE,
@@ -26,17 +20,21 @@ from ckptkit.adapters.quantized.scales import (
     RequantizedFourBit,
     compute_float32_mean,
 )
-from ckptkit.adapters.quantized.unpack import PackedReader, UnpackedWeight, list_likely_settings
+from ckptkit.adapters.quantized.unpack import (
+    PackedLocation,
+    UnpackedWeight,
+    cut_blocks,
+    list_likely_settings,
+)
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import FormatError, InputError, RefusedError
-from ckptkit.core.index import Fqn, Shape, Span, TensorEntry
+from ckptkit.core.errors import InputError, RefusedError
+from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.quantized import (
     FOUR_BITS,
-    MAX_STATE_BYTES,
     FourBitSettings,
     FourBitState,
     PackedRecord,
@@ -51,56 +49,56 @@ def find_packings(
     origin: Origin,
     base: Mapping[Fqn, TensorEntry],
     packed: Mapping[str, PackedWeight],
-    told: FourBitSettings,
+    configured: FourBitSettings,
     crcs: Mapping[str, int],
 ) -> tuple[Packing, ...]:
-    """Finds out how the weights of a checkpoint were packed; of them, states alone are read.
+    """Finds how the weights of a checkpoint were packed; only their states are read.
 
     Args:
-        origin: Where they lie.
+        origin: Their source.
         base: All tensors of the base, by their names in the plain model.
         packed: The packed weights among them.
-        told: What the checkpoint's configuration says of weights that have no state.
-        crcs: Checksums of packed bytes, by name of the weight, as far as they are known.
+        configured: The checkpoint's configuration, for weights without a state.
+        crcs: Known checksums of packed bytes, by name of the weight.
 
     Returns:
-        The weights, those together that were packed alike; none where one of them was packed
-        in a way that is not modelled, or its state is damaged: the base is no part of the adapter.
+        The weights, grouped by settings; nothing where one of them was packed in a way that is not
+        modelled, or has a damaged state: the base is no part of the adapter.
     """
     try:
-        return _packings(origin, base, packed, told, crcs)
+        return _group_packings(origin, base, packed, configured, crcs)
     except InputError:
         return ()
 
 
-def _packings(
+def _group_packings(
     origin: Origin,
     base: Mapping[Fqn, TensorEntry],
     packed: Mapping[str, PackedWeight],
-    told: FourBitSettings,
+    configured: FourBitSettings,
     crcs: Mapping[str, int],
 ) -> tuple[Packing, ...]:
-    reader = PackedReader({origin.name: origin})
+    location = PackedLocation(origin.name, origin.source.location, ArrayReader(origin))
     groups: dict[tuple[FourBitSettings | None, str], dict[str, PackedRecord]] = {}
     for name, weight in packed.items():
         settings, offset = None, None
         if weight.bits == FOUR_BITS:
-            state = None if weight.state is None else _state(reader, origin, weight.state)
+            state = None if weight.state is None else location.state(weight.state)
             if state is not None and state.nested_blocksize not in {0, NESTED_BLOCKSIZE}:
                 return ()
-            settings = told if state is None else _settings_of(state)
+            settings = configured if state is None else _take_settings(state)
             offset = state.nested_offset if state is not None and settings.nested else None
         group = groups.setdefault((settings, weight.packed.dtype.name), {})
         group[name] = PackedRecord(weight.packed.size_bytes, offset, crcs.get(name))
-    for key, names in _doubtful(base, packed, told):
+    for key, names in _find_doubtful(base, packed, configured):
         groups.setdefault(key, {}).update(names)
     return tuple(Packing(*key, weights) for key, weights in groups.items())
 
 
-def _doubtful(
-    base: Mapping[Fqn, TensorEntry], packed: Mapping[str, PackedWeight], told: FourBitSettings
+def _find_doubtful(
+    base: Mapping[Fqn, TensorEntry], packed: Mapping[str, PackedWeight], configured: FourBitSettings
 ) -> Iterator[tuple[tuple[FourBitSettings | None, str], dict[str, PackedRecord]]]:
-    """Yields what may be packed too: only the plain base tells, where nothing lies beside it."""
+    """Yields weights without companions that may be packed too, which only the plain base shows."""
     bare = {weight.bits for weight in packed.values() if not weight.is_whole}
     for name, entry in base.items():
         is_column = len(entry.shape) == _MATRIX and entry.shape[1] == 1
@@ -108,37 +106,28 @@ def _doubtful(
         if name in packed or not name.endswith(".weight"):
             continue
         if (is_column and FOUR_BITS in bare) or (is_bytes and bare - {FOUR_BITS}):
-            settings = told if is_column else None
+            settings = configured if is_column else None
             yield (settings, entry.dtype.name), {str(name): PackedRecord(entry.size_bytes)}
 
 
-def _state(reader: PackedReader, origin: Origin, entry: TensorEntry) -> FourBitState:
-    where = f"{origin.source.location}, tensor {entry.name!r}"
-    if entry.size_bytes > MAX_STATE_BYTES:
-        raise FormatError(f"has {entry.size_bytes:,} bytes, too many for a state", where=where)
-    return FourBitState.parse(reader.whole(origin.name, entry).tobytes(), where=where)
-
-
-def _settings_of(state: FourBitState) -> FourBitSettings:
+def _take_settings(state: FourBitState) -> FourBitSettings:
     return FourBitSettings(
         state.quant_type, bool(state.nested_blocksize), state.blocksize, state.dtype
     )
 
 
 def describe_kinds(packings: Sequence[Packing]) -> str:
-    """Names the ways of packing, in words."""
-    return ", ".join(
-        "int8" if one.settings is None else one.settings.quant_type or "4 bits" for one in packings
-    )
+    """Names the ways of packing, for messages."""
+    settings = [packing.settings for packing in packings]
+    return ", ".join("int8" if four is None else four.quant_type or "4 bits" for four in settings)
 
 
-_PIECE_ELEMENTS = 1 << 20  # whole groups of blocks, whatever their size
 _ORIGINAL = "pass --qlora-base original to merge onto the weights as they were before"
 
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """A weight of the base, and what is recorded of it."""
+    """A weight of the base, and its record."""
 
     name: str
     original: StoredOperand
@@ -158,14 +147,13 @@ def requantize(
     where: str,
     workers: int,
 ) -> QuantizedBase:
-    """Returns the weights of a base as training knew them.
+    """Derives the weights of a base as training used them.
 
     Args:
         packings: How they were packed.
         base: The base before, by the names of the plain model.
-        nested: Whether scales were quantized too, where the record does not tell; None where
-            nobody said.
-        where: What to call the adapter in errors.
+        nested: Whether scales were quantized too, if it is not recorded; None if unknown.
+        where: The adapter's name in errors.
         workers: How many threads may read at once.
     """
     try:
@@ -186,14 +174,14 @@ class _Requantizing:
         unpacked: dict[str, UnpackedWeight] = {}
         originals: dict[str, StoredOperand] = {}
         for packing in packings:
-            weights = list(self._weights(packing))
+            weights = list(self._find_weights(packing))
             originals |= {weight.name: weight.original for weight in weights}
-            unpacked |= self._unpacked(packing, weights)
-        operands = {name: one.operand for name, one in unpacked.items()}
+            unpacked |= self._unpack(packing, weights)
+        operands = {name: weight.operand for name, weight in unpacked.items()}
         facts = collect_facts(unpacked)
         return QuantizedBase(
             operands=operands,
-            shapes={name: one.shape for name, one in unpacked.items()},
+            shapes={name: weight.shape for name, weight in unpacked.items()},
             dtypes={name: original.dtype for name, original in originals.items()},
             hidden=frozenset(operands),
             notes=tuple(self._notes(", ".join(facts["kinds"]), len(operands))),
@@ -202,28 +190,29 @@ class _Requantizing:
             facts={**facts, "proven": self._proven, "unlike": self._differing},
         )
 
-    def _weights(self, packing: Packing) -> Iterator[_Weight]:
+    def _find_weights(self, packing: Packing) -> Iterator[_Weight]:
         for name, record in packing.weights.items():
             entry = self._base.entries.get(name)
             if entry is None or entry.dtype.kind != "float":
-                raise self._other_base(name, "is not there as a plain weight")
+                raise self._make_base_error(name, "is not in it as a plain weight")
             taken = entry.elements if packing.settings is None else -(-entry.elements // 2)
             if record.size_bytes == taken:
                 stored = StoredOperand(self._base.origin.name, entry.key, entry.dtype)
                 yield _Weight(name, stored, entry.shape, record)
-            elif not _is_plain(entry, packing, record):
-                raise self._other_base(
-                    name, f"takes {taken:,} bytes packed against {record.size_bytes:,} in training"
+            # What is as large in the base was not packed.
+            elif record.size_bytes != entry.elements * BY_NAME[packing.storage].itemsize:
+                raise self._make_base_error(
+                    name, f"takes {taken:,} bytes packed, expected {record.size_bytes:,}"
                 )
 
-    def _other_base(self, name: str, what: str) -> RefusedError:
+    def _make_base_error(self, name: str, what: str) -> RefusedError:
         return RefusedError(
             f"weight {name!r}, which was packed in training, {what}",
             where=self._base.location,
             hint="pass as --base the model, and the revision of it, that training started from",
         )
 
-    def _unpacked(self, packing: Packing, weights: Sequence[_Weight]) -> dict[str, UnpackedWeight]:
+    def _unpack(self, packing: Packing, weights: Sequence[_Weight]) -> dict[str, UnpackedWeight]:
         if packing.settings is None:
             return {
                 weight.name: UnpackedWeight(
@@ -234,26 +223,26 @@ class _Requantizing:
                 )
                 for weight in weights
             }
-        settings = self._settled(packing, packing.settings, weights)
-        found: dict[str, UnpackedWeight] = {}
+        settings = self._complete(packing, packing.settings, weights)
+        unpacked: dict[str, UnpackedWeight] = {}
 
-        def work(some: Iterator[_Weight]) -> None:
-            reader = self._reader()
-            for weight in some:
-                found[weight.name] = self._four_bits(weight, settings, reader)
+        def work(batch: Iterator[_Weight]) -> None:
+            reader = ArrayReader(self._base.origin)
+            for weight in batch:
+                unpacked[weight.name] = self._unpack_four_bits(weight, settings, reader)
 
         run_crew(self._workers, iter(weights), work)
-        return {weight.name: found[weight.name] for weight in weights}
+        return {weight.name: unpacked[weight.name] for weight in weights}
 
-    def _four_bits(
-        self, weight: _Weight, settings: FourBitSettings, reader: PackedReader
+    def _unpack_four_bits(
+        self, weight: _Weight, settings: FourBitSettings, reader: ArrayReader
     ) -> UnpackedWeight:
-        operand = _operand(weight, settings)
+        operand = _make_operand(weight, settings)
         offset = weight.record.offset
         if settings.nested and offset is None:
             maxima = [
-                operand.maxima(span, [reader.values(weight.original, span)])
-                for span in _pieces(weight.elements)
+                operand.maxima(span, [reader.compute(weight.original, span)])
+                for span in cut_blocks(weight.elements)
             ]
             offset = float(compute_float32_mean(np.concatenate(maxima)))
         state = FourBitState(
@@ -264,54 +253,54 @@ class _Requantizing:
             NESTED_BLOCKSIZE if settings.nested else 0,
             offset or 0.0,
         )
-        made = replace(operand, nested_offset=offset if settings.nested else None)
-        return UnpackedWeight(made, weight.shape, operand.dtype, state, derived=True)
+        operand = replace(operand, nested_offset=offset if settings.nested else None)
+        return UnpackedWeight(operand, weight.shape, operand.dtype, state, derived=True)
 
-    def _settled(
-        self, packing: Packing, told: FourBitSettings, weights: Sequence[_Weight]
+    def _complete(
+        self, packing: Packing, settings: FourBitSettings, weights: Sequence[_Weight]
     ) -> FourBitSettings:
-        """Completes what is recorded, and compares checksums where there are some."""
-        if told.nested is None:
-            told = replace(told, nested=self._nested)
-        if told.nested is None:
+        """Completes the recorded settings, and compares recorded checksums."""
+        if settings.nested is None:
+            settings = replace(settings, nested=self._nested)
+        if settings.nested is None:
             raise RefusedError(
-                "the record of the adapter does not tell whether the scales of its packed base"
+                "the record of the adapter does not say whether the scales of its packed base"
                 " were quantized too",
                 hint=f"pass --double-quant or --no-double-quant; or {_ORIGINAL}",
             )
-        told = self._found(packing, told, weights)
-        reader = self._reader()
+        reader = ArrayReader(self._base.origin)
+        settings = self._find_settings(packing, settings, weights, reader)
         for weight in weights:
             if weight.record.crc32 is not None:
-                agrees = _agrees(_operand(weight, told), weight, reader)
-                self._proven += agrees
-                self._differing += not agrees
-        return told
+                is_equal = _has_recorded_bytes(_make_operand(weight, settings), weight, reader)
+                self._proven += is_equal
+                self._differing += not is_equal
+        return settings
 
-    def _found(
-        self, packing: Packing, told: FourBitSettings, weights: Sequence[_Weight]
+    def _find_settings(
+        self,
+        packing: Packing,
+        known: FourBitSettings,
+        weights: Sequence[_Weight],
+        reader: ArrayReader,
     ) -> FourBitSettings:
-        if None not in {told.quant_type, told.blocksize, told.dtype}:
-            return told
-        known = [weight for weight in weights if weight.record.crc32 is not None]
-        smallest = min(known, key=lambda weight: weight.elements, default=None)
+        if None not in {known.quant_type, known.blocksize, known.dtype}:
+            return known
+        recorded = [weight for weight in weights if weight.record.crc32 is not None]
+        smallest = min(recorded, key=lambda weight: weight.elements, default=None)
         if smallest is not None:
-            reader = self._reader()
             storage = BY_NAME[packing.storage]
-            for likely in list_likely_settings(told, storage, smallest.original.dtype):
-                tried = replace(likely, nested=told.nested)
-                if _agrees(_operand(smallest, tried), smallest, reader):
-                    return tried
-        open_ones = {"type": told.quant_type, "block size": told.blocksize, "dtype": told.dtype}
-        missing = ", ".join(name for name, value in open_ones.items() if value is None)
+            for likely in list_likely_settings(known, storage, smallest.original.dtype):
+                trial = replace(likely, nested=known.nested)
+                if _has_recorded_bytes(_make_operand(smallest, trial), smallest, reader):
+                    return trial
+        options = {"type": known.quant_type, "block size": known.blocksize, "dtype": known.dtype}
+        missing = ", ".join(name for name, value in options.items() if value is None)
         raise RefusedError(
-            f"the record of the adapter does not tell the {missing} of its packed base"
+            f"the record of the adapter does not have the {missing} of its packed base"
             f" ({describe_kinds([packing])}), and no checksum of packed bytes agrees with this one",
             hint=f"merge from the checkpoint itself, which holds packed weights; or {_ORIGINAL}",
         )
-
-    def _reader(self) -> PackedReader:
-        return PackedReader({self._base.origin.name: self._base.origin})
 
     def _notes(self, kinds: str, count: int) -> Iterator[str]:
         proven = ""
@@ -327,14 +316,14 @@ class _Requantizing:
         if self._differing:
             yield (
                 f"{self._differing:,} of {self._differing + self._proven:,} weights have other"
-                " packed bytes than in training: a GPU rounds a few elements otherwise, and another"
-                " model nearly all; a merge from the checkpoint itself is exact"
+                " packed bytes than in training: a GPU rounds a few elements differently, another"
+                " model differs in nearly all; a merge from the checkpoint itself is exact"
             )
 
 
-def _operand(weight: _Weight, settings: FourBitSettings) -> RequantizedFourBit:
+def _make_operand(weight: _Weight, settings: FourBitSettings) -> RequantizedFourBit:
     if settings.quant_type is None or settings.blocksize is None or settings.dtype is None:
-        raise RuntimeError("what was settled is open")
+        raise RuntimeError("incomplete settings")
     return RequantizedFourBit(
         weight.original,
         settings.quant_type,
@@ -344,21 +333,11 @@ def _operand(weight: _Weight, settings: FourBitSettings) -> RequantizedFourBit:
     )
 
 
-def _agrees(operand: RequantizedFourBit, weight: _Weight, reader: PackedReader) -> bool:
-    """Tells whether packing a weight gives the bytes that were recorded."""
-    found = dict.fromkeys((False, True) if operand.quant_type == "fp4" else (False,), 0)
-    for span in _pieces(weight.elements):
-        inputs = [reader.values(weight.original, span)]
-        for on_gpu, crc in found.items():
-            found[on_gpu] = crc32(operand.packed(span, inputs, on_gpu=on_gpu).data, crc)
-    return weight.record.crc32 in found.values()
-
-
-def _is_plain(entry: TensorEntry, packing: Packing, record: PackedRecord) -> bool:
-    """Tells whether what may have been packed is as large in the base, and so was not."""
-    return record.size_bytes == entry.elements * BY_NAME[packing.storage].itemsize
-
-
-def _pieces(elements: int) -> Iterator[Span]:
-    for start in range(0, elements, _PIECE_ELEMENTS):
-        yield Span(start, min(start + _PIECE_ELEMENTS, elements))
+def _has_recorded_bytes(operand: RequantizedFourBit, weight: _Weight, reader: ArrayReader) -> bool:
+    """Returns whether packing a weight gives bytes with the recorded checksum."""
+    crcs = dict.fromkeys((False, True) if operand.quant_type == "fp4" else (False,), 0)
+    for span in cut_blocks(weight.elements):
+        inputs = [reader.compute(weight.original, span)]
+        for on_gpu, crc in crcs.items():
+            crcs[on_gpu] = crc32(operand.packed(span, inputs, on_gpu=on_gpu).data, crc)
+    return weight.record.crc32 in crcs.values()

@@ -1,22 +1,22 @@
-"""The way from one packed weight to its elements: by what lies beside it, or by its original.
+"""How a packed weight is unpacked, by its companions or by its original; and proof that they match.
 
-Reading the original of packed weights once, to prove that it is the one that was packed.
-
-Memory is bounded by a few blocks and, for the weight at hand, by four bytes for every block of
-elements that shares a scale.
+The original of packed weights is read once, to prove that it is the one that was packed. Memory is
+bounded by a few blocks and, for one weight at a time, four bytes for every block of elements that
+shares a scale.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.quantized.dequantize import (
     EightBitWeight,
     FourBitWeight,
@@ -33,12 +33,10 @@ from ckptkit.adapters.quantized.scales import (
     compute_float32_mean,
     find_block_maxima,
 )
-from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import FormatError
-from ckptkit.core.index import Key, Shape, Span, TensorEntry
+from ckptkit.core.index import Shape, Span, TensorEntry
 from ckptkit.engine.kernels import Operand, StoredOperand
-from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.lora.quantized import (
     BLOCKSIZES,
     DTYPES,
@@ -51,24 +49,22 @@ from ckptkit.lora.quantized import (
     PackedWeight,
 )
 
-# As in the executor: a block of fp32 is then as large as one read.
-_PIECE_ELEMENTS = 1 << 20
-_FLOAT16 = BY_NAME["float16"]
-# A GPU's division is rounded otherwise, so elements between two codes may go either way: at most
-# one in thousands, and never many in one block. Weights that were trained on differ in whole
-# blocks, or everywhere.
+FLOAT16 = BY_NAME["float16"]
+_BLOCK_ELEMENTS = 1 << 20  # whole groups of blocks, whatever their size
+# A GPU rounds divisions differently, so elements between two codes may get either: at most one in
+# thousands, and never many in one block. Other weights differ in whole blocks, or everywhere.
 _TOLERATED = 1e-3
 _TOLERATED_OF_BLOCK = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
 class PackingProof:
-    """What comparing a packed weight with its original found.
+    """The result of comparing a packed weight with its original.
 
     Attributes:
         differing: Elements that would be packed differently.
         elements: How many were compared.
-        crowded: Whether more of them lie in one block than rounding explains.
+        crowded: Whether one block has more of them than rounding explains.
         mean: The mean of the scales, as float32.
     """
 
@@ -82,43 +78,17 @@ class PackingProof:
         return not self.crowded and self.differing <= _TOLERATED * self.elements
 
 
-class PackedReader:
-    """Reads tensors of any source, whole or in part; for one thread at a time."""
-
-    def __init__(self, origins: Mapping[str, Origin]) -> None:
-        # Origins of its own: what is read for a proof is read, and checked, once more when used.
-        self._readers = {
-            name: TensorReader(Origin(name, origin.source, origin.index))
-            for name, origin in origins.items()
-        }
-        self._indexes = {name: origin.index for name, origin in origins.items()}
-
-    def read(self, origin: str, key: Key, span: Span) -> NDArray[Any]:
-        """Returns elements of a stored tensor."""
-        dtype = self._indexes[origin].tensors[key].dtype
-        data = bytearray((span.stop - span.start) * dtype.itemsize)
-        self._readers[origin].fill(key, span, memoryview(data))
-        return np.frombuffer(data, numpy_dtype(dtype))
-
-    def whole(self, origin: str, entry: TensorEntry) -> NDArray[Any]:
-        return self.read(origin, entry.key, Span(0, entry.elements))
-
-    def values(self, operand: Operand, span: Span) -> NDArray[Any]:
-        inputs = [self.read(d.origin, d.key, d.place) for d in operand.demands(span)]
-        return operand.values(span, inputs)
-
-
 @dataclass(frozen=True, slots=True)
 class FourBitClaim:
-    """A packed weight, and what is said of it.
+    """A packed weight, and how it is assumed to have been packed.
 
     Attributes:
         packed: The codes.
-        original: What they were made from.
-        elements: How many elements that has.
-        quant_type: What the codes stand for.
+        original: The weight that was packed.
+        elements: Its number of elements.
+        quant_type: The meaning of the codes.
         blocksize: How many elements share a scale.
-        dtype: What the original was cast to before.
+        dtype: The element type to which the original was cast first.
     """
 
     packed: Operand
@@ -130,27 +100,26 @@ class FourBitClaim:
 
 
 def prove_four_bits(
-    reader: PackedReader, claim: FourBitClaim, *, at_most: int | None = None
+    reader: ArrayReader, claim: FourBitClaim, *, at_most: int | None = None
 ) -> PackingProof:
-    """Asks of every code whether the original would be packed into it.
+    """Counts the codes into which the original would not be packed.
 
-    Args:
-        reader: Of both sources.
-        claim: What is to be proven.
-        at_most: How many elements to look at, None for all.
+    `at_most` limits the number of compared elements.
     """
     elements = claim.elements if at_most is None else min(at_most, claim.elements)
-    held = 2 * claim.packed.dtype.itemsize
+    codes_per_item = 2 * claim.packed.dtype.itemsize
     differing, crowded, maxima = 0, False, []
-    for span in _pieces(elements):
-        codes = reader.values(claim.packed, Span(span.start // held, -(-span.stop // held)))
-        numbers = reader.values(claim.original, span)
+    for span in cut_blocks(elements):
+        codes = reader.compute(
+            claim.packed, Span(span.start // codes_per_item, -(-span.stop // codes_per_item))
+        )
+        numbers = reader.compute(claim.original, span)
         blocks, scales = find_block_maxima(numbers, claim.dtype, claim.blocksize)
-        found = count_mismatches(
+        mismatches = count_mismatches(
             codes.view(np.uint8), blocks, scales, claim.quant_type, elements=numbers.size
         )
-        differing += int(found.sum())
-        crowded |= bool(found.max() > _TOLERATED_OF_BLOCK * claim.blocksize)
+        differing += int(mismatches.sum())
+        crowded |= bool(mismatches.max() > _TOLERATED_OF_BLOCK * claim.blocksize)
         maxima.append(scales)
     return PackingProof(
         differing, elements, crowded, float(compute_float32_mean(np.concatenate(maxima)))
@@ -158,82 +127,75 @@ def prove_four_bits(
 
 
 def prove_eight_bits(
-    reader: PackedReader, packed: Operand, original: Operand, shape: Shape
+    reader: ArrayReader, packed: Operand, original: Operand, shape: Shape
 ) -> PackingProof:
-    """Asks of every code of a matrix whether the original would be packed into it."""
+    """Counts the codes of a matrix into which the original would not be packed."""
     differing, crowded = 0, False
     columns, elements = shape[1], math.prod(shape)
-    step = max(1, _PIECE_ELEMENTS // columns) * columns
+    step = max(1, _BLOCK_ELEMENTS // columns) * columns
     for start in range(0, elements, step):
         span = Span(start, min(start + step, elements))
-        rows, scales = find_block_maxima(reader.values(original, span), _FLOAT16, columns)
-        codes = reader.values(packed, span).view(np.int8).reshape(rows.shape)
-        found = count_row_mismatches(codes, rows, scales)
-        differing += int(found.sum())
-        crowded |= bool(found.max() > max(1, _TOLERATED_OF_BLOCK * columns))
+        rows, scales = find_block_maxima(reader.compute(original, span), FLOAT16, columns)
+        codes = reader.compute(packed, span).view(np.int8).reshape(rows.shape)
+        mismatches = count_row_mismatches(codes, rows, scales)
+        differing += int(mismatches.sum())
+        crowded |= bool(mismatches.max() > max(1, _TOLERATED_OF_BLOCK * columns))
     return PackingProof(differing, elements, crowded)
 
 
 def prove_same_bytes(
-    reader: PackedReader, first: tuple[str, TensorEntry], second: tuple[str, TensorEntry]
+    reader: ArrayReader, first: tuple[str, TensorEntry], second: tuple[str, TensorEntry]
 ) -> PackingProof:
-    """Compares the codes of two packed weights, whatever types they are stored under.
-
-    Args:
-        reader: Of both sources.
-        first: One of them, with its source.
-        second: The other.
-    """
+    """Compares the codes of two packed weights, whatever types they are stored as."""
     size = first[1].size_bytes
     if second[1].size_bytes != size:
         return PackingProof(2 * size, 2 * size, crowded=True)
     differing = 0
-    for span in _pieces(size):
-        one, other = (_bytes(reader, origin, entry, span) for origin, entry in (first, second))
-        differing += int(np.count_nonzero(one != other))
+    for span in cut_blocks(size):
+        ours, theirs = (_read_bytes(reader, *tensor, span) for tensor in (first, second))
+        differing += int(np.count_nonzero(ours != theirs))
     return PackingProof(differing, 2 * size, crowded=differing > 0)
 
 
 def measure_change(
-    reader: PackedReader, original: Operand, dequantized: Operand, shape: Shape
+    reader: ArrayReader, original: Operand, dequantized: Operand, shape: Shape
 ) -> float:
     """Returns the Frobenius norm of what quantizing changed in a weight."""
     total = 0.0
-    for span in _pieces(math.prod(shape)):
-        change = reader.values(dequantized, span).astype(np.float64)
-        change -= reader.values(original, span)
+    for span in cut_blocks(math.prod(shape)):
+        change = reader.compute(dequantized, span).astype(np.float64)
+        change -= reader.compute(original, span)
         total += float(change @ change)
     return math.sqrt(total)
 
 
-def _bytes(reader: PackedReader, origin: str, entry: TensorEntry, span: Span) -> NDArray[Any]:
-    """Returns a range of a tensor's bytes; no storage is wider than what ranges begin at."""
-    held = entry.dtype.itemsize
-    part = Span(span.start // held, span.stop // held)
+def _read_bytes(reader: ArrayReader, origin: str, entry: TensorEntry, span: Span) -> NDArray[Any]:
+    """Reads a range of a tensor's bytes, which begins and ends between its stored elements."""
+    size = entry.dtype.itemsize
+    part = Span(span.start // size, span.stop // size)
     return reader.read(origin, entry.key, part).view(np.uint8)
 
 
-def _pieces(elements: int) -> Iterator[Span]:
-    for start in range(0, elements, _PIECE_ELEMENTS):
-        yield Span(start, min(start + _PIECE_ELEMENTS, elements))
+def cut_blocks(elements: int) -> Iterator[Span]:
+    for start in range(0, elements, _BLOCK_ELEMENTS):
+        yield Span(start, min(start + _BLOCK_ELEMENTS, elements))
 
 
-FLOAT16 = BY_NAME["float16"]
 _TRIAL_ELEMENTS = 1 << 18
 _LIKELY_BLOCKSIZES = tuple(sorted(BLOCKSIZES, key=lambda size: (size not in {64, 128}, size)))
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackedWeight:
-    """One packed weight, and what is known of it.
+    """A packed weight as an operand.
 
     Attributes:
         operand: Its elements.
         shape: Its shape.
-        dtype: What it was before it was packed.
+        dtype: Its element type before packing.
         state: How it was packed; None for eight bits.
-        derived: Whether its scales are made from the original weight.
-        proof: What comparing it with the original found, None where there was none.
+        derived: Whether its scales are derived from the original weight.
+        proof: The result of comparing it with the original; None without an original.
     """
 
     operand: Operand
@@ -246,37 +208,30 @@ class UnpackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class PackedLocation:
-    """Where a packed weight lies.
+    """The source of a packed weight.
 
     Attributes:
-        origin: The source.
-        location: What messages call it.
+        origin: Its name.
+        location: Its location, for messages.
         reader: Reads from it.
     """
 
     origin: str
     location: str
-    reader: PackedReader
+    reader: ArrayReader
 
     def stored(self, entry: TensorEntry) -> StoredOperand:
         return StoredOperand(self.origin, entry.key, entry.dtype)
 
     def state(self, entry: TensorEntry) -> FourBitState:
-        """Reads a quantization state."""
         where = f"{self.location}, tensor {entry.name!r}"
         if entry.size_bytes > MAX_STATE_BYTES:
             raise FormatError(f"has {entry.size_bytes:,} bytes, too many for a state", where=where)
-        return FourBitState.parse(self.reader.whole(self.origin, entry).tobytes(), where=where)
+        return FourBitState.parse(self.reader.read_whole(self.origin, entry).tobytes(), where=where)
 
 
 def unpack_eight_bits(weight: PackedWeight, place: PackedLocation, dtype: DType) -> UnpackedWeight:
-    """Returns an 8-bit weight that has its scales beside it.
-
-    Args:
-        weight: The weight.
-        place: Where it lies.
-        dtype: What it was before.
-    """
+    """Unpacks an 8-bit weight by its stored scales; `dtype` is that of the weight before."""
     scales = weight.companions[SCALES_OF_ROWS]
     rows, columns = weight.packed.shape
     _check_size(scales, rows, place.location)
@@ -288,7 +243,7 @@ def unpack_eight_bits(weight: PackedWeight, place: PackedLocation, dtype: DType)
 def derive_eight_bits(
     weight: PackedWeight, place: PackedLocation, original: StoredOperand
 ) -> UnpackedWeight:
-    """Returns an 8-bit weight whose scales are made from its original."""
+    """Unpacks an 8-bit weight by scales that are derived from its original."""
     columns = weight.packed.shape[1]
     rows = DerivedScales(original, FLOAT16, columns, weight.packed.elements)
     operand = EightBitWeight(place.stored(weight.packed), rows, columns)
@@ -298,7 +253,7 @@ def derive_eight_bits(
 def unpack_four_bits(
     weight: PackedWeight, place: PackedLocation, state: FourBitState
 ) -> UnpackedWeight:
-    """Returns a 4-bit weight that has its scales beside it."""
+    """Unpacks a 4-bit weight by its stored scales."""
     if weight.packed.size_bytes != -(-state.elements // 2):
         raise FormatError(
             f"{weight.packed.name!r} has {weight.packed.size_bytes:,} bytes, but its state is"
@@ -310,11 +265,11 @@ def unpack_four_bits(
     _check_size(absmax, blocks, place.location)
     scales: Scales = StoredScales(place.stored(absmax))
     if state.nested_blocksize:
-        shared = _companion(weight, "nested_absmax", place.location)
-        table = _companion(weight, "nested_quant_map", place.location)
+        shared = _get_companion(weight, "nested_absmax", place.location)
+        table = _get_companion(weight, "nested_quant_map", place.location)
         _check_size(shared, -(-blocks // state.nested_blocksize), place.location)
         _check_size(table, 256, place.location)
-        _check_bytes(absmax, place.location)
+        _check_scales(absmax, place.location, are_bytes=True)
         scales = NestedScales(
             place.stored(absmax),
             place.stored(shared),
@@ -323,14 +278,14 @@ def unpack_four_bits(
             state.nested_offset,
         )
     else:
-        _check_numbers(absmax, place.location)
+        _check_scales(absmax, place.location, are_bytes=False)
     return _four_bits(place.stored(weight.packed), scales, state)
 
 
 def derive_four_bits(
     weight: PackedWeight, place: PackedLocation, original: StoredOperand, state: FourBitState
 ) -> UnpackedWeight:
-    """Returns a 4-bit weight whose scales are made from its original."""
+    """Unpacks a 4-bit weight by scales that are derived from its original."""
     dtype = BY_NAME[state.dtype]
     maxima = DerivedScales(original, dtype, state.blocksize, state.elements)
     scales: Scales = maxima
@@ -339,61 +294,56 @@ def derive_four_bits(
     return replace(_four_bits(place.stored(weight.packed), scales, state), derived=True)
 
 
-def proof_of_four_bits(
-    packed: StoredOperand, original: StoredOperand, state: FourBitState, reader: PackedReader
-) -> PackingProof:
-    return prove_four_bits(reader, _claim(packed, original, state))
-
-
 def find_settings(
     packed: StoredOperand,
     original: StoredOperand,
     shape: Shape,
-    told: FourBitSettings,
-    reader: PackedReader,
+    known: FourBitSettings,
+    reader: ArrayReader,
 ) -> tuple[FourBitState, PackingProof]:
-    """Finds out how a weight was packed, by comparing some of it with its original.
+    """Finds how a weight was packed, by comparing some of it with its original.
 
-    What is told is tried first, and believed where bytes cannot tell: whether the scales were
-    quantized too, and which of two types the weight had that hold it equally well.
+    Known settings are tried first, and used where the bytes do not decide: whether the scales were
+    quantized too, and which of two element types that fit equally well the weight had.
 
     Returns:
         The settings that fit best, without the mean of scales, and how well they fit.
     """
     tried: list[tuple[FourBitState, PackingProof]] = []
-    nested = NESTED_BLOCKSIZE if told.nested is not False else 0
-    for likely in list_likely_settings(told, packed.dtype, original.dtype):
+    nested = NESTED_BLOCKSIZE if known.nested is not False else 0
+    for likely in list_likely_settings(known, packed.dtype, original.dtype):
         if likely.quant_type is None or likely.blocksize is None or likely.dtype is None:
             continue
         state = FourBitState(likely.quant_type, likely.blocksize, likely.dtype, shape, nested)
-        proof = prove_four_bits(reader, _claim(packed, original, state), at_most=_TRIAL_ELEMENTS)
+        claim = make_claim(packed, original, state)
+        proof = prove_four_bits(reader, claim, at_most=_TRIAL_ELEMENTS)
         tried.append((state, proof))
         if not proof.differing:
             break
-    return min(tried, key=lambda one: (one[1].crowded, one[1].differing))
+    return min(tried, key=lambda trial: (trial[1].crowded, trial[1].differing))
 
 
 def list_likely_settings(
-    told: FourBitSettings, storage: DType, original: DType
+    known: FourBitSettings, storage: DType, original: DType
 ) -> Iterator[FourBitSettings]:
-    """Yields what weights are packed with, the likeliest first.
+    """Yields settings with which a weight may have been packed, the likeliest first.
 
-    FSDP takes parameters of one type only, so that a float type of storage is that of the model.
+    FSDP takes parameters of one type only, so a float type of storage is that of the model.
 
     Args:
-        told: What is known.
-        storage: What the packed numbers are stored under.
-        original: The type of the weight before.
+        known: The known settings.
+        storage: The element type in which the packed numbers are stored.
+        original: The element type of the weight before.
     """
-    types = dict.fromkeys(QUANT_TYPES[t] for t in filter(None, (told.quant_type, *QUANT_TYPES)))
-    sizes = dict.fromkeys(filter(None, (told.blocksize, *_LIKELY_BLOCKSIZES)))
-    names = (told.dtype, storage.name, original.name, *DTYPES)
+    types = dict.fromkeys(QUANT_TYPES[t] for t in filter(None, (known.quant_type, *QUANT_TYPES)))
+    sizes = dict.fromkeys(filter(None, (known.blocksize, *_LIKELY_BLOCKSIZES)))
+    names = (known.dtype, storage.name, original.name, *DTYPES)
     dtypes = dict.fromkeys(name for name in names if name in DTYPES)
     for size, dtype, quant_type in itertools.product(sizes, dtypes, types):
-        yield FourBitSettings(quant_type, told.nested, size, dtype)
+        yield FourBitSettings(quant_type, known.nested, size, dtype)
 
 
-def _claim(packed: StoredOperand, original: StoredOperand, state: FourBitState) -> FourBitClaim:
+def make_claim(packed: StoredOperand, original: StoredOperand, state: FourBitState) -> FourBitClaim:
     return FourBitClaim(
         packed, original, state.elements, state.quant_type, state.blocksize, BY_NAME[state.dtype]
     )
@@ -407,10 +357,10 @@ def _four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> Un
     return UnpackedWeight(operand, state.shape, dtype, state)
 
 
-def _companion(weight: PackedWeight, kind: str, location: str) -> TensorEntry:
+def _get_companion(weight: PackedWeight, kind: str, location: str) -> TensorEntry:
     if kind not in weight.companions:
         raise FormatError(
-            f"{weight.name!r} is doubly quantized, but {kind!r} does not lie beside it",
+            f"{weight.name!r} is doubly quantized, but {kind!r} was not stored with it",
             where=location,
         )
     return weight.companions[kind]
@@ -419,25 +369,15 @@ def _companion(weight: PackedWeight, kind: str, location: str) -> TensorEntry:
 def _check_size(entry: TensorEntry, elements: int, location: str) -> None:
     if entry.elements != elements:
         raise FormatError(
-            f"{entry.name!r} has {entry.elements:,} elements against the {elements:,} that its"
-            " weight takes",
+            f"{entry.name!r} has {entry.elements:,} elements, expected {elements:,} for its weight",
             where=location,
         )
 
 
-def _check_numbers(entry: TensorEntry, location: str) -> None:
-    if entry.dtype.kind != "float":
+def _check_scales(entry: TensorEntry, location: str, *, are_bytes: bool) -> None:
+    expected = "bytes of double quantization" if are_bytes else "floating numbers"
+    if (entry.dtype.itemsize != 1) if are_bytes else (entry.dtype.kind != "float"):
         raise FormatError(
-            f"{entry.name!r} has element type {entry.dtype.name}, where scales that were not"
-            " quantized are floating numbers",
-            where=location,
-        )
-
-
-def _check_bytes(entry: TensorEntry, location: str) -> None:
-    if entry.dtype.itemsize != 1:
-        raise FormatError(
-            f"{entry.name!r} has element type {entry.dtype.name}, where double quantization"
-            " leaves bytes",
+            f"{entry.name!r} has element type {entry.dtype.name}, expected scales as {expected}",
             where=location,
         )

@@ -322,5 +322,5 @@ def test_a_tensor_that_no_layer_uses_is_an_error() -> None:
     changes = paired(given, {"q.weight": (6, 8)})
     with pytest.raises(AdapterError, match="0 layers, expected 1"):
         check_used_once({**given.tensors, Fqn("more"): entry("more", (1,))}, changes, where="a")
-    with pytest.raises(AdapterError, match="2 layers against 1"):
+    with pytest.raises(AdapterError, match="2 layers, expected 1"):
         check_used_once(given.tensors, [*changes, *changes], where="a")
