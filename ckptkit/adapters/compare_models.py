@@ -1,12 +1,8 @@
-"""A model before and after training, opened so that their tensors can be compared.
+"""A model before and after training, compared tensor by tensor, and changes as low-rank products.
 
-What training changed in a model, tensor by tensor: read from both sides, never as a whole.
-
-The two thin factors whose product is nearest to a matrix, and how near it is.
-
-Small matrices are decomposed exactly. For the others a subspace that holds the largest singular
-vectors is found by random projection and power iterations, which takes seconds where LAPACK
-takes minutes. What the factors miss is computed afterwards, from the factors as they are written.
+Tensors are read from both sides in blocks. Small matrices are decomposed exactly. For the others a
+subspace with the largest singular vectors is found by random projection and power iterations,
+which takes seconds where LAPACK takes minutes. The error is that of the factors as written.
 
 Source: Halko, Martinsson, Tropp, "Finding structure with randomness" (2011), algorithms 4.4
 and 5.1.
@@ -52,7 +48,7 @@ EXACT = 512
 _SEED = 0x5EED  # the same factors in every run
 _MORE = 16  # further directions, which make the last wanted ones exact
 _ROUNDS = 12
-_SETTLED = 1e-5  # of the energy: what a further round has to add to be worth it
+_SETTLED = 1e-5  # of the energy: a round that adds less is the last
 _BLOCK_ELEMENTS = 1 << 20
 
 
@@ -70,7 +66,7 @@ class LowRankFactors:
 
 
 def truncate_svd(matrix: Matrix, rank: int) -> LowRankFactors:
-    """Finds the factors of a rank whose product is nearest to a matrix.
+    """Returns the factors of a rank whose product is nearest to a matrix.
 
     The singular values are shared evenly between the two, as in mergekit. The same matrix has the
     same factors in every run on one machine; their signs are fixed.
@@ -101,7 +97,7 @@ def truncate_svd(matrix: Matrix, rank: int) -> LowRankFactors:
 
 
 def _find_range(matrix: Matrix, wanted: int, rank: int) -> Matrix:
-    """Returns an orthonormal basis, [rows, wanted], of what the matrix maps most strongly to."""
+    """Returns an orthonormal basis, [rows, wanted], of the strongest part of a matrix's range."""
     random = np.random.Generator(np.random.PCG64(_SEED))
     start = random.standard_normal((matrix.shape[1], wanted), np.float32)
     basis = np.linalg.qr(matrix @ start)[0]
@@ -162,7 +158,7 @@ class Approximation:
         up: [out, rank], in the element type that is written.
         down: [rank, in], in the same.
         change: Frobenius norm of what training changed.
-        missed: Frobenius norm of what the factors miss of it, as they are written.
+        missed: Frobenius norm of the error of the written factors.
     """
 
     up: NDArray[Any]
@@ -187,22 +183,16 @@ class ChangeReader:
     """Reads the difference between two checkpoints. For one thread."""
 
     def __init__(self, tuned: Origin, base: Origin, listener: Listener) -> None:
-        """Takes the two sides.
-
-        Args:
-            tuned: The model after training.
-            base: The model before it.
-            listener: Is told of the bytes that were read of the tuned side.
-        """
+        """`listener` receives the bytes that were read of the tuned model."""
         self._readers = TensorReader(tuned), TensorReader(base)
         self._listener = listener
 
     def norm(self, pair: ComparedTensor) -> float:
-        """Returns the Frobenius norm of what changed; only some of the tensor is in memory."""
+        """Returns the Frobenius norm of a change, in constant memory."""
         return math.sqrt(sum(compute_squared_norm(block) for _, block in self._blocks(pair)))
 
     def matrix(self, pair: ComparedTensor) -> Matrix:
-        """Returns what changed in a matrix, float32."""
+        """Returns the change of a matrix, float32."""
         whole = np.empty(pair.tuned.elements, np.float32)
         for span, block in self._blocks(pair):
             whole[span.start : span.stop] = block
@@ -234,7 +224,7 @@ class ChangeReader:
 
 
 def _subtract(tuned: NDArray[Any], base: NDArray[Any], wide: Any) -> NDArray[Any]:
-    with np.errstate(all="ignore"):  # what is not finite is looked for in the result
+    with np.errstate(all="ignore"):  # the result is checked
         if np.float64 in {tuned.dtype.type, base.dtype.type}:
             return (tuned.astype(np.float64) - base.astype(np.float64)).astype(wide)
         difference: NDArray[Any] = tuned.astype(wide) - base.astype(wide)
@@ -263,10 +253,10 @@ def _refuse_packed(pair: ComparedTensor) -> None:
 
 
 def approximate(change: Matrix, rank: int, dtype: DType, *, where: str) -> Approximation | None:
-    """Finds the factors of a change, and measures what they miss.
+    """Finds the factors of a change, and measures their error.
 
     Args:
-        change: What training changed, [out, in].
+        change: The change, [out, in].
         rank: The largest rank; a smaller matrix gets the length of its smaller side.
         dtype: The element type of the factors.
         where: The tensor, for messages.
@@ -300,16 +290,16 @@ class ComparedModels:
     """Two checkpoints of one model.
 
     Attributes:
-        opened: The tuned one, and the base.
-        tuned: The tuned one, for reading tensors.
+        opened: The tuned model, and the base.
+        tuned: The tuned model, for reading tensors.
         base: The base, for reading tensors.
         config: The model's configuration, or None.
         pairs: Every tensor that both have, in the order of the names; tied ones once.
-        tied: From names that are tied, on the tuned side, to the tensor that holds their bytes.
+        tied: Tied names of the tuned model, with the names that they are tied to.
         left_out: Names that cannot be compared, and that the user excluded.
-        parts: Names on disk of tensors that are parts of larger ones in memory, where no adapter
-            finds them.
-        notes: What the user should know.
+        parts: Names on disk of tensors that are parts of larger ones in memory, which adapters
+            cannot name.
+        notes: Messages for the user.
     """
 
     opened: tuple[OpenedCheckpoint, OpenedCheckpoint]
@@ -332,12 +322,7 @@ def open_models(
 ) -> ComparedModels:
     """Opens both checkpoints and pairs their tensors.
 
-    Args:
-        stack: Closes the files.
-        tuned: The model after training: any checkpoint.
-        base: The model before it.
-        select: Which model of the tuned side to take where there are several, or None.
-        exclude: Patterns of names that may be on one side only, or differ in shape.
+    `exclude` has patterns of names that may be in one model only, or differ in shape.
     """
     after = _open_tuned(stack, tuned, select)
     before = open_base(stack, base, None)
@@ -370,16 +355,16 @@ def open_models(
 
 def _open_tuned(stack: ExitStack, path: PathLike, select: str | None) -> BaseSource:
     """Opens the trained model; of a run, its newest step."""
-    found = stack.enter_context(open_checkpoint(path, select=select))
-    request = ConsolidateRequest(select=found.select)
-    entries = select_model(found.index, request, location=found.path)
-    problem = next(find_problems(found.index, entries), None)
+    checkpoint = stack.enter_context(open_checkpoint(path, select=select))
+    request = ConsolidateRequest(select=checkpoint.select)
+    entries = select_model(checkpoint.index, request, location=checkpoint.path)
+    problem = next(find_problems(checkpoint.index, entries), None)
     if problem is not None:
-        raise error_of(problem, found.path)
-    folders = SideFolders(stack, found, None)
+        raise error_of(problem, checkpoint.path)
+    folders = SideFolders(stack, checkpoint, None)
     return BaseSource(
-        found,
-        Origin(SOURCE, found.source, found.index),
+        checkpoint,
+        Origin(SOURCE, checkpoint.source, checkpoint.index),
         {entry.name: entry for entry in entries},
         folders.config(folders.choose(allow_code=False)[0]),
         is_live=True,
@@ -390,14 +375,11 @@ def _refuse_quantized(
     entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, location: str
 ) -> None:
     sign = find_adapter((entry.name for entry in entries), own_adapters(config))
-    found = None if sign is None else (sign.name, title_of(sign.method))
-    for entry in entries if found is None else ():
-        if looks_packed(entry.name, entry.shape, entry.dtype.name):
-            found = entry.name, PACKED_WEIGHT
-            break
-    if found is not None:
+    packed = (e.name for e in entries if looks_packed(e.name, e.shape, e.dtype.name))
+    name, what = (sign.name, title_of(sign.method)) if sign else (next(packed, ""), PACKED_WEIGHT)
+    if name:
         raise RefusedError(
-            f"tensor {found[0]!r} belongs to {found[1]}, against the weights of a whole model",
+            f"tensor {name!r} belongs to {what}, expected the weights of a whole model",
             where=location,
             hint="name the model in the element type that it was trained in; an adapter of LoRA is"
             " taken out with `ckptkit adapter extract`, and `ckptkit adapter merge` makes a"
@@ -413,37 +395,37 @@ def _refuse_quantized(
 
 
 def _rename_to_live(side: BaseSource, hub: HubNames | None) -> tuple[BaseSource, frozenset[Fqn]]:
-    """Gives a side's tensors the names that they have in memory, which adapters go by.
+    """Renames a model's tensors to their names in memory, which adapters use.
 
     Returns:
-        The side, and names on disk of tensors that are only parts of one in memory.
+        The model, and names on disk of tensors that are only parts of one in memory.
     """
     names = side.entries.keys()
     if hub is None or sum(n in hub.tensors for n in names) < sum(n in hub.live for n in names):
         return side, frozenset()
     placed = place_on_disk(names, hub)
-    parts = frozenset(one.name for one in placed if one.part is not None)
-    called = {
-        one.name if one.part is not None else one.live[0]: side.entries[one.name] for one in placed
-    }
-    named = {name: replace(entry, name=name) for name, entry in called.items()}
-    return replace(side, entries=named), parts
+    parts = frozenset(tensor.name for tensor in placed if tensor.part is not None)
+    renamed = {}
+    for tensor in placed:
+        name = tensor.name if tensor.part is not None else tensor.live[0]
+        renamed[name] = replace(side.entries[tensor.name], name=name)
+    return replace(side, entries=renamed), parts
 
 
 def _drop_tied_names(
     side: BaseSource, config: Mapping[str, Any] | None
 ) -> tuple[_Tensors, Mapping[Fqn, Fqn]]:
-    """Returns the tensors without names that hold another one's bytes, and those names."""
-    # A reading of its own, so that what is compared here is proven when it is read for good.
+    """Returns the tensors without tied names, and the tied names."""
+    # A separate origin, so that what is compared here is verified again when it is copied.
     aside = Origin(side.origin.name, side.origin.source, side.origin.index)
     dropped = find_ties(config, list(side.entries.values()), aside).dropped
-    return {name: one for name, one in side.entries.items() if name not in dropped}, dropped
+    return {n: entry for n, entry in side.entries.items() if n not in dropped}, dropped
 
 
 def _add_tied_names(
     tensors: _Tensors, config: Mapping[str, Any] | None, other: Mapping[Fqn, TensorEntry]
 ) -> _Tensors:
-    """Adds tied names that only the other side has apart."""
+    """Adds tied names that the other model has."""
     absent = find_absent_tied_names(config, tensors.keys())
     return tensors | {t: tensors[s] for t, s in absent.items() if t in other}
 

@@ -41,7 +41,7 @@ from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.places import open_target
 
 _KIND = "adapter"
-_OF_MODELS = {CONFIG, "generation_config.json"}  # which would make the folder look like a model
+_OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class ExtractedAdapter:
     """An adapter that was written.
 
     Attributes:
-        manifest: As it lies in the output.
-        name: What the run called the adapter.
-        config_path: Where its configuration was found; empty where it was inferred.
-        rows: What it holds for each module.
+        manifest: The manifest in the output.
+        name: The name of the adapter in the run.
+        config_path: The path of its configuration; empty where it was inferred.
+        rows: Its tensors for each module.
         norms: By module, the Frobenius norm of what its factors add to the weight.
-        notes: What the user should know.
+        notes: Messages for the user.
     """
 
     manifest: Manifest
@@ -113,7 +113,7 @@ def prepare_extraction(
             Product(TensorSpec(name, entry.dtype, entry.shape), Copy(SOURCE, entry.key))
             for name, entry in tensors.items()
         ]
-        files = (layout_adapter(products), _config_file(found), *_side_files(found))
+        files = (layout_adapter(products), _make_config_file(found), *_make_side_files(found))
         plan = Plan(files, {}, found.notes)
         settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
         origin = Origin(SOURCE, found.opened.source, found.opened.index)
@@ -126,7 +126,7 @@ def prepare_extraction(
                 settings=settings,
                 estimate=estimate_plan(plan, settings, out, bytes_read=2 * read),
                 kind=_KIND,
-                options=_options(request),
+                options=_list_options(request),
                 facts={
                     "adapter": found.adapter.name,
                     "config": found.config_path,
@@ -137,31 +137,27 @@ def prepare_extraction(
         )
 
 
-def adapter_config_as_written(document: Mapping[str, Any]) -> bytes:
+def _make_config_file(found: OpenedAdapter) -> OutputFile:
     """Returns the configuration of an adapter as PEFT writes it: sorted, for inference."""
-    written = {**document, "inference_mode": True}
-    written.pop("runtime_config", None)  # PEFT keeps it to the process
-    return json.dumps(written, indent=2, sort_keys=True).encode()
-
-
-def _config_file(found: OpenedAdapter) -> OutputFile:
-    data = adapter_config_as_written(found.adapter.settings.document)
+    document = {**found.adapter.settings.document, "inference_mode": True}
+    document.pop("runtime_config", None)  # PEFT does not save it
+    data = json.dumps(document, indent=2, sort_keys=True).encode()
     return lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
 
 
-def _side_files(found: OpenedAdapter) -> list[OutputFile]:
-    """Plans the tokenizer and what belongs to it."""
+def _make_side_files(found: OpenedAdapter) -> list[OutputFile]:
+    """Plans the tokenizer and its files."""
     files, _ = found.folders.choose(allow_code=False)
-    beside = [file for file in files if file.name not in _OF_MODELS]
-    return found.folders.outputs(beside, None, allow_code=False)
+    kept = [file for file in files if file.name not in _OF_MODELS]
+    return found.folders.outputs(kept, None, allow_code=False)
 
 
-def _options(request: AdapterRequest) -> dict[str, Any]:
-    given = {
+def _list_options(request: AdapterRequest) -> dict[str, Any]:
+    options = {
         "adapter": request.adapter,
         "adapter_config": None if request.config is None else str(request.config),
         "select": request.select,
         "allow_untrained": request.allow_untrained or None,
         **request.overrides,
     }
-    return {key: value for key, value in given.items() if value is not None}
+    return {key: value for key, value in options.items() if value is not None}

@@ -1,6 +1,6 @@
 """`ckptkit.adapter_from_diff`: the change that full training made, as a LoRA adapter.
 
-What a full fine-tune changed, sorted into what a LoRA can hold and what it cannot.
+The changed tensors are sorted into those that a LoRA can hold and those that it cannot.
 
 Source: peft 0.21, `check_target_module_exists` in `tuners/tuners_utils.py` and `_set_trainable` in
 `utils/other.py` for how modules are named; `lora/config.py` for the configuration.
@@ -63,7 +63,7 @@ from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.storage.places import open_target
 
 _CONFIG = "adapter_config.json"
-_POOR = 0.9  # of the changes' energy: what is below is told
+_POOR = 0.9  # of the changes' energy: less is noted
 _LISTED = 3
 
 
@@ -85,13 +85,13 @@ def make_diff_request(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffRequest:
-    """What is to be made of a difference.
+    """Options of `adapter from-diff`.
 
     Attributes:
-        rank: Of the factors; smaller matrices get less.
-        patterns: Which tensors are approximated, and which kept as they are.
+        rank: The rank of the factors, or the smaller side of a matrix if that is less.
+        patterns: Which tensors are approximated, and which are kept whole.
         dtype: Element type of the factors.
-        select: Which model of the tuned side to take where there are several, or None.
+        select: Which tuned model to use if there are several, or None.
     """
 
     rank: int
@@ -109,10 +109,10 @@ def run_adapter_from_diff(
     overwrite: bool = False,
     listener: Listener = ignore,
 ) -> Manifest:
-    """Writes a LoRA adapter that does to a base model what full training did, as far as it can.
+    """Writes a LoRA adapter that approximates the change of full training.
 
     Returns:
-        The manifest, with what each layer's factors miss.
+        The manifest, with the error of each layer's factors.
     """
     check_destination(tuned, out, overwrite=overwrite, also=(base,))
     with (
@@ -135,11 +135,11 @@ def _prepared(
 
 @dataclass(slots=True)
 class _Changes:
-    """What was found, as it is found.
+    """The changes of a model.
 
     Attributes:
-        approximated: By module.
-        norms: Of tensors that changed and are not approximated, by name.
+        approximated: Approximations by module.
+        norms: Norms of other changes, by name of the tensor.
         unchanged: Modules that could be approximated and did not change.
     """
 
@@ -149,11 +149,11 @@ class _Changes:
 
 
 def _measured(sides: ComparedModels, request: DiffRequest, listener: Listener) -> _Changes:
-    """Reads both sides once, and makes factors of what changed."""
+    """Reads both models once, and approximates the changes."""
     reader = ChangeReader(sides.tuned, sides.base, listener)
     types, patterns = find_model_types(sides.config), request.patterns
     dtype = dtype_named(request.dtype)
-    found = _Changes()
+    changes = _Changes()
     for pair in sides.pairs:
         role = classify_tensor(pair.name, pair.tuned.shape, types)
         if pair.name in sides.parts:
@@ -161,23 +161,23 @@ def _measured(sides: ComparedModels, request: DiffRequest, listener: Listener) -
         is_kept = matches(pair.name, patterns.full)
         if role == "whole" or is_kept or not patterns.approximates(pair.name):
             if norm := reader.norm(pair):
-                found.norms[pair.name] = norm
+                changes.norms[pair.name] = norm
             continue
         change = reader.matrix(pair)
         if role == "transposed":
             change = change.T
         factors = approximate(change, request.rank, dtype, where=f"tensor {pair.name!r}")
         if factors is None:
-            found.unchanged.append(module_of(pair.name))
+            changes.unchanged.append(module_of(pair.name))
         else:
-            found.approximated[module_of(pair.name)] = pair, factors
+            changes.approximated[module_of(pair.name)] = pair, factors
     for origin in (sides.tuned, sides.base):
         origin.checksums.finish()
-    return found
+    return changes
 
 
 class _Output:
-    """Plans the files of an adapter, and says what they hold."""
+    """Plans the files of an adapter, and reports their content."""
 
     def __init__(
         self, sides: ComparedModels, changes: _Changes, request: DiffRequest, base: str
@@ -187,11 +187,11 @@ class _Output:
         self._request = request
         self._base = base
         if not changes.approximated:
-            raise _nothing_to_write(sides, changes)
-        ranks = {module: one.rank for module, (_, one) in changes.approximated.items()}
+            raise _make_empty_error(sides, changes)
+        ranks = {module: factors.rank for module, (_, factors) in changes.approximated.items()}
         full = [n for n in changes.norms.keys() - sides.parts if matches(n, request.patterns.full)]
         names = [pair.name for pair in sides.pairs]
-        self._kept = plan_content(ranks, full, names, sides.tied)
+        self._content = plan_content(ranks, full, names, sides.tied)
 
     def prepared(self, out: PathLike) -> PlannedOutput:
         sides, opened = self._sides, self._sides.opened
@@ -204,7 +204,7 @@ class _Output:
         return PlannedOutput(
             sources=opened,
             plan=plan,
-            inputs=Inputs({o.name: _again(o) for o in (sides.tuned, sides.base)}, {}),
+            inputs=Inputs({o.name: _open_again(o) for o in (sides.tuned, sides.base)}, {}),
             settings=settings,
             estimate=estimate_plan(plan, settings, out, bytes_read=read),
             kind="adapter",
@@ -217,7 +217,7 @@ class _Output:
         )
 
     def _record(self) -> BaseRecord:
-        """Digests a few weights of the base, by which a merge will know it again."""
+        """Digests a few weights of the base, with which a merge checks its base."""
         changed = [pair for pair, _ in self._changes.approximated.values()]
         bases = dict(select_evenly({pair.name: pair.base for pair in changed}))
         return BaseRecord(read_digests(self._sides.base, bases))
@@ -234,7 +234,7 @@ class _Output:
         tensors = {pair.name: pair.tuned for pair in self._sides.pairs}
         tensors |= {t: tensors[s] for t, s in self._sides.tied.items() if t not in tensors}
         for name, entry in tensors.items():
-            file_name = self._kept.file_name(name)
+            file_name = self._content.file_name(name)
             if file_name is not None:
                 spec = TensorSpec(Fqn(file_name), entry.dtype, entry.shape)
                 yield Product(spec, Copy(SOURCE, entry.key))
@@ -246,13 +246,13 @@ class _Output:
             classify_tensor(pair.name, pair.tuned.shape, types) == "transposed"
             for pair, _ in self._changes.approximated.values()
         )
-        found = identify_base(self._base, sides.config)
+        identity = identify_base(self._base, sides.config)
         return make_adapter_config(
-            self._kept,
+            self._content,
             {module_of(pair.name) for pair in sides.pairs},
             sides.config,
             transposed=is_transposed,
-            base=(found.repository or self._base, found.commit or None),
+            base=(identity.repository or self._base, identity.commit or None),
         )
 
     def _options(self) -> dict[str, Any]:
@@ -266,16 +266,17 @@ class _Output:
         }
         return {"rank": request.rank} | {name: value for name, value in chosen.items() if value}
 
-    def _lost(self) -> dict[Fqn, float]:
-        """Returns what changed and is not in the adapter, the largest change first."""
+    def _find_lost(self) -> dict[Fqn, float]:
+        """Returns the changes that the adapter lacks, the largest first."""
         norms = self._changes.norms
-        lost = [name for name in norms if self._kept.file_name(name) is None]
+        lost = [name for name in norms if self._content.file_name(name) is None]
         return {name: norms[name] for name in sorted(lost, key=lambda name: -norms[name])}
 
     def _report(self) -> dict[str, Any]:
-        ones = [one for _, one in self._changes.approximated.values()]
-        lost = self._lost()
-        change, missed = _length(one.change for one in ones), _length(one.missed for one in ones)
+        approximations = [own for _, own in self._changes.approximated.values()]
+        lost = self._find_lost()
+        change = _length(own.change for own in approximations)
+        missed = _length(own.missed for own in approximations)
         everything = _length((change, *self._changes.norms.values()))
         return {
             "change": everything,
@@ -283,8 +284,14 @@ class _Output:
             "energy": max(0.0, 1 - (missed / change) ** 2),
             "error_with_lost": _length((missed, *lost.values())) / everything,
             "layers": {
-                module: _row(pair, one)
-                for module, (pair, one) in self._changes.approximated.items()
+                module: {
+                    "shape": list(pair.tuned.shape),
+                    "rank": own.rank,
+                    "change": own.change,
+                    "error": own.error,
+                    "energy": own.energy,
+                }
+                for module, (pair, own) in self._changes.approximated.items()
             },
             "whole": {n: v for n, v in self._changes.norms.items() if n not in lost},
             "lost": lost,
@@ -297,7 +304,7 @@ class _Output:
         yield from self._sides.notes
         if self._sides.left_out:
             yield (
-                "left out by --exclude, and not compared, as one side lacks them or has another"
+                "left out by --exclude and not compared, since one model lacks them or has another"
                 f" shape: {_few(list(self._sides.left_out))}"
             )
         if report["unchanged"]:
@@ -322,16 +329,6 @@ class _Output:
             )
 
 
-def _row(pair: ComparedTensor, one: Approximation) -> dict[str, Any]:
-    return {
-        "shape": list(pair.tuned.shape),
-        "rank": one.rank,
-        "change": one.change,
-        "error": one.error,
-        "energy": one.energy,
-    }
-
-
 def _length(norms: Iterator[float] | Sequence[float] | Any) -> float:
     return math.sqrt(math.fsum(norm * norm for norm in norms))
 
@@ -341,14 +338,14 @@ def _few(names: Sequence[str]) -> str:
     return f"{', '.join(map(repr, names[:_LISTED]))}{more}"
 
 
-def _again(origin: Origin) -> Origin:
-    """Opens a source once more: what is copied is proven again, what had no checksum is known."""
+def _open_again(origin: Origin) -> Origin:
+    """Opens a source again, so that copies are verified; chunks without checksums are kept."""
     fresh = Origin(origin.name, origin.source, origin.index)
     fresh.unverified |= origin.unverified
     return fresh
 
 
-def _nothing_to_write(sides: ComparedModels, changes: _Changes) -> RefusedError:
+def _make_empty_error(sides: ComparedModels, changes: _Changes) -> RefusedError:
     where = sides.opened[0].path
     if not changes.norms:
         return RefusedError(
@@ -383,12 +380,12 @@ _TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class DiffPatterns:
-    """Which tensors the user wants in which form.
+    """Patterns of tensors by their form in the adapter.
 
     Attributes:
-        include: Names of matrices to approximate; empty for all but heads.
+        include: Matrices to approximate; empty for all but heads.
         exclude: Names to leave out.
-        full: Names that are kept as they are, with the rest of their modules.
+        full: Names that are kept whole, with the rest of their modules.
     """
 
     include: tuple[str, ...] = ()
@@ -396,8 +393,8 @@ class DiffPatterns:
     full: tuple[str, ...] = ()
 
     def approximates(self, name: str) -> bool:
-        taken = matches(name, self.include) if self.include else not is_head(name)
-        return taken and not matches(name, self.exclude)
+        is_included = matches(name, self.include) if self.include else not is_head(name)
+        return is_included and not matches(name, self.exclude)
 
 
 def module_of(name: str) -> str:
@@ -405,7 +402,7 @@ def module_of(name: str) -> str:
 
 
 def classify_tensor(name: str, shape: Shape, model_types: frozenset[str]) -> str:
-    """Tells whether a tensor is the weight of a linear layer, and which way round it is stored."""
+    """Returns `linear` or `transposed` for the weight of a linear layer, else `whole`."""
     module = module_of(name)
     if len(shape) != _MATRIX or not name.endswith(_WEIGHT) or 0 in shape:
         return "whole"
@@ -416,12 +413,12 @@ def classify_tensor(name: str, shape: Shape, model_types: frozenset[str]) -> str
 
 @dataclass(frozen=True, slots=True)
 class AdapterContent:
-    """What is written of a fine-tune.
+    """The content of an adapter of a fine-tune.
 
     Attributes:
         ranks: The rank of each module that is approximated.
         biased: Approximated modules whose biases are kept.
-        whole: Modules that are kept as they are.
+        whole: Modules that are kept whole.
         is_tied: Whether some of these are tied to each other.
     """
 
@@ -431,7 +428,7 @@ class AdapterContent:
     is_tied: bool = False
 
     def file_name(self, name: str) -> str | None:
-        """Returns what PEFT's files call a tensor that is kept as it is; None if it is not."""
+        """Returns the name of a whole tensor in PEFT's files; None if it is not kept."""
         module = module_of(name)
         if any(module == whole or module.startswith(f"{whole}.") for whole in self.whole):
             return PEFT_PREFIX + name
@@ -446,18 +443,18 @@ def plan_content(
     tensors: Collection[str],
     tied: Mapping[Fqn, Fqn],
 ) -> AdapterContent:
-    """Decides how tensors that are kept as they are lie in an adapter.
+    """Decides how whole tensors are stored in an adapter.
 
-    A bias beside an approximated weight is saved as a bias; anything else with its module.
+    The bias of an approximated weight is saved as a bias; any other tensor with its module.
 
     Args:
         ranks: The rank of each module that is approximated.
         full: Names of tensors to keep.
         tensors: Names of all tensors of the model.
-        tied: From names that hold the same tensor as another one to that one.
+        tied: Names of tied tensors, with the names that they are tied to.
     """
     wanted = set(full)
-    # An embedding that is replaced leaves the tied head with the old one; it is replaced too.
+    # A head that is tied to a replaced embedding would keep the old one; it is replaced too.
     ties = {target for target, source in tied.items() if source in wanted}
     wanted |= ties
     biased = {module_of(n) for n in wanted if n.endswith(_BIAS) and module_of(n) in ranks}
@@ -468,7 +465,7 @@ def plan_content(
         if meant is not None or not module:
             raise RefusedError(
                 f"module {module!r} cannot be saved whole: PEFT, which goes by the ends of names,"
-                f" would take {meant!r} for it too",
+                f" would match {meant!r} too",
                 where="--full",
                 hint="leave it out of --full, or match both with it",
             )
@@ -486,7 +483,7 @@ def make_adapter_config(
     """Returns the content of `adapter_config.json`; every module is scaled by 1.
 
     Args:
-        content: What is written.
+        content: The content of the adapter.
         modules: Every module of the model that has a tensor.
         config: The model's configuration, or None.
         transposed: Whether weights are stored as [in, out].
@@ -524,43 +521,40 @@ def make_adapter_config(
 
 
 def _by_rank(capped: Mapping[str, int], ranks: Mapping[str, int]) -> list[str]:
-    """Returns names that mean the capped modules, each name modules of one rank."""
-    found = []
+    """Returns names that match the capped modules, each of them modules of one rank."""
+    names = []
     for rank in sorted(set(capped.values())):
-        found += find_short_names({m for m, r in capped.items() if r == rank}, ranks.keys())
-    return found
+        names += find_short_names({m for m, r in capped.items() if r == rank}, ranks.keys())
+    return names
 
 
 def find_short_names(chosen: Collection[str], modules: Iterable[str]) -> list[str]:
     """Returns the shortest names by which PEFT finds these modules and no others.
 
-    Numbers are no names: modules without tensors, which nobody knows of here, have them too.
-
-    Args:
-        chosen: The modules.
-        modules: Every module of the model that has a tensor.
+    Numbers are not used: modules without tensors, which are unknown here, may have them too.
+    `modules` is every module of the model that has a tensor.
 
     >>> find_short_names({"l.0.q", "l.1.q", "l.0.k"}, {"l.0.q", "l.1.q", "l.0.k", "l.1.k"})
     ['l.0.k', 'q']
     """
     ends: dict[str, set[str]] = {}
     for module in {*modules, *chosen}:
-        for path in _path(module):
+        for path in _list_paths(module):
             ends.setdefault(path.rpartition(".")[2], set()).add(path)
-    found = []
+    names = []
     for end, meant in ends.items():
-        taken = meant & set(chosen)
-        found += [end] if taken == meant and not end.isdecimal() else sorted(taken)
-    return sorted(found)
+        matched = meant & set(chosen)
+        names += [end] if matched == meant and not end.isdecimal() else sorted(matched)
+    return sorted(names)
 
 
-def _path(module: str) -> list[str]:
+def _list_paths(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
 
 
 def task_of(config: Mapping[str, Any] | None) -> str | None:
-    """Returns PEFT's name for what a model does, where its class tells."""
+    """Returns PEFT's name of a model's task, by its class."""
     listed = (config or {}).get("architectures")
     name = listed[0] if isinstance(listed, Sequence) and listed else ""
     return next((task for end, task in _TASKS.items() if str(name).endswith(end)), None)

@@ -1,7 +1,4 @@
-"""From a path to one adapter: which tensors, under which settings, on which base.
-
-The values of an adapter: finite, trained, and how much they change.
-"""
+"""From a path to one adapter: its tensors, settings and base; its values are finite and trained."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge.merged_ties import find_resized_embeddings
 from ckptkit.conversion.source.adapter_records import AdapterRecord, AdapterRecords, read_record
 from ckptkit.conversion.source.adapters import Choice, choose_adapter, find_base, sort_trees
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
-from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
-from ckptkit.core.index import Fqn, Span, TensorEntry
-from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
 from ckptkit.lora.config import Adapter, LoraSettings
 from ckptkit.lora.dialects import (
@@ -43,16 +40,16 @@ from ckptkit.plan.plan import SOURCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRequest:
-    """Which adapter is meant, and what is known of it beside its checkpoint.
+    """Which adapter is read, and how.
 
     Attributes:
-        adapter: Its name, or None where there is one.
-        config: An `adapter_config.json` to take instead of the checkpoint's own, or None.
-        overrides: What tensors cannot tell, as keys of `adapter_config.json`; only for
-            checkpoints that come without a configuration.
-        select: Which state dict to take where there are several, or None.
+        adapter: Its name, or None for the only one.
+        config: An `adapter_config.json` to use instead of the checkpoint's own, or None.
+        overrides: Options that tensors do not show, by the keys of `adapter_config.json`; only
+            for checkpoints without a configuration.
+        select: Which state dict to use if there are several, or None.
         also: Further directories of the checkpoint.
-        allow_untrained: Whether an adapter that changes nothing is taken all the same.
+        allow_untrained: Whether to accept an adapter that changes nothing.
         limit_bytes: Memory that the process may use, or None.
     """
 
@@ -67,25 +64,24 @@ class AdapterRequest:
 
 _ANY = AdapterRequest()
 _OWN_MODULE = re.compile(r"(?<![A-Za-z0-9_])module\\*\.")
-_INSIDE = ("module ", "tensor ")  # errors that do not say in which checkpoint
+_INSIDE = ("module ", "tensor ")  # errors that do not name the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedAdapter:
-    """An adapter that was found, understood and checked.
+    """An adapter that was read and checked.
 
     Attributes:
-        opened: The checkpoint that it lies in.
-        folders: The folders that may hold what belongs beside it.
+        opened: Its checkpoint.
+        folders: Folders with its side files.
         adapter: Its settings and tensors; its origin is `SOURCE`.
-        base: The tensors of the base that the checkpoint holds, by plain names of the model;
-            empty where it holds the adapter alone.
-        config_path: Where the configuration was found; empty where it was inferred.
-        rows: What the adapter holds for each module; every tensor is in one row.
+        base: The tensors of the base in the checkpoint, by plain names of the model; empty where
+            it has the adapter alone.
+        config_path: The path of the configuration; empty where it was inferred.
+        rows: The adapter's tensors for each module; every tensor is in one row.
         norms: By module, the Frobenius norm of what its factors add to the weight.
-        notes: What the user should know.
-        twice: Names under which PEFT's file has tensors once more, each with the name that the
-            adapter has the tensor by.
+        notes: Messages for the user.
+        twice: Second names that tensors have in PEFT's file, each with the first name.
     """
 
     opened: OpenedCheckpoint
@@ -102,13 +98,7 @@ class OpenedAdapter:
 def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
     """Opens the adapter at or under a path: a PEFT folder, a sharded step, a `.bin` file.
 
-    Every tensor of the adapter is accounted for, and its values are looked at.
-
-    Args:
-        stack: Closes the checkpoint's files.
-        path: Any path in or above a checkpoint.
-        request: Which adapter is meant.
-
+    Every tensor of the adapter is accounted for, and its values are checked.
     """
     checkpoint = stack.enter_context(
         open_checkpoint(
@@ -125,7 +115,7 @@ def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _AN
 
 
 class _Opening:
-    """Decides step by step what the adapter is; each step needs the ones before it."""
+    """Reads an adapter step by step."""
 
     def __init__(
         self, checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest
@@ -137,27 +127,27 @@ class _Opening:
 
     def run(self) -> OpenedAdapter:
         records = AdapterRecords(self._folders)
-        given = None if self._request.config is None else read_record(self._request.config)
-        trees, choice, record = self._choose(records, given)
-        found = trees.get(choice.tree)
-        if found is None:
-            return self._empty(choice, record)
+        own = None if self._request.config is None else read_record(self._request.config)
+        trees, choice, record = self._choose(records, own)
+        tree = trees.get(choice.tree)
+        if tree is None:
+            return self._open_empty(choice, record)
         base = rename_plainly(find_base(choice.tree, trees))
         if record is None:
-            inferred = self._inferred(found, choice, base)
+            inferred = self._infer(tree, choice, base)
             settings = LoraSettings.parse(inferred, where=self._checkpoint.path)
         else:
             self._refuse_contradictions(record)
             settings = LoraSettings.parse(record.document, where=record.path)
-        tensors = self._tensors(found, choice, settings, base)
+        tensors = self._select_tensors(tree, choice, settings, base)
         self._refuse_incomplete(tensors)
         origin = Origin(SOURCE, self._checkpoint.source, self._checkpoint.index)
         adapter = Adapter(choice.name, settings, SOURCE, tensors)
-        adapter = self._without_repetitions(adapter, origin)
+        adapter = self._drop_repetitions(adapter, origin)
         rows = account(adapter, base, is_own_record=record is not None and record.is_own)
         self._notes += note_old_alphas(settings, rows)
         values = AdapterValues(origin, adapter)
-        _refuse_differing(values, adapter, found)
+        _refuse_differing(values, adapter, tree)
         norms = values.check(rows, allow_untrained=self._request.allow_untrained)
         return OpenedAdapter(
             opened=self._checkpoint,
@@ -168,19 +158,19 @@ class _Opening:
             rows=rows,
             norms=norms,
             notes=(*self._checkpoint.notes, *self._notes),
-            twice=_twice(adapter, found),
+            twice=_find_second_names(adapter, tree),
         )
 
-    def _empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
-        """Returns an adapter that was saved without a tensor."""
+    def _open_empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
+        """Returns an adapter that was saved without tensors."""
         if record is None:
             raise RefusedError(
-                "an adapter without a single tensor does not tell how it was configured",
+                "an adapter without tensors does not show how it was configured",
                 hint="pass the configuration that the run used with --adapter-config",
             )
         self._refuse_contradictions(record)
         settings = LoraSettings.parse(record.document, where=record.path)
-        note = "the adapter has no tensor: the save wrote none, and it changes nothing"
+        note = "the adapter has no tensors: the save wrote none, and it changes nothing"
         return OpenedAdapter(
             opened=self._checkpoint,
             folders=self._folders,
@@ -193,47 +183,48 @@ class _Opening:
         )
 
     def _choose(
-        self, records: AdapterRecords, given: AdapterRecord | None
+        self, records: AdapterRecords, own: AdapterRecord | None
     ) -> tuple[Mapping[str, SortedTensors], Choice, AdapterRecord | None]:
-        """Finds the adapter and its configuration; a name's `module` may be the model's own."""
-        trees = self._sorted(records, given)
+        """Finds the adapter and its configuration; `module` in names may be the model's own."""
+        trees = self._sort(records, own)
         request = self._request
         choice = choose_adapter(
             *(self._checkpoint, trees, records.names(), request.adapter),
             may_be_empty=request.allow_untrained,
         )
-        is_only_one = sum(len(one.live) + bool(one.stripped) for one in trees.values()) == 1
+        counts = (len(tree.live) + bool(tree.stripped) for tree in trees.values())
+        is_only_one = sum(counts) == 1
         others = {posixpath.basename(tree) for tree in trees if tree != choice.tree}
-        record = given or records.find(choice.name, is_only_one=is_only_one, others=others)
+        record = own or records.find(choice.name, is_only_one=is_only_one, others=others)
         if not trees:
             return trees, choice, record
         if trees[choice.tree].cut_module and record is not None and _names_module(record):
             trees = sort_trees(self._checkpoint, keep_module=True)
         if trees[choice.tree].cut_module:
             self._notes.append(
-                "segments 'module' in the names of tensors were taken for those of a wrapper"
+                "segments 'module' in the names of tensors were removed as those of a wrapper"
             )
         return trees, choice, record
 
-    def _sorted(
-        self, records: AdapterRecords, given: AdapterRecord | None
+    def _sort(
+        self, records: AdapterRecords, own: AdapterRecord | None
     ) -> Mapping[str, SortedTensors]:
-        """Sorts the tensors; of other methods than LoRA a configuration tells best."""
+        """Sorts the tensors; a configuration is the best sign of other methods than LoRA."""
         names = (*records.names(), self._request.adapter or "default")
-        found = given or next(
+        record = own or next(
             filter(None, (records.find(name, is_only_one=True) for name in names)), None
         )
-        if found is not None and found.document.get("peft_type", LORA) != LORA:
-            LoraSettings.parse(found.document, where=found.path)  # refuses it by name
+        if record is not None and record.document.get("peft_type", LORA) != LORA:
+            LoraSettings.parse(record.document, where=record.path)  # refuses it by name
         trees = sort_trees(self._checkpoint)
-        if found is not None and not any(one.holds_adapter for one in trees.values()):
-            LoraSettings.parse(found.document, where=found.path)
+        if record is not None and not any(tree.holds_adapter for tree in trees.values()):
+            LoraSettings.parse(record.document, where=record.path)
         return trees
 
-    def _inferred(
-        self, found: SortedTensors, choice: Choice, base: Mapping[Fqn, TensorEntry]
+    def _infer(
+        self, tree: SortedTensors, choice: Choice, base: Mapping[Fqn, TensorEntry]
     ) -> Mapping[str, Any]:
-        table = build_table(select_adapter_tensors(found, choice.name, None))
+        table = build_table(select_adapter_tensors(tree, choice.name, None))
         inferred = infer_config(table, base, self._request.overrides, where=self._checkpoint.path)
         self._notes += inferred.notes
         return inferred.document
@@ -248,31 +239,29 @@ class _Opening:
                     hint="leave the option out, or pass another file with --adapter-config",
                 )
 
-    def _tensors(
+    def _select_tensors(
         self,
-        found: SortedTensors,
+        tree: SortedTensors,
         choice: Choice,
         settings: LoraSettings,
         base: Mapping[Fqn, TensorEntry],
     ) -> dict[Fqn, TensorEntry]:
-        resized = (
-            () if found.stripped else tuple(find_resized_embeddings(settings, base, found.rest))
-        )
+        resized = () if tree.stripped else tuple(find_resized_embeddings(settings, base, tree.rest))
         if resized:
             self._notes.append(
                 "the vocabulary has another size than that of the base: the embeddings are"
                 " written with the adapter, as PEFT does"
             )
-        return select_adapter_tensors(found, choice.name, settings, embeddings=resized)
+        return select_adapter_tensors(tree, choice.name, settings, embeddings=resized)
 
     def _refuse_incomplete(self, tensors: Mapping[Fqn, TensorEntry]) -> None:
         problem = next(find_problems(self._checkpoint.index, tensors.values()), None)
         if problem is not None:
             raise error_of(problem, self._checkpoint.path)
 
-    def _without_repetitions(self, adapter: Adapter, origin: Origin) -> Adapter:
-        """Leaves out what tied embeddings repeat of one another's trained rows."""
-        tokens = dict(_tokens_in_order(adapter))
+    def _drop_repetitions(self, adapter: Adapter, origin: Origin) -> Adapter:
+        """Leaves out trained rows that tied embeddings repeat."""
+        tokens = dict(_sort_tokens(adapter))
         if len(tokens) < 2:  # noqa: PLR2004  one repeats nothing
             return adapter
         repeated = find_tied_tokens(AdapterValues(origin, adapter), tokens)
@@ -284,45 +273,44 @@ class _Opening:
                 " of one embedding, which others can only repeat",
                 hint="pass the configuration that the run used with --adapter-config",
             )
-        kept = {name: one for name, one in adapter.tensors.items() if name not in repeated}
+        kept = {name: entry for name, entry in adapter.tensors.items() if name not in repeated}
         return replace(adapter, tensors=kept)
 
 
-def _twice(adapter: Adapter, found: SortedTensors) -> dict[Fqn, Fqn]:
-    """Returns names that PEFT gives biases of whole modules besides, see `find_second_name`."""
+def _find_second_names(adapter: Adapter, tree: SortedTensors) -> dict[Fqn, Fqn]:
+    """Returns the second names that PEFT gives biases of whole modules; see `find_second_name`."""
     if adapter.settings.bias != "all":
         return {}
-    held = {**adapter.tensors, **found.repeated}
-    named = {
-        name: find_second_name(entry.name, keep_module=not found.cut_module)
-        for name, entry in held.items()
+    names = {
+        name: find_second_name(entry.name, keep_module=not tree.cut_module)
+        for name, entry in {**adapter.tensors, **tree.repeated}.items()
     }
-    return {second: name for name, second in named.items() if second not in {None, name}}
+    return {second: name for name, second in names.items() if second not in {None, name}}
 
 
-def _refuse_differing(values: AdapterValues, adapter: Adapter, found: SortedTensors) -> None:
+def _refuse_differing(values: AdapterValues, adapter: Adapter, tree: SortedTensors) -> None:
     """Refuses a file that has one tensor twice, with different values."""
-    for name, entry in found.repeated.items():
-        if not values.same(adapter.tensors[name], entry):
+    for name, entry in tree.repeated.items():
+        if not values.are_equal(adapter.tensors[name], entry):
             raise AdapterError(
-                f"it was found against {adapter.tensors[name].name!r} with other values, while"
-                " PEFT writes one tensor under both names",
+                f"its values differ from those of {adapter.tensors[name].name!r}, while PEFT writes"
+                " one tensor under both names",
                 where=f"tensor {entry.name!r}",
                 hint="the file was changed after PEFT wrote it; take the original",
             )
 
 
-def _tokens_in_order(adapter: Adapter) -> Iterator[tuple[Fqn, TensorEntry]]:
-    """Yields trained rows, those of embeddings that the configuration names before others."""
+def _sort_tokens(adapter: Adapter) -> Iterator[tuple[Fqn, TensorEntry]]:
+    """Yields trained rows, first those of embeddings that the configuration names."""
     named = adapter.settings.trainable_token_indices
-    found = [pair for pair in adapter.tensors.items() if pair[0].endswith(f".{TOKENS}")]
+    tokens = [pair for pair in adapter.tensors.items() if pair[0].endswith(f".{TOKENS}")]
 
     def rank(pair: tuple[Fqn, TensorEntry]) -> tuple[bool, bool]:
         module = pair[0].rpartition(".token_adapter.")[0]
         is_named = any(name and fits_target(name, module) for name in named)
         return (not is_named, module.endswith("lm_head"))
 
-    yield from sorted(found, key=rank)
+    yield from sorted(tokens, key=rank)
 
 
 def _names_module(record: AdapterRecord) -> bool:
@@ -331,23 +319,19 @@ def _names_module(record: AdapterRecord) -> bool:
 
 
 _BLOCK_ELEMENTS = 1 << 22
-_SINGLE_BYTES = 4  # of smaller floating types, numpy itself cannot tell what is finite
+_SINGLE_BYTES = 4  # numpy cannot check whether numbers of smaller floating types are finite
 
 
 class AdapterValues:
     """Reads the tensors of an adapter, each once, block by block."""
 
     def __init__(self, origin: Origin, adapter: Adapter) -> None:
-        self._reader = TensorReader(origin)
-        self._origin = origin
+        self._reader = ArrayReader(origin)
+        self._origin = origin.name
         self._adapter = adapter
 
     def check(self, rows: Sequence[ModuleRow], *, allow_untrained: bool) -> Mapping[str, float]:
-        """Refuses numbers that are none, and adapters that change nothing.
-
-        Args:
-            rows: What the adapter holds for each module.
-            allow_untrained: Whether factors that are all zero are taken all the same.
+        """Refuses values that are not finite, and adapters that change nothing.
 
         Returns:
             By module, the Frobenius norm of what its factors add to the weight.
@@ -355,106 +339,99 @@ class AdapterValues:
         table = build_table(self._adapter.tensors)
         by_name = {name: row for row in rows for name in row.names}
         norms: dict[str, float] = {}
-        is_trained = is_scaled = not table.layers  # of what replaces the base's, nothing tells
+        # Tensors that replace those of the base do not show whether they were trained.
+        is_trained = is_scaled = not table.layers
         for layer in table.layers:
             row = by_name[layer.names[0]]
-            norm, changes = self._norm(layer, row)
+            norm, changes = self._measure(layer, row)
             if math.isfinite(norm):
                 norms[row.module] = norm
             is_scaled |= row.scaling != 0
             is_trained |= changes and row.scaling != 0
         for entry in (*table.tokens.values(), *table.whole.values()):
             for block in self._blocks(entry):
-                _refuse_wild(block, entry)
-        self._origin.checksums.finish()
+                _refuse_infinite(block, entry)
+        self._reader.finish()
         if not (is_trained or allow_untrained):
-            found = "lora_B" if is_scaled else "scaling"
+            factor = "lora_B" if is_scaled else "scaling"
             raise RefusedError(
-                f"every {found} of {len(table.layers):,} modules is zero: the adapter was not"
+                f"every {factor} of {len(table.layers):,} modules is zero: the adapter was not"
                 " trained, and changes nothing",
                 hint="take a later checkpoint, or pass --allow-untrained",
             )
         return norms
 
-    def same(self, one: TensorEntry, other: TensorEntry) -> bool:
-        """Tells whether two tensors have the same bytes."""
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
+    def are_equal(self, first: TensorEntry, second: TensorEntry) -> bool:
+        """Returns whether two tensors have the same bytes."""
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
         return all(
             np.array_equal(a.view(np.uint8), b.view(np.uint8))
-            for a, b in zip(self._blocks(one), self._blocks(other), strict=True)
+            for a, b in zip(self._blocks(first), self._blocks(second), strict=True)
         )
 
-    def _norm(self, layer: LoraLayer, row: ModuleRow) -> tuple[float, bool]:
-        down, up = self._factor(layer.down), self._factor(layer.up)
-        changes = bool(up.any() and down.any())  # an embedding's A starts as zero, others' B
+    def _measure(self, layer: LoraLayer, row: ModuleRow) -> tuple[float, bool]:
+        down, up = self._read_factor(layer.down), self._read_factor(layer.up)
+        # The initial A of an embedding is zero, and the initial B of all others.
+        changes = bool(up.any() and down.any())
         for entry in (layer.up_bias, layer.magnitude):
             if entry is not None:
-                values = self._factor(entry)
+                values = self._read_factor(entry)
                 changes |= entry is layer.up_bias and bool(values.any())
         if layer.groups > 1:
-            total = _grouped_norm(down, up, layer.groups)
-            return abs(row.scaling or 0.0) * math.sqrt(max(total, 0.0)), changes
-        rank = row.rank or layer.inner
-        experts = layer.inner // rank
-        left = down.reshape(experts, rank, -1)
-        right = up.reshape(up.shape[0], rank, experts)
-        total = sum(_product_norm(left[e], right[:, :, e]) for e in range(experts))
+            left = down.reshape(layer.groups, down.shape[0] // layer.groups, -1)
+            right = up.reshape(layer.groups, up.shape[0] // layer.groups, -1)
+            pairs = list(zip(left, right, strict=True))
+        else:
+            rank = row.rank or layer.inner
+            experts = layer.inner // rank
+            left = down.reshape(experts, rank, -1)
+            right = up.reshape(up.shape[0], rank, experts)
+            pairs = [(left[e], right[:, :, e]) for e in range(experts)]
+        total = sum(_square_product_norm(*pair) for pair in pairs)
         return abs(row.scaling or 0.0) * math.sqrt(max(total, 0.0)), changes
 
-    def _factor(self, entry: TensorEntry) -> NDArray[Any]:
+    def _read_factor(self, entry: TensorEntry) -> NDArray[Any]:
         blocks = []
         for block in self._blocks(entry):
-            _refuse_wild(block, entry)
+            _refuse_infinite(block, entry)
             blocks.append(block.astype(np.float32))
         return np.concatenate(blocks).reshape(entry.shape) if blocks else np.zeros(entry.shape)
 
     def _blocks(self, entry: TensorEntry) -> Iterator[NDArray[Any]]:
-        """Yields the elements of a tensor, in memory of their own."""
-        for start in range(0, entry.elements, _BLOCK_ELEMENTS):
-            span = Span(start, min(start + _BLOCK_ELEMENTS, entry.elements))
-            data = bytearray((span.stop - span.start) * entry.dtype.itemsize)
-            self._reader.fill(entry.key, span, memoryview(data))
-            yield np.frombuffer(data, numpy_dtype(entry.dtype))
+        return self._reader.read_blocks(self._origin, entry, _BLOCK_ELEMENTS)
 
 
-def _product_norm(down: NDArray[Any], up: NDArray[Any]) -> float:
-    with np.errstate(all="ignore"):  # too large to be told, which is no norm then
+def _square_product_norm(down: NDArray[Any], up: NDArray[Any]) -> float:
+    with np.errstate(all="ignore"):  # an overflow is no norm
         return float(np.vdot((up.T @ up).astype(np.float64), (down @ down.T).astype(np.float64)))
 
 
-def _grouped_norm(down: NDArray[Any], up: NDArray[Any], groups: int) -> float:
-    """Returns the same of a grouped convolution, as the sum over its groups."""
-    left = down.reshape(groups, down.shape[0] // groups, -1)
-    right = up.reshape(groups, up.shape[0] // groups, -1)
-    return sum(_product_norm(left[group], right[group]) for group in range(groups))
-
-
-def _refuse_wild(block: NDArray[Any], entry: TensorEntry) -> None:
+def _refuse_infinite(block: NDArray[Any], entry: TensorEntry) -> None:
     if entry.dtype.kind != "float":
         return
     with np.errstate(all="ignore"):
-        wild = ~np.isfinite(
+        infinite = ~np.isfinite(
             block.astype(np.float32) if entry.dtype.itemsize < _SINGLE_BYTES else block
         )
-    if wild.any():
-        what = "NaN" if np.isnan(block[wild.argmax()].astype(np.float32)) else "infinity"
+    if infinite.any():
+        what = "NaN" if np.isnan(block[infinite.argmax()].astype(np.float32)) else "infinity"
         raise AdapterError(
-            f"{int(wild.sum()):,} of its numbers are not finite, the first one is {what}",
+            f"{int(infinite.sum()):,} of its numbers are not finite, the first one is {what}",
             where=f"tensor {entry.name!r}",
             hint="training diverged; take an earlier checkpoint",
         )
 
 
 def find_tied_tokens(values: AdapterValues, tokens: Mapping[Fqn, TensorEntry]) -> dict[Fqn, Fqn]:
-    """Returns token rows that repeat those of another module, with the name that stands for them.
+    """Returns token rows that repeat those of another module, with that module's name.
 
-    Of modules that are tied, PEFT keeps the rows under the first name alone.
+    PEFT writes the rows of tied modules under the first name only.
     """
     kept: list[Fqn] = []
     repeated: dict[Fqn, Fqn] = {}
     for name, entry in tokens.items():
-        twin = next((other for other in kept if values.same(tokens[other], entry)), None)
+        twin = next((other for other in kept if values.are_equal(tokens[other], entry)), None)
         if twin is None:
             kept.append(name)
         else:

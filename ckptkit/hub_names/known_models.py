@@ -1,9 +1,7 @@
-"""What a model's tensors have to be, as far as that is known without transformers.
+"""What is known of a model's tensors without transformers: names on disk, and what is missing.
 
-Whether a model's tensors are called otherwise on disk, told without transformers.
-
-The table knows model types. What it does not know is left as it is: Transformers loads tensors
-under their live names too.
+The tables know model types. The names of models of other types are left unchanged: Transformers
+loads tensors under their live names too.
 """
 
 from __future__ import annotations
@@ -225,7 +223,7 @@ class Need:
 
 
 def determine_need(config: Mapping[str, Any] | None, *, has_base: bool) -> Need:
-    """Tells whether a model's names on disk have to be asked for.
+    """Returns whether a model's names on disk have to be asked for.
 
     Args:
         config: A parsed `config.json`, or None.

@@ -357,7 +357,7 @@ def test_a_base_with_an_adapter_in_it_is_refused(
     adapter, out = _adapter(tmp_path / "adapter"), tmp_path / "out"
     base = str(CASE / "checkpoint")
     assert main(["adapter", "merge", str(adapter), str(out), "--base", base]) == 4
-    assert "has an adapter" in _refusal(capfd)
+    assert "contains an adapter" in _refusal(capfd)
 
 
 def test_an_adapter_alone_needs_a_base(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

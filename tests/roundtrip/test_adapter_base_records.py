@@ -114,7 +114,7 @@ def test_a_base_of_another_element_type_stays_unproven(tmp_path: Path) -> None:
     rounded = {name: weight.astype(bfloat16) for name, weight in held.items()}
     base = changed_base(tmp_path / "rounded", PLAIN, rounded)
     notes = notes_of_merging(tmp_path / "adapter", tmp_path / "merged", base)
-    assert any("prove nothing of a base of other element types" in note for note in notes)
+    assert any("prove nothing about a base of other element types" in note for note in notes)
     assert not any(note.startswith(SAME) for note in notes)
 
 

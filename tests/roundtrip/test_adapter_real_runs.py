@@ -292,7 +292,7 @@ def test_an_empty_adapter_is_taken_for_one_that_changes_nothing_where_that_is_al
 ) -> None:
     case = Case("peft_fsdp1_empty")
     out, base = tmp_path / "out", FIXTURES / "peft_fsdp1_empty" / "base"
-    with pytest.raises(RefusedError, match="does not tell how it was configured"):
+    with pytest.raises(RefusedError, match="does not show how it was configured"):
         ckptkit.extract_adapter(case.source, out, allow_untrained=True)
     config = FIXTURES / "peft_fsdp1_empty" / "adapter_config.json"
     ckptkit.extract_adapter(case.source, out, allow_untrained=True, adapter_config=config)

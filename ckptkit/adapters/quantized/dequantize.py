@@ -244,7 +244,6 @@ class EightBitWeight:
 
     @property
     def dtype(self) -> DType:
-        """Always float32: bitsandbytes leaves the rounding to who asks."""
         return _FLOAT32
 
     @property

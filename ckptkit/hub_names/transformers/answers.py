@@ -1,13 +1,10 @@
-"""What `save_pretrained` of the installed transformers would make of a model's tensors.
+"""What `save_pretrained` of the installed transformers writes: names, shapes, converted tensors.
+
+A converting program receives a model first, and then groups of tensors, one a line; their elements
+are exchanged in files. It ends at the end of its input.
 
 Source: transformers 5.23, `PreTrainedModel.save_pretrained`, and
 `convert_and_load_state_dict_in_model` in `core_model_loading.py`.
-
-
-Groups of tensors that conversions of transformers compute with, one group after the other.
-
-The program is told of a model first, and then of groups, a line each; their elements come and
-go in files. It ends when nobody speaks to it any more.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def report_loading(request: LoadRequest) -> LoadReport:
     if not found.is_clean:
         prefix = _prefix_to_strip(found, request, type(model))
         fitting = "" if prefix else _fitting_class(request, type(model))
-    if fitting and named_class(request.config) is None:  # then nobody says which class it is
+    if fitting and named_class(request.config) is None:  # no class is named
         model = _built(getattr(transformers, fitting), request)
         found = _load(model, request)
     return LoadReport(

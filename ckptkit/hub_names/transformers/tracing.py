@@ -10,7 +10,7 @@ Conversions of transformers, run backwards on tensors that have no elements.
 
 A conversion that moves elements is followed element by element. One that computes is run once
 more on tensors of which only type and shape are known: what it makes, and what from, is then
-known as a whole, and its elements are left to whoever has those of its sources.
+known as a whole, and its elements are computed where those of its sources are at hand.
 
 Source: transformers 5.23, `revert_weight_conversion` and `WeightConverter` in
 `core_model_loading.py`.
@@ -249,7 +249,7 @@ def _conversions_of(model: Any, left: Sequence[Any] | None) -> Sequence[Any]:
     """Returns the conversions that are reverted: those of its class, where loading left none."""
     if left is not None:
         return left
-    # Of a model that was never loaded nobody knows which prefix its files would have.
+    # The prefix in the files of a model that was never loaded is unknown.
     prefixes = getattr(core_model_loading, "PrefixChange", ())
     found = get_model_conversion_mapping(model, add_legacy=False)
     return [entry for entry in found if not isinstance(entry, prefixes)]
