@@ -167,7 +167,7 @@ def test_a_module_called_module_stays_where_the_configuration_names_it(tmp_path:
     configure(source, target_modules=["q_proj"])
     found = opened(source)
     assert "base_model.model.q_proj.lora_A.weight" in found.adapter.tensors
-    assert any("taken for those of a wrapper" in note for note in found.notes)
+    assert any("removed as those of a wrapper" in note for note in found.notes)
 
 
 def test_a_module_called_module_stays_where_peft_wrote_it_or_it_tells_names_apart(
