@@ -16,12 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MODULES_IN_A_FOLDER = 15
 LIMITS = {
-    "modules": 340,
+    "modules": 341,
     "modules with one importer": 46,
     "modules in import circles": 0,
     "public class names with several meanings": 3,
     "module names used in two packages": 9,
-    "lines with told, somebody, nobody or whoever": 80,
+    "lines with told, somebody, nobody or whoever": 1,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)
