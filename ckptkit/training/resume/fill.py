@@ -382,7 +382,8 @@ class StepLoader:
                 continue
             extra = [
                 key
-                for unit in self._stored_units(model)
+                for unit in model.places.units
+                if unit not in self._absent
                 for key in self._left(model, unit, pieces.get(unit, ()))
             ]
             if extra:
@@ -402,10 +403,6 @@ class StepLoader:
                 continue
             if index.tensors[key].key_path[: len(start)] == start:
                 yield key
-
-    def _stored_units(self, model: BoundModel) -> list[str]:
-        """Returns the directories of a model; of a split one the base may not be there."""
-        return [unit for unit in model.places.units if unit not in self._absent]
 
     def __enter__(self) -> Self:
         return self

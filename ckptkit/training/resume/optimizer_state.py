@@ -123,7 +123,9 @@ def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: 
     if layout is None:
         _refuse_whole(stored, bound, live)
         return
-    elsewhere = _names_on_ranks(stored, bound) - layout.parameters.keys()
+    keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
+    on_ranks = {str(rest[1]) for rest, _ in below(keys, bound.path, rank_bound.STATES)}
+    elsewhere = on_ranks - layout.parameters.keys()
     moved = [name for name in elsewhere & live.keys() if any(s.elements for s in live[name].slots)]
     for name, saved in layout.parameters.items():
         if not saved["kinds"]:
@@ -255,11 +257,6 @@ def _layout(
             held = _parsed(stored, bound, path)["parameters"]
             parameters |= held if held.keys() & live.keys() else {}
     return _Layout(parameters)
-
-
-def _names_on_ranks(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
-    keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
-    return {str(rest[1]) for rest, _ in below(keys, bound.path, rank_bound.STATES)}
 
 
 def _parsed(stored: StoredStep, bound: BoundOptimizer, path: KeyPath) -> Any:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ckptkit.core.errors import ResumeError
-from ckptkit.core.index import Box, KeyPath, TensorEntry
+from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.training import step_names
@@ -38,7 +38,7 @@ from ckptkit.training.state.bound import shown_name
 from ckptkit.training.state.collect import BoundObject, BoundState
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.objects import flatten
-from ckptkit.training.state.pieces import Piece, Replicas
+from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import Nodes, adapt, assemble, leaf_paths
 
 logger = logging.getLogger(__name__)
@@ -171,16 +171,14 @@ def read_tensors(
     """Yields the tensors under some key paths, each read as a whole."""
     index, wanted = stored.index(unit), frozenset(paths)
     entries = [entry for entry in index.tensors.values() if entry.key_path in wanted]
-    pieces = [_whole_piece(unit, entry) for entry in entries]
+    pieces = []
+    for entry in entries:
+        local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
+        places = whole_places(entry.shape)
+        pieces.append(Piece(unit, entry.key_path, entry.shape, places, local))
     load_pieces(index, stored.source, pieces, threads=1)
     for piece in pieces:
         yield piece.key_path, piece.local
-
-
-def _whole_piece(unit: str, entry: TensorEntry) -> Piece:
-    local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype.name))
-    places = (Box((0,) * len(entry.shape), entry.shape),) if entry.elements else ()
-    return Piece(unit, entry.key_path, entry.shape, places, local)
 
 
 def _pieces_of(place: ValueLocation, tensors: Mapping[KeyPath, DTensor]) -> Iterator[Piece]:

@@ -236,8 +236,9 @@ class ModelWalk:
         look = _Look.of(
             self._structure.wrapping, units, entries, lasting_scales(packed), for_save=keep
         )
-        for fqn, parameter in self._unsaved_parameters(look.slots):
-            look.take_unsaved(fqn, parameter)
+        for raw, parameter in self._model.named_parameters():
+            if id(parameter) not in look.slots:  # state_dict() lacks it, an optimizer may have it
+                look.take_unsaved(clean_fqn(raw, self._structure.parallel), parameter)
         return look.view(managed_parameters(units)), {id(value) for _, value in entries}
 
     def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
@@ -320,14 +321,6 @@ class ModelWalk:
             return originals.setdefault(id(value), value.to(dtype))
 
         return [(name, original(name, value)) for name, value in entries]
-
-    def _unsaved_parameters(
-        self, saved: Mapping[int, object]
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that state_dict() leaves out, but an optimizer may have."""
-        for raw, parameter in self._model.named_parameters():
-            if id(parameter) not in saved:
-                yield clean_fqn(raw, self._structure.parallel), parameter
 
 
 @dataclass(frozen=True, slots=True)

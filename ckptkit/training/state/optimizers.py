@@ -279,7 +279,11 @@ class _Walk:
         if bound:
             objects += rank_bound.layouts_of(all_held, self._unit, self._path, self._world)
         for state, meshes in held:
-            pieces += self._states_of(state, meshes, bound=bound)
+            if bound and state.sharded:
+                pieces += self._rank_bound_pieces(state)
+            else:
+                self._take_values(state)
+                pieces += self._placed_pieces(state, meshes)
             if not state.sharded:
                 objects += rank_bound.composed_of(state, self._unit, self._path)
         for piece in pieces:
@@ -349,12 +353,6 @@ class _Walk:
                 hint="use an optimizer per model",
             )
         self._seen.update(names)
-
-    def _states_of(self, held: ParameterState, meshes: Meshes, *, bound: bool) -> Iterator[Piece]:
-        if bound and held.sharded:
-            return self._rank_bound_pieces(held)
-        self._take_values(held)
-        return self._placed_pieces(held, meshes)
 
     def _take_values(self, held: ParameterState) -> None:
         for slot in held.slots:
