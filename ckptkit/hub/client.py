@@ -65,11 +65,8 @@ def is_absent(error: HubError) -> bool:
 def is_network(error: BaseException) -> bool:
     """Returns whether no answer came."""
     library = type(error).__module__.partition(".")[0]
-    return status_of(error) is None and (library in _HTTP_LIBRARIES or _is_timeout(error))
-
-
-def _is_timeout(error: BaseException) -> bool:
-    return isinstance(error, (ConnectionError, TimeoutError)) and not is_offline(error)
+    is_timeout = isinstance(error, ConnectionError | TimeoutError) and not is_offline(error)
+    return status_of(error) is None and (library in _HTTP_LIBRARIES or is_timeout)
 
 
 def is_offline(error: BaseException) -> bool:
@@ -83,13 +80,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def pause_before(error: BaseException, attempt: int, *, reached: bool = True) -> float | None:
-    """Returns the seconds to wait before another attempt; None if that would not help.
-
-    Args:
-        error: Of the last attempt.
-        attempt: How many attempts there were.
-        reached: Whether the Hub was reached before.
-    """
+    """Returns the seconds to wait before another attempt; None if that would not help."""
     attempts = HUB_RETRIES.attempts
     most = attempts if reached else min(attempts, FIRST_ATTEMPTS)
     pause = None if attempt >= most else _pause(error, attempt)
@@ -106,13 +97,9 @@ def _pause(error: BaseException, attempt: int) -> float | None:
         asked = _asked_pause(getattr(response, "headers", {}))
         if asked is not None:
             return asked if asked <= _LONGEST_ASKED else None
-    elif not is_network(error) and not _is_garbled(error):
+    elif not is_network(error) and type(error).__name__ != "JSONDecodeError":
         return None
     return HUB_RETRIES.wait_seconds(attempt)
-
-
-def _is_garbled(error: BaseException) -> bool:
-    return type(error).__name__ == "JSONDecodeError"
 
 
 def _asked_pause(headers: Mapping[str, str]) -> float | None:

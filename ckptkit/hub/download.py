@@ -173,6 +173,7 @@ def _enter(out: Path, disk: Disk) -> WorkFolder | None:
 
 
 _CHECKS_AT_ONCE = 2
+_WEIGHTS = (".safetensors", ".bin")
 _TORCH = "torch"  # outputs whose tensors lie inside archives
 
 
@@ -369,7 +370,7 @@ class _Pull:
         if manifest is None:
             return []
         with LocalSource(self._partial.files) as source:
-            missing = [p for p in file_problems(source, "", manifest) if _is_weights(p.where)]
+            missing = [p for p in file_problems(source, "", manifest) if p.where.endswith(_WEIGHTS)]
         if manifest.kind == _TORCH:
             report = run_verification(self._partial.files)
             missing += [problem for problem in report.problems if "tensor" in problem.where]
@@ -383,10 +384,6 @@ class _Pull:
             f"{path} was changed on the Hub after it was pushed"
             for path in _edited(self._partial.files, manifest)
         ]
-
-
-def _is_weights(path: str) -> bool:
-    return path.endswith((".safetensors", ".bin"))
 
 
 def _edited(folder: Path, manifest: Manifest) -> list[str]:

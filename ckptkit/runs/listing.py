@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
@@ -22,6 +22,7 @@ from ckptkit.runs.steps import RunStep, parse_metrics, series_of, step_of_manife
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
 
+_T = TypeVar("_T")
 _SENTINEL = "checkpoint-is-incomplete.txt"  # of the Trainer, see `transformers_steps`
 _RANDOM_STATES = "random_states_0.pkl"
 _WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
@@ -100,10 +101,12 @@ class _Listing:
         self._pushes = read_pushes(run, state)
         candidates = recognise(list_files(source))
         self._manifests = StepManifests(source, candidates)
-        self._candidates = _by_folder(self._manifests.without_side_folders(candidates))
+        self._candidates = _by_folder(
+            self._manifests.without_side_folders(candidates), lambda candidate: candidate.folder
+        )
         files = store.files()
         self._paths = {file.path for file in files}
-        self._files = _by_folder_of_files(files)
+        self._files = _by_folder(files, lambda file: file.path)
 
     def listing(self) -> RunListing:
         names = [n for n in self._files if n in self._candidates or is_step_folder(n)]
@@ -249,17 +252,11 @@ def _main(candidates: Sequence[Candidate]) -> list[Candidate]:
     return main or list(candidates)
 
 
-def _by_folder(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
-    folders: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        folders.setdefault(candidate.folder.split("/", 1)[0], []).append(candidate)
-    return folders
-
-
-def _by_folder_of_files(files: Sequence[StoredFile]) -> dict[str, list[StoredFile]]:
-    folders: dict[str, list[StoredFile]] = {}
-    for file in files:
-        folders.setdefault(file.path.split("/", 1)[0], []).append(file)
+def _by_folder(entries: Iterable[_T], path_of: Callable[[_T], str]) -> dict[str, list[_T]]:
+    """Groups entries by the first folder of their path."""
+    folders: dict[str, list[_T]] = {}
+    for entry in entries:
+        folders.setdefault(path_of(entry).split("/", 1)[0], []).append(entry)
     return folders
 
 

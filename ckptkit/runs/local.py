@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptkit.core.errors import InputError, NotACheckpointError, OutputError
-from ckptkit.runs.marks import StepMark, claim, hold, run_is_live
+from ckptkit.runs.marks import FileLocks, claim, hold, run_is_live
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
 from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
@@ -154,7 +154,7 @@ class LocalRun:
     def is_there(self, path: str) -> bool:
         return (self._root / path).exists()
 
-    def hold(self, step: str, markers: Collection[str]) -> StepMark:  # noqa: ARG002
+    def hold(self, step: str, markers: Collection[str]) -> FileLocks:  # noqa: ARG002
         return hold(self._root / path for path in sorted(markers))
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:
@@ -170,7 +170,7 @@ class LocalRun:
         step: str,  # noqa: ARG002
         markers: Collection[str],
         files: Sequence[StoredFile],  # noqa: ARG002
-    ) -> StepMark | None:
+    ) -> FileLocks | None:
         """Takes the locks of a step's markers for removal; None if a reader has one."""
         return claim(self._root / path for path in sorted(markers))
 

@@ -163,22 +163,21 @@ def run_identity(run: Path, disk: Disk = LOCAL_DISK) -> str:
 
     Only the process with the lock of the run may call this.
     """
-    path = run / MARKS_FOLDER / _IDENTITY
-    found = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
-    if found:
-        return found
-    identity = secrets.token_hex(_IDENTITY_BYTES)
-    replace_file(path, identity.encode(), disk, draft=path.with_name(f".{_IDENTITY}"))
+    return identity_in(run / MARKS_FOLDER, disk)
+
+
+def identity_in(folder: Path, disk: Disk) -> str:
+    """Returns the identity in a folder; writes one, durably, if it has none."""
+    path = folder / _IDENTITY
+    identity = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
+    if not identity:
+        identity = secrets.token_hex(_IDENTITY_BYTES)
+        replace_file(path, identity.encode(), disk, draft=path.with_name(f".{_IDENTITY}"))
     return identity
 
 
 def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int, Path]:
-    """Returns the folders of a run's steps, complete or not, by number.
-
-    Args:
-        run: The run's directory.
-        prefixes: The prefixes of their names.
-    """
+    """Returns the folders of a run's steps, complete or not, by number."""
     folders = {
         int(match[2]): path
         for path in run.iterdir()
@@ -218,7 +217,7 @@ _MARK_TRIES = 10
 _MARK_TRY_SECONDS = 0.05
 
 
-class StepMark(Closing):
+class FileLocks(Closing):
     """Locks of files, held until it is closed or the process ends; a context manager."""
 
     def __init__(self, files: Iterable[OpenFile] = ()) -> None:
@@ -230,7 +229,7 @@ class StepMark(Closing):
             file.close()
 
 
-def hold(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark:
+def hold(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> FileLocks:
     """Marks files as being read: others may read them too, and no process removes them.
 
     Nothing is marked if the file system has no locks, or allows none to this user.
@@ -242,12 +241,12 @@ def hold(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark:
             if file is not None:
                 held.append(file)
     except BaseException:
-        StepMark(held).close()
+        FileLocks(held).close()
         raise
-    return StepMark(held)
+    return FileLocks(held)
 
 
-def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark | None:
+def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> FileLocks | None:
     """Locks files for removal, without waiting.
 
     Returns:
@@ -261,9 +260,9 @@ def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark | None:
             continue
         taken.append(file)
         if _locks(file, path, shared=False) is False:
-            StepMark(taken).close()
+            FileLocks(taken).close()
             return None
-    return StepMark(taken)
+    return FileLocks(taken)
 
 
 def _opened_for_claim(path: Path, disk: Disk) -> OpenFile | None:

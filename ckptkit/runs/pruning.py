@@ -12,7 +12,12 @@ from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageEr
 from ckptkit.runs.listing import RunListing, list_run
 from ckptkit.runs.local import RunStore, StoredFile
 from ckptkit.runs.run_paths import open_run
-from ckptkit.runs.save_order import Retention, missing_metric, steps_to_remove
+from ckptkit.runs.save_order import (
+    Retention,
+    missing_metric,
+    steps_to_remove,
+    unknown_metric,
+)
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import PathLike
 
@@ -183,13 +188,8 @@ class _Verdicts:
         steps = self._listing.steps
         if not missing_metric(steps, self._retention):
             return
-        names = sorted({name for step in steps for name in step.metrics})
-        raise RefusedError(
-            "no complete step was saved with a number as that metric;"
-            f" {'found are ' + ', '.join(names) if names else 'no step has any'}",
-            where=f"--keep-best {self._retention.keep_best}",
-            hint="name one that `ckptkit ls` shows",
-        )
+        where = f"--keep-best {self._retention.keep_best}"
+        raise unknown_metric((step.metrics for step in steps), where=where)
 
 
 def _with_newest_files(steps: Sequence[RunStep]) -> Iterator[str]:

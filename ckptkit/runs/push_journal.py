@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,14 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ckptkit.core.errors import NoSpaceError, OutputError, RefusedError
-from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.runs.marks import MARKS_FOLDER, FileLocks, identity_in
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
 from ckptkit.storage.local.durable import replace_file
 
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
 _LOCK = "lock"
-_IDENTITY = "identity"
-_IDENTITY_BYTES = 8
 _VERSION = 1
 _SUFFIX = ".json"
 _MOST_BYTES = 64 << 20
@@ -98,7 +95,11 @@ class PushJournal:
             "steps": {str(step): asdict(push) for step, push in sorted(pushes.items())},
         }
         try:
-            _replace(self.path, json.dumps(document, indent=1).encode())
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self.path.with_name(f".{self.path.name}")
+            replace_file(
+                self.path, json.dumps(document, indent=1).encode(), LOCAL_DISK, draft=draft
+            )
         except OSError as error:
             raise _unwritable(self.path, error) from error
         self._pushes = dict(pushes)
@@ -166,19 +167,7 @@ def read_journals(state: Path) -> tuple[StepPush, ...]:
     return tuple(sorted(pushes, key=lambda push: push.step))
 
 
-class WatchLock:
-    """The locks of a watch, held until it is closed or the process ends."""
-
-    def __init__(self, files: tuple[OpenFile, ...]) -> None:
-        self._files = files
-
-    def close(self) -> None:
-        """Releases the locks; a second call does nothing."""
-        for file in self._files:
-            file.close()
-
-
-def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> WatchLock:
+def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> FileLocks:
     """Takes the lock of a watch's state, and that of the run if it can be written to.
 
     If the file system has no locks, none is taken.
@@ -195,9 +184,9 @@ def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> W
             if file is not None:
                 taken.append(file)
     except BaseException:
-        WatchLock(tuple(taken)).close()
+        FileLocks(taken).close()
         raise
-    return WatchLock(tuple(taken))
+    return FileLocks(taken)
 
 
 def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
@@ -212,32 +201,22 @@ def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
         raise _unwritable(folder, error) from error
     if file is None:
         raise _taken(folder)
-    _sign(file)
+    file.truncate(0)
+    file.write_at(0, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()))
     return file
 
 
 def watch_identity(folder: Path) -> str:
     """Returns the identity of a run; only the process with the lock may call this.
 
-    Args:
-        folder: The folder of the watch in the run.
-
     Returns:
         The identity, created if there was none; empty if it cannot be written.
     """
-    path = folder / _IDENTITY
     try:
-        if not path.exists():
-            _replace(path, secrets.token_hex(_IDENTITY_BYTES).encode())
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        folder.mkdir(parents=True, exist_ok=True)
+        return identity_in(folder, LOCAL_DISK)
     except OSError:
         return ""
-
-
-def _sign(file: OpenFile) -> None:
-    file.truncate(0)
-    text = f"process {os.getpid()} on {socket.gethostname()}".encode()
-    file.write_at(0, memoryview(text))
 
 
 def _taken(folder: Path) -> RefusedError:
@@ -266,11 +245,6 @@ def _push(step: int, document: Mapping[str, Any]) -> StepPush:
     if push.step != step or push.state not in get_args(PushState):
         raise ValueError(f"the entry of step {step} is of step {push.step}, {push.state!r}")
     return push
-
-
-def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, data, LOCAL_DISK, draft=path.with_name(f".{path.name}"))
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError | NoSpaceError:

@@ -35,11 +35,6 @@ class RunObjects:
     """Small objects below a prefix of a store; errors are those of ckptkit."""
 
     def __init__(self, place: Place) -> None:
-        """Opens the prefix.
-
-        Args:
-            place: A URL, with the options of its storage.
-        """
         self._place = place
         self._store = get_store(place)
         self._root = self._read("", lambda: self._store.path_of(place))
@@ -143,12 +138,6 @@ class RemoteRun:
     """A prefix with steps in it; see `RunStore`."""
 
     def __init__(self, run: PathLike, is_step: Callable[[str], bool]) -> None:
-        """Opens the prefix.
-
-        Args:
-            run: A URL, with the options of its storage.
-            is_step: Returns whether the name of a folder is that of a step.
-        """
         self._objects = RunObjects(place_of(run))
         self._is_step = is_step
         self._begun: set[str] = set()

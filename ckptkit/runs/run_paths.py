@@ -17,7 +17,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.registry import find_candidates, recognise
 from ckptkit.runs.local import LocalRun, RunStore
-from ckptkit.runs.marks import StepMark, hold, is_step_folder
+from ckptkit.runs.marks import FileLocks, hold, is_step_folder
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, read_journals
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.storage.base import Source
@@ -43,12 +43,7 @@ def is_step_name(name: str) -> bool:
 
 
 def read_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ...]:
-    """Returns the pushes that a watch has recorded for a run.
-
-    Args:
-        run: The run.
-        state: The folder with the state of the watch; in the run itself if left out.
-    """
+    """Returns the pushes that a watch has recorded for a run."""
     if state is not None:
         return read_journals(Path(state))
     return () if is_url(run) else read_journals(local_path(run) / WATCH_FOLDER)
@@ -139,19 +134,14 @@ def marker(candidate: Candidate) -> str:
     return index if index in candidate.files else min(candidate.files)
 
 
-def hold_candidates(folders: Sequence[Source], candidates: Sequence[Candidate]) -> StepMark:
-    """Marks checkpoints as being read until the mark is closed.
-
-    Args:
-        folders: The sources that hold them; those that are no directories are skipped.
-        candidates: The checkpoints, relative to each of the sources.
-    """
+def hold_candidates(folders: Sequence[Source], candidates: Sequence[Candidate]) -> FileLocks:
+    """Marks checkpoints as being read until the mark is closed."""
     roots = [Path(folder.location) for folder in folders if not is_url(folder.location)]
     paths = (root / marker(candidate) for root in roots for candidate in candidates)
     return hold(path for path in paths if path.exists())
 
 
-def hold_source(source: Source) -> StepMark:
+def hold_source(source: Source) -> FileLocks:
     """Marks the checkpoints of a source as being read until the mark is closed."""
     return hold_candidates([source], find_candidates(source))
 

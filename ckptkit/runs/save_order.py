@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.base import Source, is_there
 
@@ -107,6 +107,17 @@ def missing_metric(steps: Sequence[RunStep], retention: Retention) -> str:
     return (
         f"keep_best={name!r} keeps nothing: no step was saved with a number as that metric;"
         f" {available}; pass metrics={{{name!r}: ...}} to save"
+    )
+
+
+def unknown_metric(tables: Iterable[Mapping[str, float | None]], *, where: str) -> RefusedError:
+    """Returns the error for a metric of a rule that no complete step has."""
+    names = sorted({name for metrics in tables for name in metrics})
+    return RefusedError(
+        "no complete step was saved with a number as that metric;"
+        f" {'found are ' + ', '.join(names) if names else 'no step has any'}",
+        where=where,
+        hint="pass one that `ckptkit ls` shows",
     )
 
 

@@ -39,13 +39,6 @@ class StepManifests:
         candidates: Sequence[Candidate],
         problems: Mapping[str, Problem] | None = None,
     ) -> None:
-        """Reads the manifests.
-
-        Args:
-            source: The source with the steps.
-            candidates: The checkpoints that were recognised.
-            problems: Known problems, by folder of a step.
-        """
         self._source = source
         self._manifests: dict[str, Manifest | Problem] = dict(problems or {})
         self._outputs: dict[str, Manifest] = {}
@@ -181,12 +174,6 @@ def digest_problems(
     source: Source, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
 ) -> Iterator[Problem]:
     """Reads the files whose CRC-32 is in a step's manifest.
-
-    Args:
-        source: The source with the step.
-        folder: The folder of the step.
-        manifest: Its manifest.
-        leaving_out: Paths with other known problems.
 
     Yields:
         The files with another CRC-32, and those that cannot be read.

@@ -207,14 +207,7 @@ def _saved_step(name: str, number: int, files: StepFiles) -> RunStep:
 def step_of_manifest(
     number: int, path: str, manifest: Manifest, size_bytes: Callable[[str], int | None]
 ) -> RunStep:
-    """Returns the record of a step with a manifest.
-
-    Args:
-        number: Of the step.
-        path: Of its folder.
-        manifest: Its manifest.
-        size_bytes: Returns the size of one of its files, None where it is missing.
-    """
+    """Returns the record of a step with a manifest."""
     problem = _problem_of(number, manifest, size_bytes)
     return RunStep(
         number,

@@ -18,6 +18,7 @@ from tests.hub_server import TOKEN, HubServer
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
+from ckptkit.hub import push
 push(sys.argv[1], "me/model", tag="step-30", token=sys.argv[2], endpoint=sys.argv[3])
 """
 

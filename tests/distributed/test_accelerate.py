@@ -44,4 +44,4 @@ def test_saves_and_loads_mean_what_they_mean_in_accelerate(
     assert "of_the_user holds notes.txt, which ckptkit did not write" in done.stderr
     assert done.stderr.count("accelerate itself saves") == 2
     assert "accelerate itself gathers" not in done.stderr
-    assert done.stderr.count("from now on each one is waited for") == 1
+    assert done.stderr.count("from now on each save is waited for") == 1

@@ -75,7 +75,7 @@ def is_ours(card: bytes) -> bool:
 def _front(facts: ModelFacts) -> Iterator[str]:
     yield "---"
     if facts.base_model:
-        yield f"base_model: {_quoted(facts.base_model)}"
+        yield f"base_model: {json.dumps(facts.base_model)}"
         relation = "adapter" if facts.adapter is not None else "finetune"
         yield f"base_model_relation: {relation}"
     if facts.adapter is not None:
@@ -135,7 +135,3 @@ def _origin_rows(manifest: Manifest) -> Iterator[tuple[str, str]]:
         of = f", of {ranks:,} ranks" if isinstance(ranks, int) else ""
         yield "Made from", f"a `{form}` checkpoint{of}"
     yield "Tensors", f"{len(manifest.tensors):,}, each with its digest in `ckptkit.json`"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text)

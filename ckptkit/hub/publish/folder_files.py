@@ -105,13 +105,7 @@ def choose_files(
 def choose_step_files(
     paths: Iterable[str], recorded: Collection[str], include: Sequence[str] = ()
 ) -> FileSelection:
-    """Decides which files of a step are pushed with it.
-
-    Args:
-        paths: All files, relative to the step's folder.
-        recorded: Those that its manifest names.
-        include: Patterns of further files.
-    """
+    """Decides which files of a step are pushed with it."""
     all_paths = sorted(paths)
     is_snapshot = _SNAPSHOT in all_paths
     files, skipped = [], []
@@ -193,11 +187,6 @@ def _belongs(path: str, folder: str, name: str) -> bool:
     return name == ADAPTER_CONFIG or any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def find_missing_weights(weight_map: Mapping[str, str], files: Iterable[str]) -> list[str]:
-    """Returns the weight files that an index names and the folder lacks."""
-    return sorted(set(weight_map.values()) - set(files))
-
-
 _LOADS = frozenset({"safetensors", "torch"})
 _DEPTH = 1
 _RUN_DEPTH = 2
@@ -258,12 +247,7 @@ def files_below(source: Source) -> list[str]:
 
 
 def files_of_whole(source: Source, whole: str) -> list[str]:
-    """Lists the files of a folder that is pushed as it is.
-
-    Args:
-        source: The folder above it.
-        whole: Its name; empty for none.
-    """
+    """Lists the files of a folder that is pushed as it is."""
     paths = source.walk(_WHOLE_DEPTH) if whole else iter(())
     return [path for path in paths if path.startswith(f"{whole}/")]
 
@@ -294,14 +278,7 @@ def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
 def check_complete(
     source: Source, manifest: Manifest | None, files: Iterable[str], documents: Mapping[str, Any]
 ) -> None:
-    """Refuses a model with missing or unexpected weight files.
-
-    Args:
-        source: The folder.
-        manifest: Its manifest, if it has one.
-        files: The files that are pushed.
-        documents: The parsed JSON files among them, by path.
-    """
+    """Refuses a model with missing or unexpected weight files."""
     files = list(files)
     weights = [path for path in files if is_weights(path) and not path.endswith(INDEX_ENDING)]
     if not weights:
@@ -321,7 +298,9 @@ def check_complete(
 
 def _check_index(where: str, document: Any, files: list[str]) -> None:
     weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
-    missing = find_missing_weights(weight_map, files) if isinstance(weight_map, Mapping) else ["?"]
+    missing = ["?"]
+    if isinstance(weight_map, Mapping):
+        missing = sorted(set(weight_map.values()) - set(files))
     if missing:
         raise IncompleteCheckpointError(
             f"the index names {len(missing):,} missing files, such as {missing[0]!r}",

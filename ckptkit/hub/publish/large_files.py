@@ -69,14 +69,7 @@ class LargeFile:
 def large_file(
     source: Source, path: str, manifest: Manifest | None, *, check: bool = True
 ) -> LargeFile:
-    """Reads the header of a file.
-
-    Args:
-        source: The folder.
-        path: The file.
-        manifest: Of the folder, if it has one.
-        check: Whether its tensors are compared with the manifest.
-    """
+    """Reads the header of a file."""
     file = source.stat(path)
     parts: list[DigestRange] = []
     words = ""
@@ -253,7 +246,8 @@ class LargeFileUploader:
             from hf_xet import XetSession, XetUploadCommit
         except ImportError:
             return False
-        if not (hasattr(XetSession, "new_upload_commit") and _has_streams(XetUploadCommit)):
+        has_commits = hasattr(XetSession, "new_upload_commit")
+        if not (has_commits and hasattr(XetUploadCommit, "start_upload_stream")):
             return False
 
         def ask() -> int:
@@ -357,18 +351,8 @@ class LargeFileUploader:
                 raise
 
 
-def _has_streams(kind: object) -> bool:
-    return hasattr(kind, "start_upload_stream")
-
-
 def add_large(folder: Folder, file: LargeFile, sha256: str) -> CommitOperationAdd:
-    """Returns the client's operation for a file; as the hash is given, the client does not read it.
-
-    Args:
-        folder: The folder of the file.
-        file: The file.
-        sha256: Its hash.
-    """
+    """Returns the client's operation for a file, which the client then does not hash."""
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.lfs import UploadInfo
 

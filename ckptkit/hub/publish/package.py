@@ -91,13 +91,7 @@ def check_against_manifest(files: Iterable[LoadedFile], manifest: Manifest, wher
 def clean_contents(
     files: Mapping[str, LoadedFile], base_model: str | None, large: Iterable[str]
 ) -> dict[str, bytes]:
-    """Returns the content of files without paths of this machine, and a manifest that matches it.
-
-    Args:
-        files: The small files that are pushed.
-        base_model: The base's repository, where it is known.
-        large: The other files that are pushed.
-    """
+    """Returns files without paths of this machine, with a manifest that matches them."""
     contents = {
         path: scrub_content(path, file.data, file.document, base_model)
         for path, file in files.items()
@@ -114,12 +108,6 @@ def clean_step_contents(
     """Returns the texts of a step that is pushed with a model, without paths of this machine.
 
     Its manifest is made to match them, so that a run elsewhere can verify what it resumes from.
-
-    Args:
-        texts: The content of its files, by path.
-        others: Its other files that are pushed.
-        folder: The step's name; the paths begin with it.
-        base_model: The base's repository, where it is known.
     """
     contents = dict(texts)
     for path in texts:
@@ -230,7 +218,11 @@ class Package:
 def prepare_package(folder: Folder, repo_id: str, options: PackageOptions) -> Package:
     """Decides what is published, and refuses what must not be."""
     step = _step_files(folder, options)
-    paths = sorted(path for path in files_below(folder) if not _is_below(path, options.whole))
+    paths = sorted(
+        path
+        for path in files_below(folder)
+        if not options.whole or not path.startswith(f"{options.whole}/")
+    )
     manifest = read_model_manifest(folder, paths)
     refuse_checkpoints(folder, paths)
     chosen = choose_files(
@@ -266,10 +258,6 @@ def prepare_package(folder: Folder, repo_id: str, options: PackageOptions) -> Pa
         notes=(*_notes(small, contents), *compared),
         whole=options.whole,
     )
-
-
-def _is_below(path: str, whole: str) -> bool:
-    return bool(whole) and path.startswith(f"{whole}/")
 
 
 def _step_files(folder: Folder, options: PackageOptions) -> FileSelection:

@@ -299,13 +299,12 @@ class _Push:
     def _choose_card(self, tree: Mapping[str, str]) -> None:
         """Adds the generated card, unless the repository has one that ckptkit did not write."""
         card = self._package.card
-        if card is None or (CARD in tree and not self._card_is_ours()):
+        if card is None or (
+            CARD in tree and not is_ours(self._hub.read(CARD, self._request.revision))
+        ):
             return
         self._contents[CARD] = card.encode()
         self._small[CARD] = _hashes(self._contents[CARD])
-
-    def _card_is_ours(self) -> bool:
-        return is_ours(self._hub.read(CARD, self._request.revision))
 
     def _send(self, tree: Mapping[str, str]) -> tuple[dict[str, str], list[UploadedFile]]:
         """Uploads the large files; those that the Hub seems to have are only hashed."""

@@ -102,12 +102,7 @@ def secrets_in(blocks: Iterable[bytes], known: Sequence[str] = ()) -> list[str]:
 
 
 def refuse_secrets(secrets: Sequence[str], where: str) -> None:
-    """Refuses to publish secrets.
-
-    Args:
-        secrets: Their kinds and files, in words.
-        where: The folder of the files.
-    """
+    """Refuses to publish secrets."""
     if secrets:
         raise RefusedError(
             f"a push would publish {', '.join(secrets)}",

@@ -310,13 +310,7 @@ def is_repo_id(text: str) -> bool:
 
 
 def scrub(path: str, document: Any, base_model: str | None) -> Any:
-    """Returns a JSON document without paths of this machine.
-
-    Args:
-        path: The file that it is the content of.
-        document: The content.
-        base_model: The base's repository, where it is known; replaces its path.
-    """
+    """Returns a JSON document without paths of this machine."""
     name = posixpath.basename(path)
     if not isinstance(document, Mapping):
         return document
@@ -389,14 +383,7 @@ def _without_local_bases(lines: Iterable[str]) -> Iterator[str]:
 
 
 def scrub_content(path: str, data: bytes, document: Any, base_model: str | None) -> bytes:
-    """Returns a file's content as it is published; the same bytes where nothing is taken out.
-
-    Args:
-        path: The file.
-        data: Its content.
-        document: The content parsed, where it is JSON.
-        base_model: The base's repository, where it is known.
-    """
+    """Returns a file's content as it is published; the same bytes where nothing is taken out."""
     if path == CARD:
         changed = scrub_card(data.decode(errors="surrogateescape"))
         return changed.encode(errors="surrogateescape")

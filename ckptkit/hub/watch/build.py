@@ -86,49 +86,44 @@ def choose_steps(
     >>> choose_steps(steps, digests, {100: StepPush(100, "a", "pushed", "org/name")}, PushChoice())
     (200, 300)
     """
-    complete = [facts for facts in steps if facts.complete and facts.step in digests]
+    complete = [step for step in steps if step.complete and step.step in digests]
     left = abandoned(complete)
-    latest = max(((e.save_number, step) for step, e in earlier.items()), default=(-1, -1))
+    current = [step for step in complete if step.step not in left]
+    latest = max(((push.save_number, step) for step, push in earlier.items()), default=(-1, -1))
     highest = max(earlier, default=-1)  # for steps whose order is known by their numbers only
     waiting = [
-        facts
-        for facts in complete
-        if facts.step not in left
-        and not _is_pushed(facts.step, digests, earlier)
-        and (_save_order(facts) >= latest if facts.save_number else facts.step >= highest)
-        and (choice.every is None or facts.step % choice.every == 0)
+        step
+        for step in current
+        if (step.step not in earlier or earlier[step.step].digest != digests[step.step])
+        and (_save_order(step) >= latest if step.save_number else step.step >= highest)
+        and (choice.every is None or step.step % choice.every == 0)
     ]
     if choice.best is not None:
-        live = [facts for facts in complete if facts.step not in left]
-        waiting = _best_of(waiting, live, earlier, choice)
+        waiting = _best_of(waiting, current, earlier, choice)
     waiting.sort(key=_save_order)
-    return tuple(facts.step for facts in (waiting[-1:] if choice.last_only else waiting))
+    return tuple(step.step for step in (waiting[-1:] if choice.last_only else waiting))
 
 
-def _save_order(facts: RunStep) -> tuple[int, int]:
-    return facts.save_number, facts.step
-
-
-def _is_pushed(step: int, digests: Mapping[int, str], earlier: Mapping[int, StepPush]) -> bool:
-    return step in earlier and earlier[step].digest == digests[step]
+def _save_order(step: RunStep) -> tuple[int, int]:
+    return step.save_number, step.step
 
 
 def _best_of(
     waiting: Sequence[RunStep],
-    complete: Sequence[RunStep],
+    current: Sequence[RunStep],
     earlier: Mapping[int, StepPush],
     choice: PushChoice,
 ) -> list[RunStep]:
     """Returns the waiting step that is better than all others, if there is one."""
     sign = 1 if choice.best_mode == "min" else -1
 
-    def value(metrics: Mapping[str, float | None]) -> float:
-        number = metrics.get(choice.best or "")
+    def value(entry: RunStep | StepPush) -> float:
+        number = entry.metrics.get(choice.best or "")
         return sign * number if number is not None and math.isfinite(number) else math.inf
 
-    pushed = [value(push.metrics) for push in earlier.values()]
-    best = min([*map(value, (facts.metrics for facts in complete)), *pushed], default=math.inf)
-    equal = [facts for facts in waiting if value(facts.metrics) == best]
+    pushed = [value(push) for push in earlier.values()]
+    best = min([*map(value, current), *pushed], default=math.inf)
+    equal = [step for step in waiting if value(step) == best]
     if best == math.inf or best in pushed or not equal:
         return []
     return [max(equal, key=_save_order)]
@@ -185,13 +180,6 @@ def build_folder(
     src: PathLike, out: Path, step: int, settings: BuildSettings, listener: Listener | None = None
 ) -> BuiltFolder:
     """Builds the folder that is pushed from a step, and verifies it.
-
-    Args:
-        src: The step's folder.
-        out: The folder; an unfinished one that a kill left is replaced.
-        step: Its number.
-        settings: How it is built.
-        listener: Receives progress events.
 
     Returns:
         The folder.

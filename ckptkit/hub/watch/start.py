@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ckptkit.core.errors import NotACheckpointError, OutputError, RefusedError
@@ -14,13 +15,13 @@ from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, quiet_client
 from ckptkit.hub.publish.hub_commit import check_tag
 from ckptkit.hub.watch.events import WatchEvent, WatchListener
-from ckptkit.hub.watch.hub_branch import TAG_PREFIX, BranchSettings, HubBranch, PushedSteps
+from ckptkit.hub.watch.hub_branch import TAG_PREFIX, BranchSettings, PushedSteps
 from ckptkit.hub.watch.watch import Pauses, Watch, WatchSettings
 from ckptkit.hub.watch.watched_run import WatchedRun
+from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.pruning import prune_run
 from ckptkit.runs.push_journal import (
     WATCH_FOLDER,
-    WatchLock,
     open_journal,
     take_watch_lock,
     watch_identity,
@@ -78,7 +79,7 @@ def run_watch(
     check_tag(f"{request.tag_prefix}1")
     state = state_folder(request)
     with ExitStack() as stack:
-        stack.enter_context(_locked(request, state, pauses, listener))
+        stack.enter_context(_take_lock(request, state, pauses, listener))
         stack.enter_context(quiet_client())
         hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
         hub.resolve_owner()
@@ -88,11 +89,11 @@ def run_watch(
         listener(WatchEvent("started", None, started))
         if note:
             listener(WatchEvent("warning", None, {"message": note}))
-        branch = PushedSteps(HubBranch(hub, request.branch, progress), request.tag_prefix)
-        watch = Watch(WatchedRun(request.run, state), journal, branch, request.settings, listener)
+        branch = PushedSteps(hub, request.branch, request.tag_prefix, progress)
+        run = WatchedRun(request.run, state)
+        prune = None if request.retention.keeps_all else partial(_prune, request, state)
+        watch = Watch(run, journal, branch, request.settings, listener, prune)
         stack.callback(watch.close)
-        if not request.retention.keeps_all:
-            watch.pruning(lambda: _prune(request, state))
         watch.run(pauses, progress)
     return watch
 
@@ -136,20 +137,9 @@ def _prune(request: WatchRequest, state: Path) -> Sequence[int]:
     return [step.step for step in result.removed]
 
 
-@contextmanager
-def _locked(
-    request: WatchRequest, state: Path, pauses: Pauses, listener: WatchListener
-) -> Iterator[None]:
-    lock = _take_lock(request, state, pauses, listener)
-    try:
-        yield
-    finally:
-        lock.close()
-
-
 def _take_lock(
     request: WatchRequest, state: Path, pauses: Pauses, listener: WatchListener
-) -> WatchLock:
+) -> FileLocks:
     own = None if is_url(request.run) else local_path(request.run) / WATCH_FOLDER
     has_reported = False
     while True:

@@ -35,6 +35,7 @@ from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
 from ckptkit.hub.watch.hub_branch import PushedSteps, StepCommit
 from ckptkit.hub.watch.watched_run import WatchedRun
 from ckptkit.runs.push_journal import PushJournal, StepPush
+from ckptkit.runs.save_order import unknown_metric
 from ckptkit.runs.steps import RunStep
 
 
@@ -114,6 +115,7 @@ class Watch:
         hub: PushedSteps,
         settings: WatchSettings,
         listener: WatchListener,
+        prune: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         """Stores the arguments; the caller holds the lock of the run.
 
@@ -123,6 +125,7 @@ class Watch:
             hub: The repository.
             settings: How the run is watched.
             listener: Receives all events.
+            prune: Removes steps after pushes, and returns their numbers.
         """
         self.failures: dict[int, CkptkitError] = {}
         self._run = run
@@ -134,7 +137,7 @@ class Watch:
         self._failed: dict[int, str] = {}  # digests of steps that cannot be pushed
         self._announced: dict[int, str] = {}
         self._marks: dict[str, AbstractContextManager[object]] = {}
-        self._prune: Callable[[], Sequence[int]] | None = None
+        self._prune = prune
         self._built_digest = ""  # the digest of the step whose folder is built
         self._passed_over: set[str] = set()  # digests of steps that a warning has named
         self._has_begun = False
@@ -142,17 +145,8 @@ class Watch:
         self._warned_of_metrics: set[str] = set()
         self._has_pushed = False  # a step since the run was last pruned
 
-    def pruning(self, prune: Callable[[], Sequence[int]]) -> None:
-        """Sets a function that removes steps after pushes, and returns their numbers."""
-        self._prune = prune
-
     def run(self, pauses: Pauses, progress: Listener) -> None:
-        """Watches until the end is requested and no step waits.
-
-        Args:
-            pauses: Waits between two listings.
-            progress: Receives progress events of builds and uploads.
-        """
+        """Watches until the end is requested and no step waits."""
         failed = 0
         while True:
             ending = pauses.ending  # read first: steps committed before the end are then listed
@@ -256,18 +250,12 @@ class Watch:
         return [by_number[n] for n in numbers if self._failed.get(n) != digests[n]]
 
     def _check_metrics(self, steps: Sequence[RunStep], *, ending: bool) -> None:
-        pushed = [push.metrics for push in self._journal.pushes.values()]
-        tables = [*(step.metrics for step in steps), *pushed]
-        names = sorted({name for metrics in tables for name in metrics})
+        pushes = self._journal.pushes.values()
+        tables = [*(step.metrics for step in steps), *(push.metrics for push in pushes)]
         for option, name in self._settings.metrics.items():
             if not steps or any(metrics.get(name) is not None for metrics in tables):
                 continue
-            error = RefusedError(
-                "no complete step was saved with a number as that metric;"
-                f" {'found are ' + ', '.join(names) if names else 'no step has any'}",
-                where=f"{option} {name}",
-                hint="name one that `ckptkit ls` shows",
-            )
+            error = unknown_metric(tables, where=f"{option} {name}")
             if ending and not self._run.unsettled:
                 raise error
             if option not in self._warned_of_metrics:

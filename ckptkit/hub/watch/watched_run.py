@@ -27,12 +27,6 @@ class WatchedRun:
     """Lists a run repeatedly, and reads no manifest twice."""
 
     def __init__(self, run: PathLike, state: Path) -> None:
-        """Lists nothing yet.
-
-        Args:
-            run: The directory or URL of the run.
-            state: The folder with the state of the watch.
-        """
         self._run = run
         self._state = state
         self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest

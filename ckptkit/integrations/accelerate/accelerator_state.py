@@ -120,7 +120,7 @@ def target_of(accelerator: Accelerator, output_dir: str | os.PathLike[str] | Non
 def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> SaveTarget:
     """Returns where `accelerator.load_state(input_dir)` looks."""
     if input_dir is not None:
-        return _target_at(given_path(input_dir), 0)
+        return _target_at(Path(input_dir).expanduser().absolute(), 0)
     if is_automatic(accelerator):
         return SaveTarget(run_of(accelerator), 0, AUTOMATIC_PREFIX)
     raise UsageError(
@@ -128,10 +128,6 @@ def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None
         where="input_dir",
         hint="pass the directory to load",
     )
-
-
-def given_path(input_dir: str | os.PathLike[str]) -> Path:
-    return Path(input_dir).expanduser().absolute()
 
 
 def _target_at(folder: Path, count: int) -> SaveTarget:
@@ -171,13 +167,7 @@ def with_limit(accelerator: Accelerator, options: Options) -> Options:
 def state_of(
     accelerator: Accelerator, registered: Iterable[RegisteredObject], *, loaders: bool = True
 ) -> dict[str, object]:
-    """Returns the state that `save_state` saves.
-
-    Args:
-        accelerator: The accelerator.
-        registered: The objects that were registered for checkpointing.
-        loaders: Whether to include dataloaders.
-    """
+    """Returns the state that `save_state` saves."""
     state: dict[str, object] = {
         "model": list(accelerator._models),  # noqa: SLF001
         # The wrapped optimizers, whose class is known.
@@ -226,12 +216,7 @@ def files_of(accelerator: Accelerator, rank: int) -> dict[str, bytes]:
 
 
 def call_save_hooks(accelerator: Accelerator, name: str) -> dict[str, bytes]:
-    """Calls the hooks of a save, and returns the files that they write.
-
-    Args:
-        accelerator: The accelerator with the hooks.
-        name: The name of the folder that is passed to them.
-    """
+    """Calls the hooks of a save, and returns the files that they write."""
     hooks = list(accelerator._save_model_state_pre_hook.values())  # noqa: SLF001
     if not hooks:
         return {}

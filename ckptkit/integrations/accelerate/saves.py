@@ -114,11 +114,6 @@ def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
 
     A folder of stock accelerate is complete if it has all files up to the random states, which are
     written last.
-
-    Args:
-        run: The directory above them.
-        models: How many models there are.
-        optimizers: How many optimizers there are.
     """
     units = [step_names.model_unit(i) for i in range(models)]
     units += [step_names.optimizer_unit(i) for i in range(optimizers)]
@@ -138,11 +133,7 @@ def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
 
 
 def remove_marks(runs: set[Path]) -> None:
-    """Removes the marks of closed Checkpointers from runs, and empties the set.
-
-    Args:
-        runs: Directories of runs without an open Checkpointer.
-    """
+    """Removes the marks of closed Checkpointers from runs, and empties the set."""
     while runs:
         marks = runs.pop() / MARKS_FOLDER
         with suppress(OSError):
@@ -190,14 +181,7 @@ class AcceleratorSaves:
         options: Options,
         stock: Mapping[str, Any],
     ) -> SaveHandle:
-        """Saves; see `ckptkit.integrations.accelerate.save_state`.
-
-        Args:
-            accelerator: The accelerator.
-            output_dir: The folder; None for automatic naming.
-            options: For the Checkpointer.
-            stock: Arguments for accelerate's own method, if it has to save.
-        """
+        """Saves; see `ckptkit.integrations.accelerate.save_state`."""
         target = states.target_of(accelerator, output_dir)
         self._check_last(accelerator)
         self.folder = target.folder
@@ -257,14 +241,7 @@ class AcceleratorSaves:
         options: Options,
         stock: Mapping[str, Any],
     ) -> None:
-        """Loads; see `ckptkit.integrations.accelerate.load_state`.
-
-        Args:
-            accelerator: The accelerator.
-            input_dir: The folder; None for automatic naming.
-            options: As for `save`.
-            stock: Arguments for accelerate's own method, if it has to load.
-        """
+        """Loads; see `ckptkit.integrations.accelerate.load_state`."""
         settings = check_options(options)
         self._end()  # waits for the last save, which may be loaded now
         reason = states.stock_reason(accelerator)
@@ -344,7 +321,11 @@ class AcceleratorSaves:
     def _misfit(self, accelerator: Accelerator) -> str:
         """Returns which part of the state only accelerate itself can save; checked once."""
         state = self._state(accelerator)
-        objects = [entry for value in state.values() for entry in _as_list(value)]
+        objects = [
+            entry
+            for value in state.values()
+            for entry in (value if isinstance(value, list) else [value])
+        ]
         checked, reason = self._checked
         if list(map(id, checked)) != list(map(id, objects)):
             reason = _misfit(lambda: self._bind(state))
@@ -477,7 +458,3 @@ def _misfit(bound: Callable[[], BoundState]) -> str:
     except (UsageError, UnsupportedError, SaveError) as error:
         return str(error)
     return ""
-
-
-def _as_list(value: object) -> Sequence[object]:
-    return value if isinstance(value, list) else [value]

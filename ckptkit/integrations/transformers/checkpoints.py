@@ -86,16 +86,12 @@ _NEVER = frozenset({"", "none", "false", "end"})
 _UNCALLED = ("_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler")
 
 
-def find_watcher(trainer: Trainer) -> str:
-    """Returns a method that may use the files of a step right after its save; empty for none.
+def _watchers(trainer: Any) -> Iterator[str]:
+    """Yields the methods that may use the files of a step right after its save.
 
     That is `on_save` of a callback, except callbacks of Transformers that upload nothing, or a
     method of a subclass that adds to the saving, except those of TRL that only write a card.
     """
-    return next(_watchers(trainer), "")
-
-
-def _watchers(trainer: Any) -> Iterator[str]:
     for callback in trainer.callback_handler.callbacks:
         kind = type(callback)
         if kind.on_save is not TrainerCallback.on_save and _uses_files(callback):
@@ -348,7 +344,7 @@ class TrainerCheckpoints:
         """Returns whether to wait for saves; logs once if the user has not asked for it."""
         if self._wait is not None:
             return self._wait
-        watcher = find_watcher(self._trainer)
+        watcher = next(_watchers(self._trainer), "")
         if watcher and not self._has_warned:
             self._has_warned = True
             if self._trainer.is_world_process_zero():

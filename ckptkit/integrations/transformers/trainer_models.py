@@ -38,11 +38,6 @@ def save_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | 
     It adds the files of the Trainer: configurations, tokenizer, and its arguments without tokens.
     Other files in the folder stay.
 
-    Args:
-        trainer: The trainer.
-        checkpoints: Its checkpoints.
-        output_dir: The folder; left out, the directory of the run.
-
     Returns:
         Whether it was written; the Trainer itself writes a model that is not sharded.
     """
@@ -86,13 +81,7 @@ _WHOLE_STEPS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
 def finish_step(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle) -> None:
-    """Does what the Trainer, or a subclass, does after a save: `save_model`, and the push.
-
-    Args:
-        trainer: The trainer.
-        checkpoints: Its checkpoints.
-        handle: The handle of the save.
-    """
+    """Does what the Trainer, or a subclass, does after a save: `save_model`, and the push."""
     folder = checkpoints.folder(handle.step)
     if handle.skipped:
         return

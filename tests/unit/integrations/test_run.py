@@ -280,7 +280,7 @@ print("the end")
     done = run(put(tmp_path / "script.py", body), CUDA_VISIBLE_DEVICES="")
     assert done.stdout == "the end\n"
     assert done.returncode == 5, done.stderr
-    assert "something without a ckptkit.json was found" in done.stderr
+    assert "found something without a ckptkit.json" in done.stderr
 
 
 @pytest.mark.parametrize(("choice", "waits"), [("on", False), ("wait", True)])
