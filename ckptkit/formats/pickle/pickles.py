@@ -71,27 +71,11 @@ def _pop(machine: Machine) -> None:
         machine.pop()
 
 
-def _pop_mark(machine: Machine) -> None:
-    machine.pop_mark()
-
-
-def _dup(machine: Machine) -> None:
-    machine.push(machine.top())
-
-
 def _constant(value: object) -> Handler:
     def handler(machine: Machine) -> None:
         machine.stack.append(value)
 
     return handler
-
-
-def _empty_list(machine: Machine) -> None:
-    machine.stack.append([])
-
-
-def _empty_dict(machine: Machine) -> None:
-    machine.stack.append({})
 
 
 def _unsigned(width: int) -> Handler:
@@ -132,10 +116,6 @@ def _float_line(machine: Machine) -> None:
         raise machine.malformed("float is not a decimal number") from None
 
 
-def _float(machine: Machine) -> None:
-    machine.push(_FLOAT.unpack(machine.take(8))[0])
-
-
 def _text(width: int, encoding: str = "utf-8") -> Handler:
     def handler(machine: Machine) -> None:
         data = machine.take(int.from_bytes(machine.take(width), "little"))
@@ -163,14 +143,6 @@ def _tuple_of(count: int) -> Handler:
         stack[-count:] = [tuple(stack[-count:])]
 
     return handler
-
-
-def _tuple(machine: Machine) -> None:
-    machine.push(tuple(machine.pop_mark()))
-
-
-def _list(machine: Machine) -> None:
-    machine.push(machine.pop_mark())
 
 
 def _dict(machine: Machine) -> None:
@@ -207,19 +179,11 @@ def _put(width: int) -> Handler:
     return handler
 
 
-def _put_line(machine: Machine) -> None:
-    machine.store(_slot(machine))
-
-
 def _get(width: int) -> Handler:
     def handler(machine: Machine) -> None:
         machine.stack.append(machine.fetch(int.from_bytes(machine.take(width), "little")))
 
     return handler
-
-
-def _get_line(machine: Machine) -> None:
-    machine.push(machine.fetch(_slot(machine)))
 
 
 def _slot(machine: Machine) -> int:
@@ -247,10 +211,6 @@ def _call(machine: Machine) -> None:
 def _build(machine: Machine) -> None:
     state = machine.pop()
     machine.build(machine.top(), state)
-
-
-def _persistent(machine: Machine) -> None:
-    machine.push(machine.refer(machine.pop()))
 
 
 def _refuse(name: str) -> Handler:
@@ -283,8 +243,8 @@ OPCODES = with_handlers(
         b".": _stop,
         b"(": _mark,
         b"0": _pop,
-        b"1": _pop_mark,
-        b"2": _dup,
+        b"1": lambda machine: machine.pop_mark(),  # POP_MARK
+        b"2": lambda machine: machine.push(machine.top()),  # DUP
         b"N": _constant(None),
         b"\x88": _constant(True),  # noqa: FBT003
         b"\x89": _constant(False),  # noqa: FBT003
@@ -296,7 +256,7 @@ OPCODES = with_handlers(
         b"\x8a": _long(1),
         b"\x8b": _long(4),
         b"F": _float_line,
-        b"G": _float,
+        b"G": lambda machine: machine.push(_FLOAT.unpack(machine.take(8))[0]),  # BINFLOAT
         b"V": _text_line,
         b"X": _text(4),
         b"\x8c": _text(1),
@@ -311,20 +271,20 @@ OPCODES = with_handlers(
         b"\x85": _tuple_of(1),
         b"\x86": _tuple_of(2),
         b"\x87": _tuple_of(3),
-        b"t": _tuple,
-        b"]": _empty_list,
+        b"t": lambda machine: machine.push(tuple(machine.pop_mark())),  # TUPLE
+        b"]": lambda machine: machine.stack.append([]),  # EMPTY_LIST
         b"a": _append,
         b"e": _appends,
-        b"l": _list,
-        b"}": _empty_dict,
+        b"l": lambda machine: machine.push(machine.pop_mark()),  # LIST
+        b"}": lambda machine: machine.stack.append({}),  # EMPTY_DICT
         b"s": _setitem,
         b"u": _setitems,
         b"d": _dict,
-        b"p": _put_line,
+        b"p": lambda machine: machine.store(_slot(machine)),  # PUT
         b"q": _put(1),
         b"r": _put(4),
         b"\x94": lambda machine: machine.memoize(),
-        b"g": _get_line,
+        b"g": lambda machine: machine.push(machine.fetch(_slot(machine))),  # GET
         b"h": _get(1),
         b"j": _get(4),
         b"c": _global_line,
@@ -332,7 +292,7 @@ OPCODES = with_handlers(
         b"R": _call,
         b"\x81": _call,
         b"b": _build,
-        b"Q": _persistent,
+        b"Q": lambda machine: machine.push(machine.refer(machine.pop())),  # BINPERSID
     },
 )
 
