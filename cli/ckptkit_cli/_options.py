@@ -116,7 +116,7 @@ COMPARED_NAMES = Option(
     NAMED,
     "'auto' refuses names and shapes that would not load as the model of config.json. 'live'"
     " compares nothing.",
-    "auto|live",
+    choices=("auto", "live"),
     default="auto",
 )
 STRIP_PREFIX = Option(

@@ -34,7 +34,7 @@ from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import Place, is_url
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Option, command, parse_values
-from ckptkit_cli._options import HUB, KEPT, OUTPUT, WRITTEN
+from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
 from ckptkit_cli._output import Output, Stopped, counted, escaped, first_of, shortened, stamped
 
 _PUSHED = "Which steps are pushed"
@@ -168,12 +168,9 @@ _OPTIONS = (
         ),
     ),
     *options.RETENTION,
-    Option(
-        "--best-mode",
-        KEPT,
-        "Whether the smallest or the largest value is best, for --best too.",
-        choices=options.BEST_MODE.choices,
-        default="min",
+    replace(
+        options.BEST_MODE,
+        help="Whether the smallest or the largest value is best, for --best too.",
     ),
     Option(
         "--state",
