@@ -1,9 +1,8 @@
-"""What a converter needs beside the shards: configurations, tokenizer, facts of the run.
+"""The sidecar of a step: configurations, tokenizer and facts of the run, which a conversion needs.
 
-Collected once, on rank 0, and written into every step, so that a step says by itself what model
-its tensors are. Nothing that could hold a secret is taken, such as `training_args.bin`.
-
-Small files that the user has saved with a step.
+It is collected once, on rank 0, and written into every step, so that a step describes its model by
+itself. Nothing that could be a secret is taken, such as `training_args.bin`. Also the check of
+small files that the user saves with a step.
 """
 
 from __future__ import annotations
@@ -41,27 +40,22 @@ class _Pretrained(Protocol):
 
 
 def check_sidecar(sidecar: object) -> Mapping[str, object]:
-    """Returns what the user adds, by name, if it is all of a kind that can be stored.
+    """Returns the user's sidecar after a check that all of it can be stored.
 
     Args:
         sidecar: As for `collect_sidecar`; None for nothing.
-
-    Returns:
-        The same.
     """
     if sidecar is None:
         return {}
     if not isinstance(sidecar, Mapping):
         raise UsageError(
-            f"{a_kind(sidecar)} was found where names and what to store were expected",
+            f"expected names and what to store, got {a_kind(sidecar)}",
             where="sidecar",
             hint='pass a dict, such as sidecar={"processing_class": tokenizer}',
         )
     for key, value in sidecar.items():
         if not isinstance(key, str):
-            raise UsageError(
-                f"{a_kind(key)} was found where a name was expected", where=f"sidecar[{key!r}]"
-            )
+            raise UsageError(f"expected a name, got {a_kind(key)}", where=f"sidecar[{key!r}]")
         _check_kind(key, value)
     return sidecar
 
@@ -70,8 +64,7 @@ def _check_kind(key: str, value: object) -> None:
     is_object = isinstance(value, _Pretrained) and not isinstance(value, (nn.Module, type))
     if not is_object and not isinstance(value, (str, bytes, os.PathLike)):
         raise UsageError(
-            f"{a_kind(value)} was found where a tokenizer or processor, a path or bytes were"
-            " expected",
+            f"expected a tokenizer or processor, a path or bytes, got {a_kind(value)}",
             where=f"sidecar[{key!r}]",
         )
 
@@ -79,11 +72,11 @@ def _check_kind(key: str, value: object) -> None:
 def collect_sidecar(
     models: Sequence[nn.Module], sidecar: Mapping[str, object]
 ) -> tuple[ObjectFile, ...]:
-    """Gathers the files that make a step describe itself.
+    """Collects the files that describe a step.
 
-    Of the first model that has a Transformers configuration come `config.json` and
-    `generation_config.json`, and the configuration of every PEFT adapter: the default one at the
-    top, others in `adapters/NAME`. A model without one adds nothing.
+    The first model with a Transformers configuration adds `config.json`, `generation_config.json`
+    and the configuration of every PEFT adapter: the default one at the top, others in
+    `adapters/NAME`. A model without one adds nothing.
 
     Args:
         models: The models of the state, wrapped or not.
@@ -106,20 +99,20 @@ def collect_sidecar(
             f"holds {size:,} bytes against at most {_MAX_BYTES:,}, and would be written into"
             " every step",
             where="sidecar",
-            hint="give the files of a tokenizer or processor, not a folder with weights",
+            hint="pass the files of a tokenizer or processor, not a folder with weights",
         )
     return tuple(ObjectFile(f"{SIDE_FOLDER}/{name}", files[name]) for name in sorted(files))
 
 
 def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> ObjectFile:
-    """Returns the file that tells how the run was laid out.
+    """Returns the file that describes the layout of the run.
 
     Args:
         facts: JSON values that stay the same for a session: versions, world size, mesh,
             strategy, tied names, wrappers, FSDP1's flat parameters.
-        models: The models of the state. Of the first that has a configuration the file tells,
-            as `base_model`, the `id` under which it was loaded and the `commit_hash` on the
-            Hub, which `config.json` leaves out.
+        models: The models of the state. `base_model` has, of the first one with a configuration,
+            the `id` under which it was loaded and the `commit_hash` on the Hub, which
+            `config.json` does not have.
     """
     document = {**facts} | _origin(models)
     return ObjectFile(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
@@ -129,9 +122,9 @@ def _origin(models: Sequence[nn.Module]) -> dict[str, object]:
     for model in map(innermost, models):
         base = _base_of(model)
         if hasattr(getattr(base, "config", None), "to_json_string"):
-            known = {"id": _base_id(base), "commit_hash": _commit_hash(base)}
-            found = {name: text for name, text in known.items() if text}
-            return {"base_model": found} if found else {}
+            origin = {"id": _base_id(base), "commit_hash": _commit_hash(base)}
+            origin = {name: text for name, text in origin.items() if text}
+            return {"base_model": origin} if origin else {}
     return {}
 
 
@@ -140,17 +133,17 @@ def _base_id(base: nn.Module) -> str | None:
 
 
 def _commit_hash(base: nn.Module) -> str | None:
-    """Returns the Hub's commit of the model; Transformers has no public way to it."""
-    found = getattr(getattr(base, "config", None), "_commit_hash", None)
-    return found if isinstance(found, str) and found else None
+    """Returns the Hub's commit of the model, for which Transformers has no public attribute."""
+    commit = getattr(getattr(base, "config", None), "_commit_hash", None)
+    return commit if isinstance(commit, str) and commit else None
 
 
 def _described(models: Sequence[nn.Module]) -> Iterator[tuple[str, bytes]]:
     for wrapped in models:
         model = innermost(wrapped)
-        found = dict(_configurations(model))
-        if found:
-            yield from found.items()
+        files = dict(_configurations(model))
+        if files:
+            yield from files.items()
             return
 
 
@@ -169,7 +162,7 @@ def _configurations(model: nn.Module) -> Iterator[tuple[str, bytes]]:
 
 
 def _base_of(model: nn.Module) -> nn.Module:
-    """Returns the model that PEFT wrapped, or put its layers into; else the model itself."""
+    """Returns the base model of a PEFT model; for others the model itself."""
     if not isinstance(getattr(model, "peft_config", None), dict):
         return model
     get = getattr(model, "get_base_model", None)
@@ -184,9 +177,9 @@ def _model_config(model: nn.Module, config: Any) -> bytes:
 
 
 def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
-    """Returns `adapter_config.json` as PEFT writes it beside an adapter.
+    """Returns `adapter_config.json` as PEFT writes it for an adapter.
 
-    A revision that is left open is the one that the base was loaded from.
+    A missing revision is set to the one that the base was loaded from.
 
     Source: peft 0.21, `PeftModel.save_pretrained`.
     """
@@ -197,7 +190,7 @@ def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
         adapter.revision = _commit_hash(base)
     adapter.inference_mode = True
     mapping = None
-    if adapter.task_type is None:  # then this is how PEFT finds the class of the base again
+    if adapter.task_type is None:  # PEFT then finds the class of the base by these
         name = type(base).__name__.removeprefix(_FSDP2_PREFIX)
         mapping = {"base_model_class": name, "parent_library": type(base).__module__}
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +199,7 @@ def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
 
 
 def _given(key: str, value: object) -> Iterator[tuple[str, bytes]]:
-    """Yields the files that one value of the user's stands for."""
+    """Yields the files of one value of the user's."""
     _check_kind(key, value)
     if isinstance(value, bytes):
         yield key, value
@@ -228,7 +221,7 @@ def _copied(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _below(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the files of a folder but for hidden and secret ones."""
+    """Yields the files of a folder, except hidden and secret ones."""
     total = 0
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -236,7 +229,7 @@ def _below(folder: Path) -> Iterator[tuple[str, bytes]]:
         if hidden or name.name in _SECRET or not path.is_file():
             continue
         total += path.stat().st_size
-        if total > _MAX_BYTES:  # said before gigabytes of weights are in memory
+        if total > _MAX_BYTES:  # before gigabytes of weights are read into memory
             raise UsageError(
                 f"holds more than {_MAX_BYTES:,} bytes", where=f"sidecar folder {str(folder)!r}"
             )
@@ -250,14 +243,14 @@ def _add(files: _Files, name: str, data: bytes, key: str) -> None:
         raise UsageError(f"{name!r} was found where the name of a file was expected", where=where)
     if f"{SIDE_FOLDER}/{pure}" == RUN_FACTS or files.get(str(pure), data) != data:
         raise UsageError(
-            f"gives another {str(pure)!r} than what is there already",
+            f"has another {str(pure)!r} than the step already has",
             where=where,
             hint="leave it out of the sidecar, or rename it",
         )
     files[str(pure)] = data
 
 
-# Of all layouts, as a step may be resumed from in another one; see `names` for who makes them.
+# Of all layouts, since a step may be resumed in another one; see `step_names`.
 _TOP = re.compile(
     rf"{re.escape(SIDE_FOLDER)}|\.ckptkit.*|(?:pytorch_model_fsdp|optimizer|base_model)_\d+"
     r"|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|rng_state(?:_\d+)?\.pth"
@@ -267,7 +260,7 @@ _ANYWHERE = re.compile(rf"{re.escape(MANIFEST_NAME)}|\.metadata|\.ranks|.*\.dist
 
 
 class StepFile(bytes):
-    """Bytes that an integration puts in the place of a file that the step would make itself."""
+    """Bytes of an integration that replace a file of the step itself."""
 
 
 def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[ObjectFile, ...]:
@@ -278,9 +271,7 @@ def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tupl
         taken: Files and folders of this very step, beside those that every step may have.
     """
     if not isinstance(files, Mapping):
-        raise UsageError(
-            f"{a_kind(files)} was found where bytes by file name were expected", where="files"
-        )
+        raise UsageError(f"expected bytes by file name, got {a_kind(files)}", where="files")
     own = {name.casefold() for name in taken} - {""}
     for name, data in files.items():
         _check_file(name, data, own)
@@ -290,7 +281,7 @@ def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tupl
         other = next(filter(None, above), known[name.casefold()])
         if other != name:
             raise UsageError(
-                f"this name and {other!r} cannot lie in one directory on every file system",
+                f"this name and {other!r} cannot be in one directory on every file system",
                 where=f"files[{name!r}]",
                 hint="choose another",
             )
@@ -306,13 +297,13 @@ def _check_file(name: object, data: object, own: Collection[str]) -> None:
     where = f"files[{name!r}]"
     if not isinstance(name, str) or not _is_relative(name):
         raise UsageError(
-            "no name of a file in the step's directory was found",
+            "expected the name of a file in the step's directory",
             where=where,
-            hint="give names such as 'notes.json' or 'notes/a.json'",
+            hint="pass names such as 'notes.json' or 'notes/a.json'",
         )
     if not isinstance(data, bytes):
-        raise UsageError(f"{a_kind(data)} was found where bytes were expected", where=where)
-    parts = name.casefold().split("/")  # some file systems take no notice of case
+        raise UsageError(f"expected bytes, got {a_kind(data)}", where=where)
+    parts = name.casefold().split("/")  # some file systems ignore case
     taken = parts[0] in own or _TOP.fullmatch(parts[0]) or any(map(_ANYWHERE.fullmatch, parts))
     if taken and not isinstance(data, StepFile):
         raise UsageError(
@@ -321,7 +312,7 @@ def _check_file(name: object, data: object, own: Collection[str]) -> None:
 
 
 def _is_relative(name: str) -> bool:
-    """Tells whether a name is that of a file below a directory, on every file system."""
+    """Returns whether a name is that of a file below a directory, on every file system."""
     if "\0" in name or "\\" in name or not name.isprintable():
         return False
     return all(part and not part.endswith((".", " ")) for part in name.split("/"))

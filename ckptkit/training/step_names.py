@@ -1,7 +1,4 @@
-"""What things are called: files and folders of a committed step, and names without wrappers.
-
-Where the tensors of a model lie in a step.
-"""
+"""Names of files and folders of a step, names without wrappers, and places of tensors."""
 
 from __future__ import annotations
 
@@ -18,18 +15,18 @@ from ckptkit.core.index import KeyPath
 from ckptkit.lora.dialects import AdapterNames, holds_adapters
 
 RNG = "rng"
-"""Under this key the random number generators lie with the layout `dcp`."""
+"""The key of the random number generators in the layout `dcp`."""
 
 VALUES_FILES = "ckptkit/values_rank_"
-"""What the names of these files begin with; see `ckptkit.training.state.structures`."""
+"""The prefix of the names of these files; see `ckptkit.training.state.structures`."""
 
 TRAINER_STATE = "trainer_state.json"
-"""The file in which the Trainer keeps its own state."""
+"""The file with the Trainer's own state."""
 
 _COMPILED = "_orig_mod"
 _RUNNERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED})
-"""Where FSDP1, activation checkpointing and `torch.compile` keep the module that they wrap."""
+"""The names under which FSDP1, activation checkpointing and `torch.compile` keep a module."""
 
 
 def model_unit(index: int) -> str:
@@ -74,7 +71,7 @@ def trainer_random_states_file(rank: int, world_size: int) -> str:
 
 
 def custom_file(index: int) -> str:
-    """Returns the file of the object at `index` that is of no kind known."""
+    """Returns the file of the object at `index` of any other kind."""
     return f"custom_checkpoint_{index}.pkl"
 
 
@@ -87,7 +84,7 @@ def values_file(rank: int) -> str:
 
 
 def clean_fqn(name: str, parallel: Sequence[str] = ()) -> str:
-    """Returns a parameter's or module's name without what wrappers put in.
+    """Returns a parameter's or module's name without the parts that wrappers add.
 
     Args:
         name: As `named_parameters`, `named_modules` or a state dict has it.
@@ -108,21 +105,18 @@ def clean_fqn(name: str, parallel: Sequence[str] = ()) -> str:
 
 
 def parallel_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Returns the names, with a dot, of the modules that keep another one under `module`.
+    """Returns the prefixes of the modules that wrap another one as `module`, the innermost first.
 
-    A module of the user's own may be called `module` too, so that the name alone does not tell.
-
-    Returns:
-        The innermost first; empty for most models.
+    A module of the user may be called `module` too, so that the name alone is not enough.
     """
-    found = [
+    names = [
         _without_wrappers(name) for name, module in model.named_modules() if _is_parallel(module)
     ]
-    return tuple(sorted((f"{name}." if name else "" for name in found), key=len, reverse=True))
+    return tuple(sorted((f"{name}." if name else "" for name in names), key=len, reverse=True))
 
 
 def wrapper_names(model: nn.Module) -> list[str]:
-    """Returns which wrappers were found in a model, each class once, in order of appearance."""
+    """Returns the class names of the wrappers in a model, each once, in order of appearance."""
     kinds = [
         type(module).__name__
         for module in model.modules()
@@ -132,7 +126,7 @@ def wrapper_names(model: nn.Module) -> list[str]:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """Returns the model inside whatever runs it."""
+    """Returns the model inside of its wrappers."""
     while True:
         is_wrapped = isinstance(model, _RUNNERS)
         inner = model.module if is_wrapped else dict(model.named_children()).get(_COMPILED)
@@ -153,19 +147,19 @@ def _is_parallel(module: nn.Module) -> bool:
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES
 _SIDES = ("input", "output")
-_PEFT_PREFIX = "base_model.model."  # of what lies in the model that PEFT was given
+_PEFT_PREFIX = "base_model.model."  # of names in the base model
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlaces:
-    """From a tensor's name to its DCP directory, and to its key path there.
+    """The DCP directory and the key path of each tensor of a model.
 
     Attributes:
         unit: The directory.
-        path: What comes before the name in the key path.
-        adapter: Where the model is split, as the Trainer splits it: what tells the tensors of
-            the adapter, which lie in `unit` under the names that PEFT's files give them.
-        base_unit: Where it is split, the directory of all other tensors.
+        path: The prefix of the key paths.
+        adapter: For a model that is split, as the Trainer does it: the names of the adapter's
+            tensors, which are in `unit` under their names in PEFT's files.
+        base_unit: For a model that is split, the directory of all other tensors.
     """
 
     unit: str
@@ -187,19 +181,19 @@ class TensorPlaces:
         return (self.unit,) if self.adapter is None else (self.unit, self.base_unit)
 
     def by_unit(self, names: Iterable[str]) -> dict[str, list[KeyPath]]:
-        """Returns the key paths of a tensor's names, by the directory that each is in."""
-        found: dict[str, list[KeyPath]] = {}
+        """Returns the key paths of a tensor's names, by directory."""
+        paths: dict[str, list[KeyPath]] = {}
         for name in names:
             unit, path = self.of(name)
-            found.setdefault(unit, []).append(path)
-        return found
+            paths.setdefault(unit, []).append(path)
+        return paths
 
 
 def adapter_names(model: nn.Module) -> AdapterNames | None:
-    """Returns what tells the active adapter's tensors of a PEFT model.
+    """Returns the names of the active adapter's tensors of a PEFT model.
 
     Returns:
-        None for other models, and for adapters that consist of no modules of their own.
+        None for other models, and for adapters without modules of their own.
 
     Source: peft's `PeftModel`, whose `peft_config` holds a configuration for each adapter.
     """
@@ -209,7 +203,7 @@ def adapter_names(model: nn.Module) -> AdapterNames | None:
     if not isinstance(configs, dict) or not isinstance(active, str) or active not in configs:
         return None
     if not any(holds_adapters(name.rpartition(".")[2]) for name, _ in inner.named_modules()):
-        return None  # prompts, and others that PEFT's files do not name by their modules
+        return None  # such as prompts, which PEFT's files do not name by modules
     bias = str(getattr(configs[active], "bias", "none"))
     return AdapterNames(
         adapter=active,
@@ -237,7 +231,7 @@ def _saved_embeddings(model: Any, config: Any) -> Iterator[str]:
 
 
 def _is_target(name: str, config: Any) -> bool:
-    """Tells whether a module is an embedding that an adapter targets."""
+    """Returns whether a module is an embedding that an adapter targets."""
     last, targets = name.rpartition(".")[2], getattr(config, "target_modules", None) or ()
     if last not in _EMBEDDINGS:
         return False
@@ -247,7 +241,7 @@ def _is_target(name: str, config: Any) -> bool:
 
 
 def _was_resized(model: Any, config: Any) -> bool:
-    """Tells whether a model has another number of tokens than the one that it was made from."""
+    """Returns whether a model has another number of tokens than its base."""
     own: Any = getattr(model, "config", None)
     tokens = getattr(own, "vocab_size", None)
     origin = getattr(config, "base_model_name_or_path", None)
@@ -255,6 +249,6 @@ def _was_resized(model: Any, config: Any) -> bool:
         return False
     try:
         before = own.from_pretrained(origin, local_files_only=True)
-    except (OSError, ValueError):  # not there any more, or not on this machine
+    except (OSError, ValueError):  # removed, or not on this machine
         return False
     return bool(getattr(before, "vocab_size", tokens) != tokens)

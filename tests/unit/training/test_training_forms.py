@@ -109,7 +109,7 @@ def test_further_files_do_not_take_the_names_of_others(tmp_path: Path, layout: A
         with pytest.raises(UsageError, match=r"files.*mapping|files.*by file name"):
             checkpointer.save(3, trained(), files=cast("Any", [("a", b"")]))
         for pair in (("a", "A"), ("a", "a/b"), ("A/c", "a")):
-            with pytest.raises(UsageError, match="cannot lie in one directory"):
+            with pytest.raises(UsageError, match="cannot be in one directory"):
                 checkpointer.save(3, trained(), files=dict.fromkeys(pair, b""))
         fine = dict.fromkeys((".env/a", "optimizer.txt", "random_states.pkl", "a/b", "a/c"), b"x")
         step = checkpointer.save(4, trained(), files=fine).result()

@@ -138,7 +138,7 @@ def test_files_and_folders_keep_their_names_and_secrets_stay_out(tmp_path: Path)
 
 def test_two_contents_for_one_file_are_refused_and_equal_ones_are_not(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"sidecar\['old'\]: gives another 'config\.json'"):
+    with pytest.raises(UsageError, match=r"sidecar\['old'\]: has another 'config\.json'"):
         collected(llama(), old=tmp_path / "config.json")
     (tmp_path / "config.json").write_bytes(collected(llama())["ckptkit/config.json"])
     assert collected(llama(), old=tmp_path / "config.json") == collected(llama())
@@ -152,7 +152,7 @@ def test_two_contents_for_one_file_are_refused_and_equal_ones_are_not(tmp_path: 
         ({"x": "/nowhere/at/all"}, "no such file or folder"),
         ({"../x": b""}, "was found where the name of a file"),
         ({"/x": b""}, "was found where the name of a file"),
-        ({"run.json": b""}, "gives another 'run.json'"),
+        ({"run.json": b""}, "has another 'run.json'"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(sidecar: dict[str, object], text: str) -> None:
@@ -165,7 +165,7 @@ def test_what_cannot_be_stored_is_refused(sidecar: dict[str, object], text: str)
     [
         ([tokenizer], r"sidecar: a list was found"),
         ("tokenizer", r"sidecar: a str was found"),
-        ({1: b""}, r"sidecar\[1\]: an int was found where a name"),
+        ({1: b""}, r"sidecar\[1\]: expected a name, got an int"),
         ({"x": None}, r"sidecar\['x'\]: None was found"),
         ({"x": PreTrainedTokenizerFast}, r"sidecar\['x'\]: a type was found"),
     ],
