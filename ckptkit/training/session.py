@@ -97,19 +97,15 @@ class SidecarFolders:
             new = parent / name
             try:
                 for file in files:
-                    _put(new, file)
+                    path = new / file.path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(file.data)
             except OSError as error:
                 shutil.rmtree(new, ignore_errors=True)
                 problems.append(as_failure(error, str(new)))
             else:
                 return new
         raise problems[-1]
-
-
-def _put(folder: Path, file: ObjectFile) -> None:
-    path = folder / file.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(file.data)
 
 
 logger = logging.getLogger(__name__)

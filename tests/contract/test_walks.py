@@ -25,7 +25,7 @@ WALKS = {
 LIMITS = {
     "consolidate": (98, 821, 142),
     "adapter merge": (125, 1033, 188),
-    "save": (44, 310, 60),
+    "save": (40, 310, 60),
     "push": (48, 301, 47),
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")

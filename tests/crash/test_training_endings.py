@@ -92,7 +92,7 @@ def test_a_save_that_is_lost_at_the_end_of_a_script_is_told_and_ends_it_in_time(
         [sys.executable, "-c", HOPELESS, str(run)], check=True, timeout=60, capture_output=True
     )
     assert time.monotonic() - began < SECONDS
-    assert b"step 5: the program ends, and the save has not" in ended.stderr
+    assert b"step 5: the program ends before the save" in ended.stderr
     assert b"Traceback" not in ended.stderr
 
 
@@ -313,7 +313,7 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
     assert report.total_bytes > 1000
     assert ckptkit.verify(report.path).ok
     (line,) = log.lines(logging.WARNING)
-    assert line == "what became of step 1 could not be told to all ranks: the store failed"
+    assert line == "the outcome of step 1 could not be sent to all ranks: the store failed"
 
 
 class _Process:

@@ -284,7 +284,11 @@ def record_of(
         record = units.get(unit, {"tensors": [], "chunks": [], "data_files": [], "expected": []})
         names = record["data_files"]
         file, rows = objects_file(values, rank, len(names))
-        units[unit] = {**record, "objects": rows, "data_files": [*names, _name_of(file)]}
+        units[unit] = {
+            **record,
+            "objects": rows,
+            "data_files": [*names, file.path.rpartition("/")[2]],
+        }
         files.append(file)
     document = {
         "rank": rank,
@@ -318,10 +322,6 @@ def objects_file(
     unit = objects[0].unit
     name = f"__{rank}_{file_number}.distcp"
     return Inline(f"{unit}/{name}" if unit else name, bytes(data)), rows
-
-
-def _name_of(file: Inline) -> str:
-    return file.path.rpartition("/")[2]
 
 
 @dataclass(frozen=True, slots=True)
