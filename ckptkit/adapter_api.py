@@ -1,7 +1,4 @@
-"""Functions on adapters that users call, thin faces of the pipeline like those in `ckptkit.api`.
-
-`ckptkit.merge_adapter`, a thin face of the pipeline like those in `ckptkit.api`.
-"""
+"""The functions that users call for adapters."""
 
 from __future__ import annotations
 
@@ -188,7 +185,7 @@ class MergeOptions(TypedDict, total=False):
             what its update is multiplied by.
         further: Adapters to merge after those: paths, or pairs of a path and a number.
         adapter_config: The run's `adapter_config.json`, where the checkpoint has none.
-        overrides: What no tensor tells, by the keys of `adapter_config.json`.
+        overrides: Settings that no tensor shows, by the keys of `adapter_config.json`.
         match_peft: Whether to round where PEFT's `merge_and_unload` does, instead of once.
         qlora_base: "dequantized" or "original": what adapters of packed weights are merged onto.
         double_quant: Whether the scales of 4-bit weights were quantized too, where nothing beside

@@ -1,7 +1,4 @@
-"""The functions that users call; each is a thin face of one pipeline.
-
-The functions for whole runs that users call.
-"""
+"""The functions that users call for checkpoints, models and runs."""
 
 from __future__ import annotations
 
@@ -70,8 +67,8 @@ class Options(TypedDict, total=False):
             endpoint. They are used for other places too if their URLs are of the same kind.
         dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
-        resume: Whether a run that was interrupted is gone on with, where its finished files are
-            proven to be as it wrote them; what this one finishes then stays if it is interrupted.
+        resume: Whether to resume an interrupted run: its finished files are kept where they are
+            proven to be as it wrote them, and those of this run stay if it is interrupted.
         delete_source: Whether the files that were read are removed once all of the output was read
             back and has the digests of its manifest. They stay if something in them, such as the
             state of an optimizer, is not in the output, which is refused beforehand.
@@ -161,7 +158,7 @@ def inspect(
 
     Raises:
         InputError: If there is none, or if it cannot be parsed.
-        AmbiguousSourceError: If several runs lie there and none was selected.
+        AmbiguousSourceError: If there are several runs and none was selected.
     """
     from ckptkit.conversion.inspect import run_inspection
 
@@ -298,7 +295,7 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     """Lists the steps of a run; headers alone are read.
 
     Args:
-        run: The directory that the `checkpoint-N` folders lie in, or its URL.
+        run: The directory that holds the `checkpoint-N` folders, or its URL.
         state: Where a watch of the run keeps its state, if not in the run itself.
 
     Returns:
@@ -324,11 +321,11 @@ def prune(
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps; the rules are those of a `Checkpointer`.
 
-    Whatever they say, the newest complete step stays, and so do steps that are not complete, that
-    somebody reads or pushes at this moment, or that the Trainer calls its best.
+    Some steps stay whatever the rules are: the newest complete step, incomplete steps, steps that
+    another process reads or pushes, and the step that the Trainer calls its best.
 
     Args:
-        run: The directory that the `checkpoint-N` folders lie in, or its URL.
+        run: The directory that holds the `checkpoint-N` folders, or its URL.
         keep_last: How many of the newest complete steps stay.
         keep_every: Steps divisible by this stay.
         keep_best: The metric by which the best step stays.

@@ -185,6 +185,8 @@ class OutputOptions:
 
     Attributes:
         notes: Notes for the user.
+        facts: Entries of the manifest's `source`.
+        before_names: The request without options that need the names on disk.
     """
 
     def __init__(self, request: ConsolidateRequest, base: str | None, location: str) -> None:
@@ -203,18 +205,11 @@ class OutputOptions:
         self._tokens = 0
         wanted = request.dtype == "base" and base is not None
         self._dtypes = read_dtypes(str(base), option="--base") if wanted else None
+        self.facts = {} if self._dtypes is None else {"base": base}
+        is_of_base = request.dtype == "base"
+        self.before_names = replace(request, dtype="keep") if is_of_base else request
         like = request.like
         self._files = None if like is None else read_file_map(like, option="--like")
-
-    @property
-    def before_names(self) -> ConsolidateRequest:
-        """The request without options that need the names on disk."""
-        request = self._request
-        return replace(request, dtype="keep") if request.dtype == "base" else request
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        return {} if self._dtypes is None else {"base": self._base}
 
     def check_casts(self, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None) -> None:
         """Refuses to cast packed numbers as if they were weights."""

@@ -86,7 +86,7 @@ class PlannedOutput:
         kind: Kind of the output in its manifest.
         options: The options that differ from their defaults, as JSON values.
         facts: Further entries of the manifest's `source`.
-        versions: Libraries besides ckptkit that the output depends on, with their versions.
+        versions: Libraries other than ckptkit that the output depends on, with their versions.
         comparison: Compares names and shapes with the model of the configuration.
     """
 

@@ -494,7 +494,7 @@ def test_a_source_that_is_a_link_is_refused(source: Callable[[str], Path], given
         ckptkit.consolidate(
             f"{step.parent}/{given}", step.parent / "out", names="live", delete_source=True
         )
-    assert "name the directory that the link stands for" in caught.value.hint
+    assert "name the target of the link" in caught.value.hint
     assert files(step) == before
     assert not (step.parent / "out").exists()
 

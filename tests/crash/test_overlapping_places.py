@@ -52,7 +52,7 @@ def test_an_output_around_its_source_is_refused(
     source = Place(f"{bucket.url}/p/run/checkpoint-4", bucket.store.options)
     for prefix in ("p", "p/run", "p/run/checkpoint-4", "p/run/checkpoint-4/new"):
         out = Place(f"{protocol}://{bucket.name}/{prefix}/", written_otherwise(bucket)[how])
-        with pytest.raises(RefusedError, match=r"lies? inside the"):
+        with pytest.raises(RefusedError, match=r"(is|be) inside the"):
             ckptkit.consolidate(source, out, overwrite=True)
     with pytest.raises(CkptkitError):
         ckptkit.consolidate(source, f"{bucket.url}/p")
@@ -112,6 +112,6 @@ def test_so_is_a_local_one(tmp_path: Path, written: str) -> None:
     link.symlink_to(run)
     out = str(link) if written == "link" else written.format(run)
     for one in (out, f"{out}/checkpoint-4/new"):
-        with pytest.raises(RefusedError, match=r"lies? inside the"):
+        with pytest.raises(RefusedError, match=r"(is|be) inside the"):
             ckptkit.consolidate(run / "checkpoint-4", one, overwrite=True)
     assert (run / "checkpoint-4").is_dir()

@@ -235,7 +235,7 @@ def test_what_is_no_model_folder_has_no_file_map(run: Path, tmp_path: Path) -> N
     index.write_text(json.dumps({"weight_map": {}}))
     with pytest.raises(FormatError, match="no tensor"):
         ckptkit.consolidate(run, out, like=tmp_path)
-    with pytest.raises(UsageError, match="says already what lies in which file"):
+    with pytest.raises(UsageError, match="cannot be combined with --like"):
         ckptkit.consolidate(run, out, like=tmp_path, max_shard_size="5GB")
     with pytest.raises(UsageError, match="--to dcp writes none"):
         ckptkit.convert(run, out, to="dcp", like=tmp_path)

@@ -21,7 +21,7 @@ LIMITS = {
     "modules in import circles": 0,
     "public class names with several meanings": 3,
     "module names used in two packages": 9,
-    "lines with told, somebody, nobody or whoever": 1,
+    "lines with told, somebody, nobody or whoever": 0,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)

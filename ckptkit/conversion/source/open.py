@@ -250,6 +250,7 @@ class _Search:
 
     def run(self, select: str | None) -> OpenedCheckpoint:
         candidates = self._candidates()
+        paths = self._paths if self._only is None else (self._only,)
         left_alone: tuple[str, ...] = ()
         if select is None:
             candidates, left_alone = drop_older_tags(self._source, candidates)
@@ -259,7 +260,7 @@ class _Search:
             select=select,
             describe_missing=self._lacks,
             links=self._source.linked_folders() if self._only is None else (),
-            not_found=partial(make_not_found_error, self._looked_at(), self._location),
+            not_found=partial(make_not_found_error, paths, self._location),
             read_step=self._step_inside,
             find_rolled_back=self._left_behind,
         )
@@ -283,7 +284,7 @@ class _Search:
             select=found.select,
             notes=(*left_alone, *found.notes, *list_plug_in_problems()),
             manifest=self._steps.manifest(saved),
-            paths=self._looked_at(),
+            paths=paths,
         )
 
     def _left_behind(self, folders: Sequence[str]) -> frozenset[str]:
@@ -323,14 +324,13 @@ class _Search:
         self._steps = StepManifests(self._source, candidates, united.problems)
         return candidates
 
-    def _looked_at(self) -> Sequence[str]:
-        return self._paths if self._only is None else (self._only,)
-
     def _check_parts(self, found: ResolvedSource) -> None:
         """Refuses a step in parts that do not make a whole step."""
         for unit in found.units:
             problem = self._steps.problem(step_folder(unit.candidate.folder))
-            if problem is not None and METADATA not in _names(unit.candidate):
+            if problem is not None and METADATA not in map(
+                posixpath.basename, unit.candidate.files
+            ):
                 raise error_of(problem, self._location)
 
     def _frameworks(self, found: ResolvedSource) -> Iterator[str]:
@@ -350,19 +350,16 @@ class _Search:
     def _index(self, candidate: Candidate) -> TensorIndex:
         key = (candidate.format, candidate.folder, candidate.files)
         if key not in self._indexes:
-            self._check_memory(candidate)
+            needed = memory_in_use_bytes() + estimate_parsing_bytes(self._source, candidate)
+            if self._limit_bytes is not None and needed > self._limit_bytes:
+                raise NoSpaceError(
+                    f"parsing the index takes about {needed:,} bytes against {self._limit_bytes:,}",
+                    where="--memory-limit",
+                    hint=f"allow at least {needed:,} bytes",
+                )
             prefetch_headers(self._source, candidate)
             self._indexes[key] = read_index(self._source, candidate)
         return self._indexes[key]
-
-    def _check_memory(self, candidate: Candidate) -> None:
-        needed = memory_in_use_bytes() + estimate_parsing_bytes(self._source, candidate)
-        if self._limit_bytes is not None and needed > self._limit_bytes:
-            raise NoSpaceError(
-                f"parsing the index takes about {needed:,} bytes against {self._limit_bytes:,}",
-                where="--memory-limit",
-                hint=f"allow at least {needed:,} bytes",
-            )
 
     def _step_inside(self, candidate: Candidate) -> int | None:
         try:
@@ -406,10 +403,6 @@ def _check_places(folders: Sequence[Folder]) -> None:
             )
 
 
-def _names(candidate: Candidate) -> set[str]:
-    return {posixpath.basename(path) for path in candidate.files}
-
-
 def _merge(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> TensorIndex:
     """Joins the indexes of units; trees are named by unit where several units hold models."""
     if len(indexes) == 1:
@@ -444,8 +437,10 @@ def _merge(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> T
     for unit, index in zip(units, indexes, strict=True):  # two optimizers have equal keys
         for path, value in index.values.items():
             values[path if path not in values else (unit.label, *path)] = value
+    pairs = zip(units, indexes, strict=True)
+    formats = [index.format for unit, index in pairs if not unit.is_optimizer]
     return TensorIndex(
-        format=_merged_format(units, indexes),
+        format=" + ".join(dict.fromkeys(formats or [index.format for index in indexes])),
         files=tuple(file for index in indexes for file in index.files),
         records=_merged_records(indexes),
         tensors=tensors,
@@ -454,13 +449,6 @@ def _merge(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> T
         run=_merged_run([index.run for index in indexes]),
         problems=tuple(problems),
     )
-
-
-def _merged_format(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> str:
-    """Returns the formats of the models; without models, those of all units."""
-    pairs = list(zip(units, indexes, strict=True))
-    models = [index.format for unit, index in pairs if not unit.is_optimizer]
-    return " + ".join(dict.fromkeys(models or [index.format for index in indexes]))
 
 
 def _merged_records(indexes: Sequence[TensorIndex]) -> RecordTable:

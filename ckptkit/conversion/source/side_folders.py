@@ -9,6 +9,7 @@ import posixpath
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,16 @@ class SideFolders:
             config: The model's configuration as it is written, or None.
             allow_code: Whether to keep `auto_map`, which names python files.
         """
-        return [self._output(file, config, allow_code=allow_code) for file in files]
-
-    def _output(
-        self, file: SideFile, config: Mapping[str, Any] | None, *, allow_code: bool
-    ) -> OutputFile:
-        def read() -> bytes:
-            return self.read(file)
-
-        data = rewrite_side_file(file.name, file.size_bytes, read, config, allow_code=allow_code)
-        if data is None:
-            return lay_out_file(
-                file.name, [(file.size_bytes, RawCopy(file.origin, file.path), None)]
+        outputs = []
+        for file in files:
+            read = partial(self.read, file)
+            data = rewrite_side_file(
+                file.name, file.size_bytes, read, config, allow_code=allow_code
             )
-        return lay_out_file(file.name, [(len(data), Literal(data), None)])
+            body = RawCopy(file.origin, file.path) if data is None else Literal(data)
+            size = file.size_bytes if data is None else len(data)
+            outputs.append(lay_out_file(file.name, [(size, body, None)]))
+        return outputs
 
     def tokenizer(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
         """Returns the tokenizer; None where there is none, or it cannot be parsed."""
