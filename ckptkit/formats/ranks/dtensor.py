@@ -251,7 +251,7 @@ def make_split(dim: object, factor: object, dimensions: int) -> Placement:
     """Returns the placement of a tensor that is split, after a check of its values."""
     if type(dim) is not int or not -dimensions <= dim < dimensions:
         raise FormatError(f"tensor of {dimensions} dimensions is split along {dim!r}")
-    if not is_count(factor, MAX_RANKS) or not factor:
+    if not is_count(factor) or not factor:
         raise FormatError("strided split has no split factor")
     return Placement(dim % dimensions, factor)
 
