@@ -253,6 +253,8 @@ def make_split(dim: object, factor: object, dimensions: int) -> Placement:
         raise FormatError(f"tensor of {dimensions} dimensions is split along {dim!r}")
     if not is_count(factor) or not factor:
         raise FormatError("strided split has no split factor")
+    if factor > MAX_RANKS:
+        raise LimitError(f"strided split has a split factor of {factor:,}")
     return Placement(dim % dimensions, factor)
 
 

@@ -187,3 +187,8 @@ def test_a_mesh_that_contradicts_itself_is_refused(state: dict[str, object], tex
     whole = {"_layout": layout((2, 2), (2, 1)), **state}
     with pytest.raises(FormatError, match=text):
         parse_mesh(mesh(**whole), 3, no_tensors)
+
+
+def test_a_split_factor_that_is_too_large_is_a_limit() -> None:
+    with pytest.raises(LimitError, match="split factor of 1,048,577"):
+        make_split(0, (1 << 20) + 1, 1)
