@@ -18,6 +18,7 @@ from ckptkit.formats.ranks.dtensor import (
     Mesh,
     Placement,
     compute_local_part,
+    make_split,
     parse_mesh,
     parse_placements,
 )
