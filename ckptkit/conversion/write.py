@@ -431,7 +431,7 @@ def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> 
         raise RefusedError(
             f"the output would be inside the {what}",
             where=out.location,
-            hint="choose a place outside of the checkpoint",
+            hint="choose a place beside the checkpoint",
         )
     if overwrite or is_url(out):
         _refuse_around(out, what)
