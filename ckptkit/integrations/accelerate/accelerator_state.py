@@ -156,7 +156,7 @@ def stock_reason(accelerator: Accelerator) -> str:
         return f"its state_dict_type is {getattr(form, 'name', form)}, not SHARDED_STATE_DICT"
     if getattr(accelerator.project_configuration, "save_on_each_node", False):
         return "save_on_each_node is set, so that the nodes share no file system"
-    return "" if accelerator._models else "no model was prepared"  # noqa: SLF001
+    return "" if list_prepared(accelerator)[0] else "no model was prepared"
 
 
 def with_limit(accelerator: Accelerator, options: Options) -> Options:
@@ -168,10 +168,11 @@ def state_of(
     accelerator: Accelerator, registered: Iterable[RegisteredObject], *, loaders: bool = True
 ) -> dict[str, object]:
     """Returns the state that `save_state` saves."""
+    models, optimizers = list_prepared(accelerator)
     state: dict[str, object] = {
-        "model": list(accelerator._models),  # noqa: SLF001
+        "model": models,
         # The wrapped optimizers, whose class is known.
-        "optimizer": [getattr(o, "optimizer", o) for o in accelerator._optimizers],  # noqa: SLF001
+        "optimizer": [getattr(o, "optimizer", o) for o in optimizers],
         "scheduler": list(accelerator._schedulers),  # noqa: SLF001
         "scaler": accelerator.scaler,
         "dataloader": [loader for _, loader in stateful_loaders(accelerator)] if loaders else [],
@@ -184,14 +185,20 @@ def registered_objects(accelerator: Accelerator) -> list[Any]:
     return list(accelerator._custom_objects)  # noqa: SLF001
 
 
+def list_prepared(accelerator: Accelerator) -> tuple[list[Any], list[Any]]:
+    """Returns the prepared models and optimizers, which accelerate keeps in private lists only."""
+    return list(accelerator._models), list(accelerator._optimizers)  # noqa: SLF001
+
+
 def counts_of(accelerator: Accelerator) -> tuple[int, int]:
-    return len(accelerator._models), len(accelerator._optimizers)  # noqa: SLF001
+    models, optimizers = list_prepared(accelerator)
+    return len(models), len(optimizers)
 
 
 def prepared_model(accelerator: Accelerator, model: Any) -> Any:
     """Returns the FSDP1 wrapper of a model that was passed without it, else the model."""
-    wrappers = (m for m in accelerator._models if getattr(m, "module", None) is model)  # noqa: SLF001
-    return next(wrappers, model)
+    models, _ = list_prepared(accelerator)
+    return next((m for m in models if getattr(m, "module", None) is model), model)
 
 
 def stateful_loaders(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:

@@ -200,6 +200,9 @@ class TrainerCheckpoints:
             raise UsageError("options cannot be changed while the Trainer trains", where="install")
         self._options = check_user_options({**self._options, **options})
 
+    def _find_run(self, trial: Any) -> Path:
+        return Path(self._trainer._get_output_dir(trial))  # noqa: SLF001  there is no public way
+
     @contextmanager
     def training(self, trial: Any) -> Iterator[Path]:
         """Keeps the run open while the Trainer trains; waits for its saves at the end.
@@ -207,7 +210,7 @@ class TrainerCheckpoints:
         Yields:
             The directory of the run.
         """
-        run = Path(self._trainer._get_output_dir(trial))  # noqa: SLF001  there is no public way
+        run = self._find_run(trial)
         self._loaded = None
         self._open(run)
         try:
@@ -252,7 +255,7 @@ class TrainerCheckpoints:
         Source: transformers 5.23, `Trainer._save_checkpoint`.
         """
         trainer = self._trainer
-        step, run = trainer.state.global_step, Path(trainer._get_output_dir(trial))  # noqa: SLF001
+        step, run = trainer.state.global_step, self._find_run(trial)
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         checkpointer = self._open(run)
