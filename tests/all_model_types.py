@@ -233,22 +233,24 @@ def main() -> None:
 
 HEADER = """# Model families
 
-What `ckptkit consolidate` writes, compared with what `save_pretrained` of transformers {version}
-writes, for a small model of every class that it exports: names, element types, shapes and bytes of
-all tensors, and `config.json`; then the output is loaded by `from_pretrained`, which has to find
-every tensor, leave none over and hold the values that training held.
+For a small model of every class that transformers {version} exports, the output of
+`ckptkit consolidate` is compared with that of `save_pretrained`: names, element types, shapes and
+bytes of all tensors, and `config.json`. Then `from_pretrained` loads the output. It must find every
+tensor, ignore none, and return the values of the trained model.
 
-This page is written by `python -m tests.all_model_types`; a sample runs with the tests.
+This page is written by
+`python -m tests.all_model_types --results results.jsonl --page docs/model-families.md`.
+The tests run a sample of the classes.
 
 | outcome | classes | model types |
 |---|--:|--:|
 """
 OUTCOMES = {
     "ok": "equal",
-    "not reloaded": "equal; `from_pretrained` loads neither as it was",
+    "not reloaded": "equal; `from_pretrained` restores neither output",
     "refused too": "refused; `from_pretrained` does not load what `save_pretrained` writes",
     "not saved": "`save_pretrained` fails",
-    "not built": "no small model can be built here",
+    "not built": "no small model could be built",
     "refused": "refused",
     "differs": "differs",
     "failed": "fails",
@@ -281,7 +283,7 @@ def page_of(results: Sequence[Result]) -> str:
 def _not_compared(results: Sequence[Result]) -> Iterator[str]:
     found = [r for r in results if r.not_compared]
     if found:
-        yield "\n## Names that were not compared with the model before\n\n"
+        yield "\n## Classes whose names `consolidate` did not compare with `config.json`\n\n"
         yield "| class | reason |\n|---|---|\n"
         yield from (f"| `{r.name}` | {r.not_compared.rpartition(': ')[2]} |\n" for r in found)
 
