@@ -106,7 +106,7 @@ def adapter(folder: Path, _: str) -> None:
     state = {"model": sharded(model)}
     with Checkpointer(folder / "run") as checkpointer:
         checkpointer.export(folder / "out", state=state).result(60)
-        with mock.patch.object(export_attempt, "filesystem_of", return_value="fuse.s3fs"):
+        with mock.patch.object(export_attempt, "find_filesystem_type", return_value="fuse.s3fs"):
             handle = checkpointer.export(folder / "by_one", state=state)
         assert handle.result(60) == folder / "by_one"
 
@@ -202,7 +202,7 @@ def on_a_network(folder: Path, _: str) -> None:
     """Where ranges cannot be written, the model is saved sharded, with the command to go on."""
     state = make("fsdp2", 1)
     with Checkpointer(folder / "run") as checkpointer:
-        with mock.patch.object(export_attempt, "filesystem_of", return_value="fuse.s3fs"):
+        with mock.patch.object(export_attempt, "find_filesystem_type", return_value="fuse.s3fs"):
             handle = checkpointer.export(folder / "out", state=state, dtype="bfloat16")
         report = handle.report(60)
         expected = f"ckptkit consolidate {report.path} {folder / 'out'} --dtype bfloat16"
