@@ -38,7 +38,7 @@ from ckptkit.options import NameChoice, Resources
 from ckptkit.plan.plan import Compute, Copy, Preparable, Product, Reading, TensorSpec
 from ckptkit.plan.ties import find_tie_candidates, find_tie_conflicts
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _BLOCK = 1 << 20  # elements that are gathered at once
 _LIVE = "pass --names live to write the names that training holds"
 
@@ -221,7 +221,7 @@ class Converter(Closing):
     def _failure(self, process: subprocess.Popen[bytes], group: Conversion) -> RefusedError:
         status = process.wait()
         log = self._log.read_text(errors="replace").strip()
-        _LOG.debug("the program that converts tensors said: %s", log)
+        logger.debug("the program that converts tensors said: %s", log)
         last = log.splitlines()[-1] if log else f"it ended with status {status}"
         return RefusedError(
             f"transformers could not convert a group of {group.size_bytes:,} bytes: {last}",

@@ -35,6 +35,8 @@ from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_j
 from ckptkit.plan.load_report import LoadReport, LoadRequest
 from ckptkit.version import __version__
 
+logger = logging.getLogger(__name__)
+
 _FORMAT = 1
 _FOLDER = f"ckptkit/answers-{_FORMAT}"
 _MOST_BYTES = 16 << 20  # of an entry on disk
@@ -174,7 +176,6 @@ def _size(path: Path) -> int:
         return -1
 
 
-_LOG = logging.getLogger(__name__)
 _PROGRAM = (
     "import sys; sys.path[:] = {!r}; from ckptkit.hub_names.transformers.program import {}; {}()"
 )
@@ -270,7 +271,7 @@ class NamingProgram(Closing):
             self._log.seek(0)
             log = self._log.read().decode(errors="replace").strip()
         self.close()
-        _LOG.debug("the program that asks transformers said: %s", log)
+        logger.debug("the program that asks transformers said: %s", log)
         last = log.splitlines()[-1] if log else f"it ended with status {status}"
         return RefusedError(f"transformers could not answer: {last}", hint=hint)
 

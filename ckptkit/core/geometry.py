@@ -1,7 +1,4 @@
-"""Row-major arithmetic: places in a tensor, what they cover, and the byte runs behind them.
-
-Which parts of stored chunks make up a box of a tensor, and in which runs to read them.
-"""
+"""Row-major arithmetic: boxes of a tensor, how chunks cover them, and the byte runs to read."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""What a reader finds in a checkpoint: tensors, their chunks, and where the bytes are.
+"""The index of a checkpoint: its tensors, their chunks, and the byte ranges that hold them.
 
 A `TensorIndex` is made from headers alone. Everything that there can be millions of (chunks
 and records) is held in numpy columns and handed out as small frozen values on demand.
-
-Ranges of bytes in files, as they are read.
 """
 
 from __future__ import annotations

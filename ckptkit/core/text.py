@@ -1,7 +1,4 @@
-"""Words for messages: sizes in a unit that suits them, and what kind of thing was found.
-
-What is closed at the end of a `with` block.
-"""
+"""Texts of messages (sizes, counts, quotes), and a base class for what a `with` block closes."""
 
 from __future__ import annotations
 

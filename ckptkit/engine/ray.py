@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from ckptkit.core.errors import CkptkitError, EngineError, error_from_json
 from ckptkit.plan.shares import Share
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _QUEUED = 2  # shares that a worker has before it, so that it need not wait for the next
 _LOSSES = 4  # workers that may be lost over one share before it is taken for the reason
 _SHUN_SECONDS = 2.0  # for which a node gets no new worker, longer with each that was lost there
@@ -275,14 +275,14 @@ class _RayCrew:
             raise error_from_json(answer[_ERROR]).located(f"node {hired.host}")
         if share is None:
             hired.is_open = True
-            _LOG.info("a worker on %s is ready", hired.host)
+            logger.info("a worker on %s is ready", hired.host)
         else:
             hired.shares.remove(share)
             take(share, answer)
 
     def _lose(self, hired: _Hired, error: Exception) -> None:
         """Gives the shares of a lost worker to others."""
-        _LOG.warning("a worker on %s was lost: %s", hired.host, type(error).__name__)
+        logger.warning("a worker on %s was lost: %s", hired.host, type(error).__name__)
         del self._hired[hired.node]
         self._calls = {call: to for call, to in self._calls.items() if to[0] is not hired}
         with suppress(Exception):  # it is gone, as far as Ray knows

@@ -37,7 +37,7 @@ _CONFLICT = 412
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
 _LONGEST_ASKED = 900.0  # no retry if the Hub asks for more
 _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
-_LOG = logging.getLogger("ckptkit.hub")
+logger = logging.getLogger("ckptkit.hub")
 
 
 def unwrap_error(error: Exception) -> Exception:
@@ -87,7 +87,7 @@ def pause_before(error: BaseException, attempt: int, *, reached: bool = True) ->
     if pause is not None:
         status = status_of(error)
         what = "was not reached" if status is None else f"answered {status}"
-        _LOG.warning("the Hub %s; retrying in %.1f s", what, pause)
+        logger.warning("the Hub %s; retrying in %.1f s", what, pause)
     return pause
 
 

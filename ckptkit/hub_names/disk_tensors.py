@@ -1,17 +1,16 @@
-"""Where the tensors that `save_pretrained` writes come from in the model that training holds.
+"""The tensors that `save_pretrained` writes, described by the live tensors that they come from.
 
 Transformers 5 computes with other tensors than it stores: the experts of a layer are one tensor
 in memory and one each on disk. The names that training holds are called live here, those in a
 Hub repository's files are called disk names. A disk tensor is described as boxes whose elements
-lie at regular steps in live tensors, which covers slices, splits, stacks, joins, transpositions
+have regular steps in live tensors, which covers slices, splits, stacks, joins, transpositions
 and the reordering of rotary positions; nothing else can be described so, and so nothing else is
-taken for it. Of a tensor that a conversion computes it is known what it is computed from.
+taken for it. Of a tensor that a conversion computes, its sources are known.
 
-A disk tensor that is one box of one live tensor, maybe with its axes exchanged, is what a merge
-of adapters needs to know; see `find_window`. `ckptkit.conversion.names_on_disk` finds the names of
-a model.
-
-What is said between a command and the program that asks transformers, as JSON values.
+A merge of adapters needs to know which disk tensors are one box of one live tensor, perhaps with
+exchanged axes; see `find_window`. `ckptkit.conversion.names_on_disk` finds the names of a model.
+`NamingRequest` and `HubNames` are the request to the program that asks transformers, and its
+answer, as JSON values.
 """
 
 from __future__ import annotations

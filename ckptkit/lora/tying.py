@@ -1,11 +1,11 @@
 """Tied embeddings under an adapter: whether they stay tied depends on what was trained.
 
-A LoRA of one of two tied names does not change the theirs: PEFT wraps modules, and the other module
-still computes with the shared weight. So the merged weights differ, and both must be written. Where
-PEFT changes both alike (trained tokens, `ensure_weight_tying`), they stay ours.
+A LoRA of one of two tied names does not change the other weight: PEFT wraps modules, and the other
+module still computes with the shared weight. So the merged weights differ, and both must be
+written. Where PEFT changes both alike (trained tokens, `ensure_weight_tying`), they stay tied.
 
 Source: peft 0.21, `set_additional_trainable_modules` and `_get_module_names_tied_with_embedding`
-in `utils/theirs.py`, `_add_targets_to_tie` in `tuners/lora/model.py`.
+in `utils/other.py`, `_add_targets_to_tie` in `tuners/lora/model.py`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Tied weights without a model: which names a Transformers configuration declares to be one.
+"""Which names are tied weights, by a Transformers configuration and without a model.
 
 A name is left out of an output only where `from_pretrained` will certainly restore it, so
 every rule here errs on the side of writing both names: an output that holds the same bytes
 twice still loads, and one that lacks a name that nothing restores has random weights.
 
-Names are those of the live model, as `model.state_dict()` has them.
+Names are those of the live model, as `model.state_dict()` has them. Most classes give pairs of
+names; some give patterns or whole modules (`TiePattern`), which are expanded here.
 
 Source: transformers 5.23, `PreTrainedModel.get_expanded_tied_weights_keys`, `tie_weights` and
-`remove_tied_weights_from_state_dict`; the table in `tied_names` is derived from its classes.
-
-
-Tied weights that a model class gives as patterns or as whole modules.
-
-Source: transformers 5.23, `PreTrainedModel.get_expanded_tied_weights_keys`,
-`remove_tied_weights_from_state_dict`; `ZambaModel.__init__`, `Zamba2Model.get_layers`.
+`remove_tied_weights_from_state_dict`; `ZambaModel.__init__`, `Zamba2Model.get_layers`; the table in
+`tied_names` is derived from the library's classes.
 """
 
 from __future__ import annotations

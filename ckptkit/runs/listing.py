@@ -23,7 +23,7 @@ from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
 
 _T = TypeVar("_T")
-_SENTINEL = "checkpoint-is-incomplete.txt"  # of the Trainer, see `transformers_steps`
+_SENTINEL = "checkpoint-is-incomplete.txt"  # of the Trainer
 _RANDOM_STATES = "random_states_0.pkl"
 _WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
 _BEST = "best_model_checkpoint"

@@ -30,6 +30,8 @@ from ckptkit.core.text import Closing
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import replace_file
 
+logger = logging.getLogger(__name__)
+
 MARKS_FOLDER = ".ckptkit"
 _LOCK = "lock"
 _REQUEST = "save-now"
@@ -210,8 +212,6 @@ def _owner(path: Path) -> Owner:
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return Owner()
 
-
-logger = logging.getLogger(__name__)
 
 _MARK_TRIES = 10
 _MARK_TRY_SECONDS = 0.05

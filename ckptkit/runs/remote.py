@@ -27,6 +27,8 @@ from ckptkit.storage.places import PathLike, Place, place_of
 from ckptkit.storage.remote.errors import as_input_error, describe_error
 from ckptkit.storage.remote.store import ObjectInfo, get_store
 
+logger = logging.getLogger(__name__)
+
 _MOST_BYTES = 64 << 20
 Answer = TypeVar("Answer")
 
@@ -111,8 +113,6 @@ class RunObjects:
     def _where(self, path: str) -> str:
         return posixpath.join(self.location, path)
 
-
-logger = logging.getLogger(__name__)
 
 _IN_USE = f"{MARKS_FOLDER}/in-use"
 _REMOVING = f"{MARKS_FOLDER}/removing"

@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.5
 _SETTLE_SECONDS = 2.0  # in a store that knows no conditions, before the claim is read back
 _MOST_BYTES = 4 << 20
 _TRIES = 20
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class OutputClaim:
                 else:
                     self._write(self._encode_claim(writer=""), self._etag)
         except CkptkitError as error:
-            _LOG.warning("the claim %s was left behind: %s", CLAIM_NAME, error)
+            logger.warning("the claim %s was left behind: %s", CLAIM_NAME, error)
 
     def _try_to_claim(self, earlier: _Claim | None) -> bool:
         """Writes the claim in place of what was found there; returns whether it is this run's."""
@@ -154,7 +154,9 @@ class OutputClaim:
             if self._store.get_small(self._path) != data:
                 return False
             if not self._store.has_conditions or self._write(data, "") is not None:
-                _LOG.warning("the store knows no conditional writes; a claim is read back instead")
+                logger.warning(
+                    "the store knows no conditional writes; a claim is read back instead"
+                )
                 time.sleep(_SETTLE_SECONDS)
                 if self._store.get_small(self._path) != data:
                     return False
@@ -174,7 +176,7 @@ class OutputClaim:
             try:
                 self._renew()
             except CkptkitError as error:
-                _LOG.warning("the claim on %s is not renewed: %s", self._location, error)
+                logger.warning("the claim on %s is not renewed: %s", self._location, error)
 
     def _renew(self) -> None:
         with self._lock, self._translate_errors():

@@ -42,6 +42,8 @@ from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.tiers.save import open_save_backend
 
+logger = logging.getLogger(__name__)
+
 _MANY_FAILURES = 3  # in a row: one or two may be a file system that was away for a while
 _WITHOUT_DATA = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")
 
@@ -176,9 +178,6 @@ class FailedSaves:
             f"the last {self._count} saves failed, and nothing was saved since: {self._last}",
             hint=self._last.hint,
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 class Checkpointer:

@@ -33,6 +33,8 @@ from ckptkit.training.environment import own_environment
 from ckptkit.training.handle import Push, PushReport, SaveHandle, SaveReport
 from ckptkit.training.run_folders import TrainingRun
 
+logger = logging.getLogger(__name__)
+
 HubStrategy = Literal["every_save", "checkpoint", "all_checkpoints", "end"]
 HUB_OPTIONS = (
     "push_to_hub",
@@ -174,13 +176,12 @@ def _seconds(value: object) -> float:
     )
 
 
-logger = logging.getLogger(__name__)
 _OPTIONS_VARIABLE = "CKPTKIT_STORAGE_OPTIONS"
 _TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105  the name of a variable
 _WORKERS = "2"
 _LEAVE_SECONDS = 10.0
 _LISTED = 20
-_LOG = "log"
+_LOG_NAME = "log"
 _MOST_RESTARTS = 3  # of a process that dies without an error message
 
 
@@ -318,7 +319,7 @@ class Pushing:
         with theirs:
             try:
                 self._state.mkdir(parents=True, exist_ok=True)
-                with (self._state / _LOG).open("ab") as log:
+                with (self._state / _LOG_NAME).open("ab") as log:
                     process = subprocess.Popen(  # noqa: S603  our own program
                         self._command(),
                         env=self._environment(),
@@ -420,7 +421,7 @@ class Pushing:
         if last is None and status != 0 and self._restart(status):
             return
         if last is None and status != 0:
-            log = self._state / _LOG
+            log = self._state / _LOG_NAME
             last = HubError(
                 f"the process that pushes ended with status {status}",
                 where=self._settings.repo_id,

@@ -37,6 +37,8 @@ from ckptkit.version import __version__
 from ckptkit.writer.failures import as_failure
 from ckptkit.writer.sweep import sweep
 
+logger = logging.getLogger(__name__)
+
 
 class SidecarFolders:
     """Folders of sidecar files, which never change; the newest one is for the next save.
@@ -108,7 +110,6 @@ class SidecarFolders:
         raise problems[-1]
 
 
-logger = logging.getLogger(__name__)
 _LOCK = "the lock of the run"
 _STEPS = 10**18  # numbers with more digits are not found among the names of directories
 _REMEMBERED = 64  # decisions that stay in the store

@@ -1,20 +1,19 @@
-"""The product of an update's two factors, a few rows at a time, as torch would multiply them.
+"""Products of an update's two factors and norms of weights, bit by bit as torch computes them.
 
-A float32 product depends on the order of its sums in the last bits, and on whether products are
-rounded before they are added. What is done here equals `torch.mm` with MKL, bit by bit, as far
-as could be measured: fused, one term after the other, up to 192 terms at a time. Torch on other
-processors may differ from itself by as much.
+A float32 product depends in its last bits on the order of its sums, and on whether products are
+rounded before they are added. This one equals `torch.mm` with MKL, as far as could be measured:
+fused, one term after the other, up to 192 terms at a time. Torch on other processors may differ
+from itself by as much.
 
-Euclidean norms of rows and columns, summed in the order in which torch sums them.
+Euclidean norms of rows and columns are summed in the order of torch's processor kernels, so that
+what is divided by a norm equals PEFT's result.
 
-A float32 sum depends on its order in the last bits. These are the orders of torch's processor
-kernels, so that what is divided by a norm is what PEFT makes of it.
+Both compute in memory that a thread keeps from block to block (scratch), since fresh pages cost
+more than the arithmetic.
 
 Source: torch `aten/src/ATen/native/cpu/ReduceOpsKernel.cpp`, `norm_kernel_tensor_iterator_impl`:
-along rows eight sums side by side, then their sum, then what is left over, of which the
+along rows eight sums side by side, then their sum, then the remaining elements, of which the
 compiler multiplies four at a time before it adds them and fuses the rest; down columns one sum.
-
-Memory that a thread computes in, block after block: fresh pages cost more than arithmetic.
 """
 
 from __future__ import annotations

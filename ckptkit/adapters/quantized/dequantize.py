@@ -1,35 +1,23 @@
-"""Weights of four bits, as bitsandbytes packs them, turned back into numbers.
+"""Weights of four and eight bits as bitsandbytes packs them: unpacking, and proof of the original.
 
-An element is a code of four bits and a scale: the code picks one of sixteen numbers between -1 and
+Four bits: an element is a code and a scale. The code selects one of sixteen numbers between -1 and
 1, and each block of elements shares one scale, the largest magnitude in it. The first of two
-elements lies in the upper half of a byte. What type the bytes are stored under says nothing: they
-are never more than bytes here.
-
-bitsandbytes multiplies in float32 and rounds once, to the type that the weight had before it was
+elements is in the upper half of a byte. The dtype under which the bytes are stored has no meaning.
+bitsandbytes multiplies in float32 and rounds once, to the dtype of the weight before it was
 quantized; so does this. Its kernels disagree about the sign of fp4's second zero; here it is +0, as
 in the table that it saves.
 
-Source: bitsandbytes 0.50, `functional.py` (`get_4bit_type`, `dequantize_4bit`), and the kernels
-`_dequantize_4bit_compute` in `backends/default/ops.py` and `kDequantizeBlockwise` in
-`csrc/kernels.cu`.
+Eight bits (LLM.int8): each row of a matrix has one scale, its largest magnitude in float16. An
+element is `code * scale / 127`, with the division written as a multiplication.
 
-Weights of eight bits, as LLM.int8 holds them, turned back into numbers.
+The proof that a given weight is the one that was packed: quantizing takes the nearest of sixteen
+numbers, so each code is checked to be the number nearest to its element. That is the same as
+quantizing and comparing bytes, and faster. The two zeros of fp4 count as one, since devices differ.
 
-Each row of a matrix has one scale, its largest magnitude as float16 knows it; an element is
-`code * scale / 127`, with the division written as a multiplication.
-
-Source: bitsandbytes 0.50, `backends/default/ops.py` (`int8_vectorwise_dequant`,
-`int8_vectorwise_quant`), `nn/modules.py` (`Int8Params._quantize`).
-
-Whether packed codes are those of a given weight: the proof that it is the one that was packed.
-
-Quantizing takes the nearest of sixteen numbers. So instead of quantizing the weight once more, each
-code is asked whether the element lies nearest to the number that it stands for, which is the same
-as comparing bytes, and faster. The two zeros of fp4 count as one: it depends on the device which
-of them is written.
-
-Source: bitsandbytes 0.50, `backends/default/ops.py` (`quantize_4bit`), `csrc/kernels.cu`
-(`dQuantizeNF4`, `dQuantizeFP4`).
+Source: bitsandbytes 0.50, `functional.py` (`get_4bit_type`, `dequantize_4bit`),
+`backends/default/ops.py` (`_dequantize_4bit_compute`, `quantize_4bit`, `int8_vectorwise_dequant`,
+`int8_vectorwise_quant`), `nn/modules.py` (`Int8Params._quantize`), `csrc/kernels.cu`
+(`kDequantizeBlockwise`, `dQuantizeNF4`, `dQuantizeFP4`).
 """
 
 from __future__ import annotations

@@ -1,28 +1,21 @@
-"""The scales of four-bit weights, made again from the weights that were quantized.
+"""The scales and the values of packed weights, computed from the weights that were quantized.
 
-FSDP loses them in most configurations, but they follow from the original model: a scale is the
-largest magnitude in its block, and double quantization is arithmetic on those. Nothing is kept:
-the scales of a block are made when the block is needed, out of the elements that it had.
+FSDP loses the scales in most configurations, but they follow from the original model: a scale is
+the largest magnitude in its block, and double quantization is arithmetic on the scales. Nothing is
+kept: the scales of a block are computed when the block is needed, from its original elements. With
+them the numbers that training computed with are known too: an element is the nearest of sixteen
+numbers, or of 255, times its scale.
 
-Double quantization takes the mean of all scales of a weight off first. It is a sum in float32,
-whose last bit depends on the order of its terms, and scales are then rounded to the nearest of 256
-numbers by way of a table of 65,536. Both follow bitsandbytes and torch on a processor with AVX2;
-a GPU may round the mean up instead of down, and one scale in a thousand to its other neighbour.
+Double quantization first subtracts the mean of all scales of a weight. It is a sum in float32,
+whose last bit depends on the order of its terms. Scales are then rounded to the nearest of 256
+numbers by a table of 65,536. Both follow bitsandbytes and torch on a processor with AVX2. On a GPU
+the mean may be rounded up instead of down, one scale in a thousand to its other neighbour, and an
+element midway between two numbers to the other one.
 
 Source: bitsandbytes 0.50, `functional.py` (`quantize_4bit`, `create_dynamic_map`),
-`csrc/cpu_ops.cpp` (`build_quantize_lut`, `quantize_cpu_impl`); torch 2.13,
-`aten/src/ATen/native/cpu/SumKernel.cpp` (`vectorized_inner_sum`).
-
-Weights that were packed in training, made again from the weights before: packed, and unpacked.
-
-What training computed with are the numbers that packed weights stand for. They follow from the
-original weights, block by block: the scale of a block is its largest magnitude, and an element is
-the nearest of sixteen numbers, or of 255, times that.
-
-On a processor this gives what bitsandbytes gives. A GPU divides otherwise, so that an element
-midway between two numbers may go the other way there.
-
-Source: bitsandbytes 0.50, `backends/default/ops.py` (`quantize_4bit`, `int8_vectorwise_quant`).
+`csrc/cpu_ops.cpp` (`build_quantize_lut`, `quantize_cpu_impl`), `backends/default/ops.py`
+(`quantize_4bit`, `int8_vectorwise_quant`); torch 2.13, `aten/src/ATen/native/cpu/SumKernel.cpp`
+(`vectorized_inner_sum`).
 """
 
 from __future__ import annotations

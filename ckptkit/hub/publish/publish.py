@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _MAIN = "main"
 _PRIVATE, _PUBLIC = "private", "public"
 _RACES = 5  # attempts to commit to a head that other commits keep moving
@@ -348,7 +348,7 @@ class _Push:
             try:
                 return committer.commit(change, head), list(added), deleted
             except HeadMovedError:
-                _LOG.info("%s has a new commit; comparing with it", self._hub.repo_id)
+                logger.info("%s has a new commit; comparing with it", self._hub.repo_id)
                 head = commit_of(self._hub, request.revision)
         raise HubError(
             f"the branch got other commits during {_RACES} attempts to commit",

@@ -1,7 +1,4 @@
-"""The model that a configuration describes, built without weights and without anyone's code.
-
-The parameters of the model that a configuration describes, in the order of its modules.
-"""
+"""The model of a configuration, built without weights or remote code, and its parameters."""
 
 from __future__ import annotations
 

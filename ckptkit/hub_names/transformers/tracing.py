@@ -1,19 +1,13 @@
-"""Tensors without elements that remember where their elements would have come from.
+"""Conversions of transformers, run backwards on tensors without elements.
 
-Conversions of transformers are run on them as they are. What they do arrives here as operations
-of ATen: those that move elements are followed, and any other is refused, so that a conversion
-that computes something is never taken for one that only moves; see `reverting` for those.
+A traced tensor records where its elements would have come from. Conversions are run on such tensors
+as they are, and arrive here as operations of ATen. Those that move elements are followed element
+by element. Any other is refused, so that a conversion that computes is never taken for one that
+only moves: it is run once more on tensors of which only dtype and shape are known, which shows its
+sources and its results as a whole.
 
-Source: the schemas in PyTorch's `aten/src/ATen/native/native_functions.yaml`.
-
-Conversions of transformers, run backwards on tensors that have no elements.
-
-A conversion that moves elements is followed element by element. One that computes is run once
-more on tensors of which only type and shape are known: what it makes, and what from, is then
-known as a whole, and its elements are computed where those of its sources are at hand.
-
-Source: transformers 5.23, `revert_weight_conversion` and `WeightConverter` in
-`core_model_loading.py`.
+Source: the schemas in PyTorch's `aten/src/ATen/native/native_functions.yaml`; transformers 5.23,
+`revert_weight_conversion` and `WeightConverter` in `core_model_loading.py`.
 """
 
 from __future__ import annotations

@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadSource:
     """A folder to load.
@@ -142,8 +145,6 @@ def remove_marks(runs: set[Path]) -> None:
                     path.unlink()
             marks.rmdir()
 
-
-logger = logging.getLogger(__name__)
 
 _TOPIC = "ckptkit.integrations.accelerate"
 _TIMEOUT_SECONDS = 600.0

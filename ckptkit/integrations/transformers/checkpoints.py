@@ -34,6 +34,8 @@ from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state import objects as rng
 from ckptkit.writer.commit import clear
 
+logger = logging.getLogger(__name__)
+
 _SET_BY_ARGUMENTS = {
     "layout": "it is the Trainer's own",
     "prefix": "it is the Trainer's own",
@@ -140,9 +142,6 @@ def _adds_files(trainer: Any, kind: type) -> bool:
     """
     is_of_trl = kind.__module__.startswith("trl.")
     return not is_of_trl or bool(getattr(trainer, "use_adaptive_entropy", False))
-
-
-logger = logging.getLogger(__name__)
 
 
 class TrainerCheckpoints:

@@ -29,6 +29,8 @@ from ckptkit.integrations.transformers.checkpoints import (
 )
 from ckptkit.training.handle import SaveHandle
 
+logger = logging.getLogger(__name__)
+
 _SECRETS = ("hub_token", "push_to_hub_token")
 
 
@@ -72,7 +74,6 @@ def _add_trainer_files(trainer: Any, out: Path) -> None:
         write_card(str(out))
 
 
-logger = logging.getLogger(__name__)
 _NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
 """Not part of a model: the run's lock, and folders that are being written."""
 

@@ -14,7 +14,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 30
 Entry = Mapping[str, Any]
 
@@ -93,7 +93,7 @@ class Journal:
             entries = (make_entry() for make_entry in waiting)
             self._write([_line(entry) for entry in entries if entry is not None])
         except OSError as error:  # such as a full disk, which the output itself reports
-            _LOG.warning("the journal of the output is not written: %s", error.strerror)
+            logger.warning("the journal of the output is not written: %s", error.strerror)
 
     def _write(self, lines: list[bytes]) -> None:
         data = b"".join(lines)

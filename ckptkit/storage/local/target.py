@@ -1,6 +1,6 @@
-"""Writing a directory on a local or mounted file system, invisible until it is whole.
+"""Writing a directory on a local or mounted file system, invisible until it is complete.
 
-Files under construction in a folder, written at their final offsets by many threads.
+Files are staged in a work folder and written at their final offsets by many threads.
 """
 
 from __future__ import annotations
@@ -195,7 +195,9 @@ def translate_errors(named: Path, size_bytes: int = 0) -> Iterator[None]:
 def _no_space(named: Path, size_bytes: int) -> NoSpaceError:
     free = free_bytes(named.absolute())
     place = str(named.parent)
-    if free > size_bytes > 0:
+    if not size_bytes:
+        text = f"the disk or a quota is full: {free:,} bytes are free at {place!r}"
+    elif free > size_bytes:
         text = f"the disk or a quota is full, although {free:,} bytes are free at {place!r}"
     else:
         text = f"needs {size_bytes:,} bytes more, but {free:,} are free at {place!r}"

@@ -28,6 +28,8 @@ from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.storage.locations import hide_values
 
+logger = logging.getLogger(__name__)
+
 _DENIED = frozenset({401, 403, 407})
 _GONE = frozenset({404, 410})
 _CHANGED = 412
@@ -185,7 +187,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-_LOG = logging.getLogger(__name__)
 ErrorTranslator = Callable[[], AbstractContextManager[None]]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WARNED_FAILURES = 3  # so many failures of one request are logged as a warning
@@ -212,7 +213,7 @@ def clean_up(translate_errors: ErrorTranslator, action: Callable[[], object]) ->
         with translate_errors():
             action()
     except CkptkitError as error:
-        _LOG.warning("something was left behind: %s", error)
+        logger.warning("something was left behind: %s", error)
 
 
 def output_exists_error(location: str) -> OutputExistsError:
@@ -246,5 +247,5 @@ def wait_before_retry(
     wait = policy.wait_seconds(failures)
     level = logging.WARNING if failures == _WARNED_FAILURES else logging.INFO
     kind = type(error).__name__
-    _LOG.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
+    logger.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
     return wait

@@ -46,7 +46,7 @@ PROBE_BYTES = 1024
 UPLOADS = "uploads"
 """In a mark or a note: key and name of each upload; and the folder of such notes."""
 _PLANNED = "planned"
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def encode_mark(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
@@ -122,7 +122,7 @@ def _list_unfinished(store: S3Uploads, prefix: str) -> list[tuple[str, str]]:
     try:
         return list(store.list_uploads(prefix))
     except OSError as error:
-        _LOG.debug("unfinished uploads were not looked for: %s", type(error).__name__)
+        logger.debug("unfinished uploads were not looked for: %s", type(error).__name__)
         return []
 
 
@@ -134,7 +134,7 @@ def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
         return frozenset()
     for key, upload in parse_uploads(data):
         if key.startswith(prefix):
-            _LOG.info("removing an unfinished upload of an earlier run: %s", key)
+            logger.info("removing an unfinished upload of an earlier run: %s", key)
             store.abort(key, upload)
     return frozenset(key for key in _parse_planned(data) if key.startswith(prefix))
 
@@ -387,7 +387,7 @@ def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
         checksum, upload = store.head(key).checksum, ""
         store.delete([key])
     except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
-        _LOG.debug("the store was asked for a copy: %s", type(error).__name__)
+        logger.debug("the store was asked for a copy: %s", type(error).__name__)
         _abort(store, key, upload)
         return f"the store does not copy parts of objects ({type(error).__name__})"
     if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
@@ -401,7 +401,7 @@ def _abort(store: S3Uploads, key: str, upload: str) -> None:
     try:
         store.abort(key, upload)
     except Exception as error:  # noqa: BLE001  it holds next to nothing
-        _LOG.debug("an upload of %s was left: %s", key, type(error).__name__)
+        logger.debug("an upload of %s was left: %s", key, type(error).__name__)
 
 
 class S3Target:

@@ -6,17 +6,22 @@ They use a key-value store. A rank that waits for others polls with growing paus
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed
 
 from ckptkit.core.errors import CkptkitError, PeerError, UsageError, error_from_json
+from ckptkit.storage.places import is_url, local_path
 from ckptkit.training.agree.key_values import (
     MAX_VALUE_BYTES,
     KeyValueStore,
@@ -28,13 +33,6 @@ from ckptkit.training.agree.key_values import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-
-import os
-import socket
-from functools import lru_cache
-from pathlib import Path
-
-from ckptkit.storage.places import is_url, local_path
 
 _FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.2

@@ -72,7 +72,7 @@ class Save:
     error: CkptkitError | None = None
     rewrite: Callable[[], None] | None = None
 
-    def staged(self) -> None:
+    def note_staged(self) -> None:
         self.handle.blocked_seconds = time.perf_counter() - self.began
 
 
@@ -103,9 +103,8 @@ class SaveBackend(Protocol):
 class Saver:
     """A thread that writes and ends the saves of one buffer, one after another.
 
-    The listener is called in it, so the next save of the buffer is not written before it returns.
-    Every save ends within a bounded time: the writer is killed when it hangs, and other ranks are
-    waited for up to `timeout_seconds`.
+    Each wave is written by the writer process, which is killed if it hangs. After the last wave the
+    save is handed to the backend.
     """
 
     def __init__(

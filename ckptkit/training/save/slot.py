@@ -32,6 +32,8 @@ from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
 from ckptkit.training.step_names import RNG
 from ckptkit.writer.messages import Inline
 
+logger = logging.getLogger(__name__)
+
 
 class _Hook:
     """Calls a method of an object while the object exists.
@@ -85,9 +87,6 @@ def _call_before_loading(hook: _Hook, models: Iterable[nn.Module]) -> Callable[[
             if register is not None:
                 undo.callback(register(hook).remove)
         return undo.pop_all().close
-
-
-logger = logging.getLogger(__name__)
 
 
 class SaveSlot:
@@ -177,7 +176,7 @@ class SaveSlot:
             self._current = save.handle
             self._log_buffer_note()
             if not save.handle.blocked_seconds:
-                save.staged()
+                save.note_staged()
             self._saver.finish(save)
 
     def kill(self) -> None:
@@ -203,7 +202,7 @@ class SaveSlot:
             save.handle.staging(staged)
             if number == last:
                 wave = Wave(of_wave, staged, *self._last_wave_files(save, plan, holdings))
-                save.staged()
+                save.note_staged()
                 self._saver.write(save, wave)
             else:
                 self._saver.write(save, Wave(of_wave, staged)).result()

@@ -53,6 +53,8 @@ from ckptkit.training.state.pieces import (
 )
 from ckptkit.training.state.structures import VERSION, Leaf, Structure, tables_of, take_apart
 
+logger = logging.getLogger(__name__)
+
 
 def merge_stages(entries: BoundEntries, world: Copies) -> BoundEntries:
     """Puts the members of a list that are stages of a pipeline into one DCP directory.
@@ -122,7 +124,6 @@ def _path(entry: BoundModel | BoundOptimizer) -> KeyPath:
 
 __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
 
-logger = logging.getLogger(__name__)
 
 _PER_RANK = frozenset({"dataloader"})
 

@@ -41,6 +41,8 @@ from ckptkit.writer.upload.step_objects import (
 )
 from ckptkit.writer.upload.uploader import NICENESS, upload_command
 
+logger = logging.getLogger(__name__)
+
 
 class UploadProcess(WriterProcess):
     """Translates requests to drain and commit into uploads to a URL."""
@@ -110,8 +112,6 @@ def _step_of(folder: str) -> str:
 def _name(place: str) -> str:
     return PurePosixPath(place).name
 
-
-logger = logging.getLogger(__name__)
 
 _READ_ONLY = frozenset({"hf", "http", "https", "ftp"})
 _WITHIN_A_PROCESS = frozenset({"memory"})
