@@ -232,7 +232,7 @@ def _describe(annotation: str) -> str:
 def _split_union(annotation: str) -> list[str]:
     """Splits a union at the bars outside of brackets.
 
-    >>> _alternatives("Sequence[str | int] | None")
+    >>> _split_union("Sequence[str | int] | None")
     ['Sequence[str | int]', 'None']
     """
     alternatives, depth, start = [], 0, 0

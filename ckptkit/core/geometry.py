@@ -320,9 +320,9 @@ def widen(box: Box, outer: Shape, least_elements: int) -> Box:
     Returns:
         A box around it, full in so many of the last dimensions that its runs are long enough.
 
-    >>> widened(Box((3, 1), (4, 2)), (8, 8), 8)
+    >>> widen(Box((3, 1), (4, 2)), (8, 8), 8)
     Box(offsets=(3, 0), sizes=(4, 8))
-    >>> widened(Box((3, 1), (4, 2)), (8, 8), 2)
+    >>> widen(Box((3, 1), (4, 2)), (8, 8), 2)
     Box(offsets=(3, 1), sizes=(4, 2))
     """
     offsets, sizes = list(box.offsets), list(box.sizes)

@@ -16,6 +16,8 @@ import pytest
 LIMIT_SECONDS = 240
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
+# Where a test sets another, its ranks are started anew: forks run no `sitecustomize`.
+PYTHONPATH = os.environ.get("PYTHONPATH")
 
 
 class RankHost:
@@ -96,8 +98,8 @@ def run_ranks(rank_host: RankHost) -> RunRanks:
     """Runs a script on several ranks over the loopback, and checks how it ended.
 
     The function takes the script, the number of processes and the script's arguments; `status`
-    is the expected exit status, None for any. `-m` as the script, or `torchrun=True`, takes
-    torchrun itself.
+    is the expected exit status, None for any. `-m` as the script, `torchrun=True`, and another
+    PYTHONPATH take torchrun itself.
     """
 
     def run(
@@ -108,7 +110,7 @@ def run_ranks(rank_host: RankHost) -> RunRanks:
         limit_seconds: float = LIMIT_SECONDS,
         torchrun: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        if torchrun or script == "-m":
+        if torchrun or script == "-m" or os.environ.get("PYTHONPATH") != PYTHONPATH:
             start: Callable[..., subprocess.CompletedProcess[str]] = _run_torchrun
         else:
             start = rank_host.run

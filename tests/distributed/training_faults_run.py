@@ -122,7 +122,7 @@ def hung(folder: Path) -> None:
         os.kill(drill.checkpointer._slots[0]._writer.pid or 0, signal.SIGSTOP)
     drill.fails(WriterError, "^rank 1: writer: gave no sign of life for 2 s")
     with everywhere(drill, "stuck", ranks=(0,)):
-        drill.fails(WriterError, "^rank 0: writer: gave not a byte more in 5 s")
+        drill.fails(WriterError, "^rank 0: writer: gave no further byte in 5 s")
     drill.recovers()
 
 

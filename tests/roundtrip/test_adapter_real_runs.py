@@ -261,7 +261,7 @@ def test_where_storage_takes_no_ranges_the_command_makes_the_folder_of_the_adapt
         export_into(checkpointer, out, model, is_first=True)
         with pytest.raises(RefusedError, match="with the numbers that it has"):
             export_into(checkpointer, tmp_path / "cast", model, is_first=True, dtype="bfloat16")
-    (told,) = re.findall(r"the model is there in shards; run (ckptkit .*)", caplog.text)
+    (told,) = re.findall(r"the model was written in shards; run (ckptkit .*)", caplog.text)
     words = shlex.split(told)
     assert words[:3] == ["ckptkit", "adapter", "extract"]
     assert words[4:] == [str(out), "--adapter", active]

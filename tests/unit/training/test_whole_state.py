@@ -93,9 +93,9 @@ def test_all_ranks_hear_why_only_stock_can_gather(
         monkeypatch.setattr("os.getpid", lambda: 1 << 30)
     told = {
         "tensors": "the ranks hold different tensors",
-        "machines": "the ranks are on several machines, or hide from each other",
+        "machines": "the ranks are on several machines, or in separate containers",
         "memory": "no memory is left",
-        "unseen": "rank 1 cannot see the memory of rank 0",
+        "unseen": "rank 1 cannot map the memory of rank 0",
     }
     first, second = on_both(whole)
     assert first == second
@@ -131,7 +131,7 @@ def test_what_a_state_dict_may_have_otherwise_is_left_to_stock() -> None:
 
     peers = Peers(0, 1, LocalKeyValueStore(), "session")
     found = whole_state(Extra(2, 2), peers, timeout_seconds=PATIENCE)
-    assert found == "modules keep state beside their tensors"
+    assert found == "modules keep state besides their tensors"
     compiled = nn.Sequential()
     compiled._orig_mod = nn.Linear(2, 2)
     assert whole_state(compiled, peers, timeout_seconds=PATIENCE) == "the model was compiled"
