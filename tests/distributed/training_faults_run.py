@@ -203,7 +203,9 @@ def unusable(folder: Path) -> None:
     name = folder / "name"
     with (
         mock.patch.object(Path, "absolute", lambda self: path if self == name else self),
-        pytest.raises(OutputError, match=r"^rank 1: .*/link: expected the directory of a run, found a file") as caught,
+        pytest.raises(
+            OutputError, match=r"^rank 1: .*/link: expected the directory of a run, found a file"
+        ) as caught,
     ):
         Checkpointer(name)
     assert caught.value.hint
