@@ -92,7 +92,7 @@ def run_share(
 def _commit_shares(
     planned: PlannedOutput, target: SharedOutput, outcome: Outcome, listener: Listener
 ) -> Manifest:
-    """Completes an output of which all shares were run, and makes it visible.
+    """Completes an output after all of its shares were run, and makes it visible.
 
     One process calls it, with a view of the output through which nothing was written.
 

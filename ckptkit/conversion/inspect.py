@@ -1,4 +1,4 @@
-"""`ckptkit.inspect`: describes a checkpoint and the files beside it by headers alone."""
+"""`ckptkit.inspect`: describes a checkpoint and its configuration files; it reads headers only."""
 
 from __future__ import annotations
 

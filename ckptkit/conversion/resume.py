@@ -253,7 +253,7 @@ class _JournaledSink:
 
 
 def _entry(file: OutputFile, digests: Digests, inputs: Inputs) -> Entry:
-    """Returns the journal entry of a file, all of which is written."""
+    """Returns the journal entry of a file that is completely written."""
     names = [str(segment.spec.name) for segment in file.segments if segment.spec is not None]
     origins = inputs.origins.items()
     outcome = Outcome(

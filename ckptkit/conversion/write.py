@@ -337,7 +337,7 @@ def refuse_changed_sources(planned: PlannedOutput) -> None:
 
 
 def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
-    """Returns the manifest of an output, all of which is written."""
+    """Returns the manifest of an output whose files are completely written."""
     unverified = {
         (name, key) for name, origin in planned.inputs.origins.items() for key in origin.unverified
     }

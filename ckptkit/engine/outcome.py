@@ -41,7 +41,7 @@ def _no_leaves() -> Leaves:
 class Digests:
     """Leaves of digests, by tensor name and by path of side file.
 
-    `crc32s` are the checksums of tensors of which a store copied parts, which no task reads.
+    `crc32s` are the checksums of tensors that a store copied in part. No task reads those parts.
     """
 
     tensors: Leaves = field(default_factory=_no_leaves)

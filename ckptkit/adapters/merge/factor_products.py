@@ -6,14 +6,14 @@ fused, one term after the other, up to 192 terms at a time. Torch on other proce
 from itself by as much.
 
 Euclidean norms of rows and columns are summed in the order of torch's processor kernels, so that
-what is divided by a norm equals PEFT's result.
+what is divided by a norm equals PEFT's result. A row has eight partial sums, which are added up
+first. The remaining elements follow: the compiler multiplies four at a time before it adds them,
+and fuses the multiplication and addition of the others. A column has one sum.
 
 Both compute in memory that a thread keeps from block to block (scratch), since fresh pages cost
 more than the arithmetic.
 
-Source: torch `aten/src/ATen/native/cpu/ReduceOpsKernel.cpp`, `norm_kernel_tensor_iterator_impl`:
-along rows eight sums side by side, then their sum, then the remaining elements, of which the
-compiler multiplies four at a time before it adds them and fuses the rest; down columns one sum.
+Source: torch `aten/src/ATen/native/cpu/ReduceOpsKernel.cpp`, `norm_kernel_tensor_iterator_impl`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG, AdapterRecords
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike
@@ -27,14 +27,16 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
-from ckptkit.lora.quantized import Quantization
-from ckptkit.lora.recorded_base import BaseRecord, parse_base_record
 from ckptkit.plan.packed_weights import random_weights_message
 from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, own_adapters, title_of
 from ckptkit.plan.selection import model_trees
 from ckptkit.storage.base import is_there
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import place_of
+
+if TYPE_CHECKING:
+    from ckptkit.lora.quantized import Quantization
+    from ckptkit.lora.recorded_base import BaseRecord
 
 _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
 _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trainer
@@ -449,6 +451,9 @@ def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Ada
 
 def read_record_of_base(checkpoint: OpenedCheckpoint) -> BaseRecord:
     """Reads what the manifest of an extracted adapter records of its base, if there is one."""
+    # Imported late: only a source with an adapter needs it, and `inspect` has to start fast.
+    from ckptkit.lora.recorded_base import BaseRecord, parse_base_record
+
     if not is_there(checkpoint.source, posixpath.join(checkpoint.folder, MANIFEST_NAME)):
         return BaseRecord()
     manifest = read_manifest(checkpoint.source, checkpoint.folder)

@@ -387,7 +387,7 @@ def _step_named(found: ResolvedSource, location: str) -> int | None:
 
 
 def _check_places(folders: Sequence[Folder]) -> None:
-    """Refuses a directory of which no step has the same path in another directory."""
+    """Refuses a directory if none of its steps has the same path in another directory."""
     if len(folders) == 1:
         return
     recognised = [recognise(list_files(folder)) for folder in folders]

@@ -81,7 +81,7 @@ class _Copy:
 
 
 def unite(source: OverlaySource, steps: Iterable[str]) -> UnitedSteps:
-    """Merges steps of which there are copies of nodes only.
+    """Merges steps that exist only as copies on the disks of nodes.
 
     Args:
         source: The directories.
