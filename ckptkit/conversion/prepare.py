@@ -9,7 +9,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.conversion.compare_names import NO_COMPARISON, Comparison, Subject, plan_comparison
+from ckptkit.conversion.compare_names import (
+    LIVE_NAMES,
+    NO_COMPARISON,
+    Comparison,
+    Subject,
+    plan_comparison,
+)
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
     find_left_out,
@@ -445,9 +451,7 @@ class _Planner:
         if config is None:
             return NO_COMPARISON
         if self._request.names == "live":
-            self._notes.append(
-                "names and shapes are not compared with the model of config.json: --names live"
-            )
+            self._notes.append(LIVE_NAMES)
             return NO_COMPARISON
         specs = {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
         if names.left_out:

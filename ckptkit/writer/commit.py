@@ -41,7 +41,7 @@ from ckptkit.storage.local.durable import (
 from ckptkit.storage.local.names import check_relative
 from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
-from ckptkit.writer.record import FOLDER, RankRecord, WrittenFile, parse_record
+from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, WrittenFile, parse_record
 
 
 def publish(folder: Path, final: Path, disk: Disk) -> Path | None:
@@ -260,7 +260,7 @@ class _Attempt:
         """Makes the folder durable, the manifest last; returns the bytes of all files."""
         where = str(self.folder / MANIFEST_NAME)
         if not keeps_records:
-            shutil.rmtree(self.folder / FOLDER)
+            shutil.rmtree(self.folder / RECORDS_FOLDER)
         sync_folders(self.folder, self.disk)
         manifest = manifest_bytes(document, self.files, where)
         put_file(self.folder / MANIFEST_NAME, manifest)

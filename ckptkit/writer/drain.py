@@ -14,7 +14,7 @@ from ckptkit.storage.local.durable import make_folders, naming, put_file
 from ckptkit.storage.local.names import check_relative
 from ckptkit.writer.messages import ByteCounter, Drain, Written
 from ckptkit.writer.persist import DirectFile
-from ckptkit.writer.record import FOLDER, WrittenFile, parse_record
+from ckptkit.writer.record import RECORDS_FOLDER, WrittenFile, parse_record
 
 Mark = tuple[int, ...]
 """Numbers that change when a file is replaced or modified."""
@@ -82,7 +82,7 @@ def open_written(path: Path, size_bytes: int, disk: Disk) -> OpenFile:
     return file
 
 
-BESIDE = f"{FOLDER}/beside"
+BESIDE = f"{RECORDS_FOLDER}/beside"
 """The folder in a working folder that has the files that no record names, until the commit."""
 
 _STRIDE_BYTES = 8 << 20
@@ -123,7 +123,7 @@ class Drainer:
             self._disk.sync_directory(parent)
         for path, data in records.items():
             put_file(target / path, data)
-        self._disk.sync_directory(target / FOLDER)
+        self._disk.sync_directory(target / RECORDS_FOLDER)
         size_bytes = sum(file.size_bytes for file in listed) - linked_bytes
         return Written(
             attempt=request.attempt,

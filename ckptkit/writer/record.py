@@ -29,7 +29,7 @@ from typing import Any
 from ckptkit.core.errors import FormatError
 from ckptkit.storage.local.names import check_relative
 
-FOLDER = ".ranks"
+RECORDS_FOLDER = ".ranks"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 import ckptkit
 from ckptkit.core.errors import OutputExistsError
 from ckptkit.integrations.accelerate import close, install, load_state, save_model, save_state
-from ckptkit.writer.record import FOLDER
+from ckptkit.writer.record import RECORDS_FOLDER
 from tests.distributed.saving_run import nobody_talks
 
 WIDTH = 12
@@ -383,7 +383,7 @@ def two_tiers(training: Training, folder: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:  # as a kill would leave it
         shutil.rmtree(step)
-        (folder / "node/checkpoint-90" / FOLDER / "drained").unlink()
+        (folder / "node/checkpoint-90" / RECORDS_FOLDER / "drained").unlink()
     dist.barrier()
     training.wipe()
     accelerator.load_state(str(step))

@@ -41,7 +41,13 @@ from ckptkit.adapters.merge.report import (
 )
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.quantized.requantize import requantize
-from ckptkit.conversion.compare_names import NO_COMPARISON, Comparison, Subject, plan_comparison
+from ckptkit.conversion.compare_names import (
+    LIVE_NAMES,
+    NO_COMPARISON,
+    Comparison,
+    Subject,
+    plan_comparison,
+)
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -456,9 +462,7 @@ class MergePreparation:
         if config is None:
             return NO_COMPARISON
         if self._request.names == "live":
-            self._notes.append(
-                "names and shapes are not compared with the model of config.json: --names live"
-            )
+            self._notes.append(LIVE_NAMES)
             return NO_COMPARISON
         # If an adapter has another head, that of the base is in the output too, and is not used.
         is_headed = config.get("architectures") != (self._config or {}).get("architectures")

@@ -188,11 +188,11 @@ class _Step:
 
     def _merged(self, world_size: int) -> Merged:
         from ckptkit.writer.merge import Merger
-        from ckptkit.writer.record import FOLDER, parse_record
+        from ckptkit.writer.record import RECORDS_FOLDER, parse_record
 
         merger = Merger(world_size)
         for rank in range(world_size):
-            path = posixpath.join(self._folder, FOLDER, f"{rank}.json")
+            path = posixpath.join(self._folder, RECORDS_FOLDER, f"{rank}.json")
             where = posixpath.join(self._source.location, path)
             size = self._source.stat(path).size_bytes
             merger.add(parse_record(self._source.read(path, 0, size), where=where), where=where)

@@ -15,7 +15,7 @@ from ckptkit.plan.layouts.torch import Row, build_tensor_archive, build_value_ar
 from ckptkit.plan.optimizer_states import OPTIMIZER, OptimizerStates
 from ckptkit.plan.plan import Literal, OutputFile, Product, lay_out_file, split_by_size
 
-FOLDER = "pytorch_model_fsdp_0"
+MODEL_FOLDER = "pytorch_model_fsdp_0"
 CONTAINER = "model"
 OPTIMIZER_FOLDER = "optimizer_0"
 
@@ -30,7 +30,7 @@ def layout_dcp(products: Sequence[Product], max_file_bytes: int) -> list[OutputF
         The data files, and `.metadata`.
     """
     tensors = [((CONTAINER, product.spec.name), product) for product in products]
-    return _lay_out(FOLDER, tensors, {}, max_file_bytes)
+    return _lay_out(MODEL_FOLDER, tensors, {}, max_file_bytes)
 
 
 def layout_optimizer_folder(states: OptimizerStates, max_file_bytes: int) -> list[OutputFile]:

@@ -145,7 +145,7 @@ def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
         for path in _work_folders(parent, out):
             _sweep(path, out, disk)
         if parent == out and not is_empty(out):
-            _sweep__publish_lock(out, disk)
+            _sweep_publish_lock(out, disk)
 
 
 def _work_folders(parent: Path, out: Path) -> list[Path]:
@@ -161,7 +161,7 @@ def _publish_lock(out: Path) -> Path:
     return out / hidden_name(out.name, "publish")
 
 
-def _sweep__publish_lock(out: Path, disk: Disk) -> None:
+def _sweep_publish_lock(out: Path, disk: Disk) -> None:
     """Removes it from a full directory, which refuses all processes that wait for it."""
     path = _publish_lock(out)
     if path.exists():

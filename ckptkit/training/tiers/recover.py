@@ -31,7 +31,7 @@ from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.tier import LocalTier, NodeCopy
 from ckptkit.writer.drain import BESIDE
 from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
-from ckptkit.writer.record import FOLDER, parse_record
+from ckptkit.writer.record import RECORDS_FOLDER, parse_record
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Recovery:
         if not mine:
             return {"proofs": []}
         folder = self.tier.path / entry["name"]
-        records = {rank: f"{FOLDER}/{rank}.json" for rank in mine}
+        records = {rank: f"{RECORDS_FOLDER}/{rank}.json" for rank in mine}
         try:
             data = {rank: (folder / path).read_bytes() for rank, path in records.items()}
             # The sidecar is with the files of rank 0, which two nodes may have.
@@ -284,7 +284,7 @@ def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
         file.path
         for rank in copy.ranks
         for file in parse_record(
-            (folder / FOLDER / f"{rank}.json").read_bytes(), where=str(folder)
+            (folder / RECORDS_FOLDER / f"{rank}.json").read_bytes(), where=str(folder)
         ).files
     }
     files = copy.manifest.files

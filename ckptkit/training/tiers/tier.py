@@ -22,12 +22,12 @@ from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
 from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.writer.commit import clear
 from ckptkit.writer.failures import as_failure
-from ckptkit.writer.record import FOLDER
+from ckptkit.writer.record import RECORDS_FOLDER
 from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
 _MARK = "node-"
-_DRAINED = f"{FOLDER}/drained"  # in a node's copy of a step that was drained
+_DRAINED = f"{RECORDS_FOLDER}/drained"  # in a node's copy of a step that was drained
 
 
 @dataclass(frozen=True, slots=True)

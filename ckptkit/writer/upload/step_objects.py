@@ -37,10 +37,10 @@ from ckptkit.writer.commit import (
 )
 from ckptkit.writer.merge import MergedUnit, few_collections
 from ckptkit.writer.messages import ByteCounter, FinishUpload, StepCommitted
-from ckptkit.writer.record import FOLDER
+from ckptkit.writer.record import RECORDS_FOLDER
 from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store
 
-UPLOADING = f"{FOLDER}/uploading"
+UPLOADING = f"{RECORDS_FOLDER}/uploading"
 _IDENTITY = f"{MARKS_FOLDER}/identity"
 _JOB = f"{MARKS_FOLDER}/job"
 _NEWEST = f"{MARKS_FOLDER}/newest"
@@ -158,7 +158,7 @@ class UploadedFiles:
             record: The relative path of the first record that the process uploads.
         """
         uploaded = cls(folder / f"{record}{_SUFFIX}")
-        for path in sorted((folder / FOLDER).glob(f"*{_SUFFIX}")):
+        for path in sorted((folder / RECORDS_FOLDER).glob(f"*{_SUFFIX}")):
             with suppress(*_DAMAGED):  # a kill may have cut the last line
                 for line in path.read_text(encoding="utf-8").splitlines():
                     url, size_bytes, identity = json.loads(line)
