@@ -258,8 +258,13 @@ class Hub:
         if is_offline(error):
             return _offline(self.repo_id)
         if status in TRANSIENT_STATUSES:
+            asked = _asked_pause(getattr(getattr(error, "response", None), "headers", {})) or 0.0
+            is_long = asked > _LONGEST_ASKED
+            detail = (
+                f" and asks to wait {asked:.0f} s" if is_long else f", {HUB_RETRIES.attempts} times"
+            )
             return HubUnavailableError(
-                f"the Hub answered {status}, {HUB_RETRIES.attempts} times",
+                f"the Hub answered {status}{detail}",
                 where=self.repo_id,
                 hint="run it again later; uploaded files are not sent again",
             )

@@ -144,6 +144,15 @@ def test_a_storm_of_429_is_waited_out_as_long_as_the_hub_asks(
     assert TOKEN not in caplog.text
 
 
+def test_a_429_that_asks_to_wait_too_long_is_an_error_with_the_wait(
+    hub: HubServer, pushes: Push, model: Path
+) -> None:
+    hub.fail("POST .*/commit/", [429], {"Retry-After": "3600"})
+    error = refused(pushes, model, HubError)
+    assert "answered 429 and asks to wait 3600 s" in str(error)
+    assert len(hub.requests("^POST .*/commit/")) == 1
+
+
 @both_ways
 def test_a_hub_that_stays_busy_is_an_error_and_what_was_sent_is_not_sent_again(
     hub: HubServer, pushes: Push, tmp_path: Path
@@ -152,7 +161,7 @@ def test_a_hub_that_stays_busy_is_an_error_and_what_was_sent_is_not_sent_again(
     hub.fail("POST .*/commit/", [503] * 7, SOON)
     error = refused(pushes, folder, HubError)
     assert error.exit_status == 7
-    assert "answered 503" in str(error)
+    assert "answered 503, 7 times" in str(error)
     sent = hub.sent_bytes()
     assert sent > 0
     assert not hub.repo("me/model").commits

@@ -24,7 +24,11 @@ import torch
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.integrations.accelerate.accelerator_state import prepared_model
-from ckptkit.integrations.accelerate.saves import AcceleratorSaves, stock_method
+from ckptkit.integrations.accelerate.saves import (
+    AcceleratorSaves,
+    check_layout,
+    stock_method,
+)
 from ckptkit.integrations.model_export import is_sharded
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle
@@ -139,7 +143,11 @@ def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[O
         accelerator: The accelerator; a second call only changes the options.
         wait: Whether to wait for each save, for scripts that use the folder right after it.
         **options: As for `save_state`.
+
+    Raises:
+        UsageError: If another layout than accelerate's is passed.
     """
+    check_layout(options)
     saves = _saves(accelerator)
     saves.options = options
     saves.waits = wait

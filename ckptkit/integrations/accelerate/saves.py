@@ -135,6 +135,16 @@ def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
     )
 
 
+def check_layout(options: Options) -> None:
+    """Refuses a layout that `accelerator.load_state` could not read."""
+    if options.get("layout", "accelerate") != "accelerate":
+        raise UsageError(
+            f"layout={options.get('layout')!r} is not an option for an accelerator",
+            where="options",
+            hint="leave it out: the folder is what accelerator.save_state writes",
+        )
+
+
 def remove_marks(runs: set[Path]) -> None:
     """Removes the marks of closed Checkpointers from runs, and empties the set."""
     while runs:
@@ -183,6 +193,7 @@ class AcceleratorSaves:
         stock: Mapping[str, Any],
     ) -> SaveHandle:
         """Saves; see `ckptkit.integrations.accelerate.save_state`."""
+        check_layout(options)
         target = states.target_of(accelerator, output_dir)
         self._check_last(accelerator)
         self.folder = target.folder
@@ -243,6 +254,7 @@ class AcceleratorSaves:
         stock: Mapping[str, Any],
     ) -> None:
         """Loads; see `ckptkit.integrations.accelerate.load_state`."""
+        check_layout(options)
         settings = check_options(options)
         self._end()  # waits for the last save, which may be loaded now
         reason = states.stock_reason(accelerator)

@@ -174,3 +174,17 @@ def test_a_named_folder_is_loaded_by_whoever_can(tmp_path: Path) -> None:
     stock = examine_folder(put_stock(tmp_path / "stock"))
     assert stock is not None
     assert not stock.ours
+
+
+def test_a_layout_that_accelerate_does_not_read_is_refused(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    for call in (
+        lambda: install(accelerator, layout="dcp"),
+        lambda: save_state(accelerator, tmp_path / "step", layout="dcp"),
+        lambda: load_state(accelerator, tmp_path / "step", layout="dcp"),
+    ):
+        with pytest.raises(UsageError, match="layout='dcp' is not an option for an accelerator"):
+            call()
+    assert "save_state" not in vars(accelerator)
+    assert not (tmp_path / "step").exists()
