@@ -188,8 +188,8 @@ class MergeOptions(TypedDict, total=False):
         overrides: Settings that no tensor shows, by the keys of `adapter_config.json`.
         match_peft: Whether to round where PEFT's `merge_and_unload` does, instead of once.
         qlora_base: "dequantized" or "original": what adapters of packed weights are merged onto.
-        double_quant: Whether the scales of 4-bit weights were quantized too, where nothing beside
-            the checkpoint tells; assumed when left out.
+        double_quant: Whether the scales of 4-bit weights were quantized too, where no file of
+            the checkpoint says so; assumed when left out.
         dtype: Element type of floating tensors, "keep" by default.
         allow_untrained: Whether an adapter that changes nothing is merged all the same.
         allow_other_base: Whether a base that is proven to be another is taken all the same.

@@ -56,8 +56,8 @@ class Options(TypedDict, total=False):
         vocab_size: How many rows of embeddings and heads are written, where training padded them.
         optimizer: Whether the states of the optimizer are written too, under the names of the
             parameters in training: as `optimizer.bin`, or with `to="dcp"` in `optimizer_0`.
-        model_config: A folder with the `config.json` of the model, whose parameters tell what
-            the flat parameters of FSDP1's LOCAL_STATE_DICT are made of.
+        model_config: A folder with the `config.json` of the model, whose parameters show what
+            the flat parameters of FSDP1's LOCAL_STATE_DICT contain.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB", which
             is the default.
         include: Patterns of names to take; all when empty.

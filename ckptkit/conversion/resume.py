@@ -53,7 +53,7 @@ def refuse_resuming(out: PathLike, resources: Resources) -> None:
     if is_url(out):
         where, what = os.fspath(out), "a URL was found where --resume needs a directory as OUT"
     elif resources.engine != "local":
-        where, what = "--resume", f"--engine {resources.engine} keeps nothing to go on with"
+        where, what = "--resume", f"--engine {resources.engine} keeps nothing to resume from"
     if what:
         raise RefusedError(
             what,

@@ -253,7 +253,7 @@ class HubUnavailableError(HubError):
 
 
 class SaveError(CkptkitError):
-    """A save failed; training goes on, and the next save is not affected."""
+    """A save failed; training continues, and the next save is not affected."""
 
     code = "save-failed"
 

@@ -62,7 +62,7 @@ class StoreCopies:
     target: CopyingTarget
 
     def run(self, listener: Listener) -> None:
-        """Has all of them made; the files have been created."""
+        """Makes all copies; the files exist already."""
 
         def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
             for path, part, source in items:

@@ -27,7 +27,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True)
 class LiveBox:
-    """A box of an arrangement that lies in one live tensor.
+    """A box of an arrangement that is in one live tensor.
 
     Attributes:
         offsets: Its first corner.

@@ -28,7 +28,7 @@ from ckptkit.core.index import Box, Fqn, Shape
 
 @dataclass(frozen=True, slots=True)
 class DiskBox:
-    """A box of a disk tensor whose elements lie at regular steps in one live tensor.
+    """A box of a disk tensor whose elements are at regular steps in one live tensor.
 
     Attributes:
         box: Where in the disk tensor's grid.
@@ -152,8 +152,8 @@ def find_window(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
         live: Shapes of the live tensors.
 
     Returns:
-        The box and the order of its axes, or None where it is made of several live tensors, or
-        where its elements stand in another order within an axis.
+        The box and the order of its axes, or None where it consists of several live tensors, or
+        where its elements are in another order within an axis.
     """
     found = find_windows(tensor, live)
     return found[0][1] if found is not None and len(found) == 1 else None
@@ -169,7 +169,7 @@ def find_windows(
         live: Shapes of the live tensors.
 
     Returns:
-        Each box of the disk tensor with that of the live one, or None where elements stand in
+        Each box of the disk tensor with that of the live one, or None where elements are in
         another order within an axis, or are computed.
     """
     if tensor.grid != tensor.shape or tensor.computed is not None:
@@ -220,7 +220,7 @@ class NamingRequest:
         tensors: Element types and shapes by live name, or None for those of the model as its
             class makes it.
         base: The disk names of the model that training began from, where they are known. They
-            tell which of several forms that it can load the model keeps.
+            show which of several forms that it can load the model keeps.
     """
 
     config: Mapping[str, Any]

@@ -138,7 +138,7 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
     """Compares tensors with what a configuration counts.
 
     Returns:
-        What differs for certain; None where a configuration of this kind tells nothing.
+        What differs for certain; None where a configuration of this kind shows nothing.
     """
     config, names = request.config, list(request.tensors)
     model_type = config.get("model_type")
@@ -214,7 +214,7 @@ class Need:
 
     Attributes:
         kind: `ask` where they may differ, `none` where they do not, `unknown` where the table
-            cannot tell.
+            does not say.
         reason: Why it cannot, as a clause; empty otherwise.
     """
 
@@ -228,7 +228,7 @@ def determine_need(config: Mapping[str, Any] | None, *, has_base: bool) -> Need:
     Args:
         config: A parsed `config.json`, or None.
         has_base: Whether the disk names of the model that training began from are known; only
-            they can tell that a prefix is to be added or dropped.
+            they show that a prefix is to be added or dropped.
     """
     if config is None:
         return Need("unknown", "there is no config.json")

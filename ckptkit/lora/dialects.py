@@ -326,12 +326,6 @@ _TUNERS = (
     *("boft_", "bone_", "c3a_", "delora_", "fourierft_", "hada_", "hra_", "ia3_", "ln_tuning_"),
     *("lokr_", "lora_", "miss_", "oft_", "randlora_", "road_", "shira_", "vera_", "waveft_"),
 )
-_WHOLE_MODULES = "modules_to_save"
-_TOKENS = "trainable_tokens_delta"
-_MAGNITUDE = "lora_magnitude_vector"
-_BASE = "base_layer"
-
-
 # Transformers' names of the modules at both ends of a language model.
 _INPUTS = frozenset(
     ("embed_in", "embed_tokens", "embeddings", "shared", "tok_embeddings", "word_embeddings", "wte")
@@ -380,11 +374,11 @@ class AdapterNames:
     def _is_trained_bias(self, parts: list[str]) -> bool:
         if parts[-1] != "bias":
             return False
-        return self.bias == "all" or (self.bias == "lora_only" and parts[-2:-1] == [_BASE])
+        return self.bias == "all" or (self.bias == "lora_only" and parts[-2:-1] == [BASE_LAYER])
 
 
 def holds_adapters(part: str) -> bool:
-    return part.startswith(_TUNERS) or part in {_WHOLE_MODULES, _TOKENS}
+    return part.startswith(_TUNERS) or part in {_MODULES_TO_SAVE, TOKENS}
 
 
 def is_input_embedding(module: str) -> bool:
@@ -410,8 +404,8 @@ def find_vocabulary(modules: Iterable[str]) -> set[str]:
 
 def _without_adapter(parts: list[str], at: int) -> list[str]:
     holder = parts[at - 1]
-    if holder == _WHOLE_MODULES:
+    if holder == _MODULES_TO_SAVE:
         return [*parts[: at - 1], *parts[at + 1 :]]
-    if holder == _MAGNITUDE:
+    if holder == MAGNITUDE:
         return parts[:at]
     return [*parts[:at], *parts[at + 1 :]]

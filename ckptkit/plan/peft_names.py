@@ -1,8 +1,8 @@
 """Which names of tensors are those of an adapter that PEFT trained, and of which method.
 
 PEFT puts `base_model.model.` before the names of a model, wraps the layers that it adapts, and
-gives its own tensors names that tell the method. No word alone is taken for a sign that a class
-of Transformers has among its own names: `prompt_encoder` is a module of SAM.
+gives its own tensors names that show the method. A segment that is also a name in a class of
+Transformers is no sign by itself: `prompt_encoder` is a module of SAM.
 
 Source: peft 0.21, `tuners/*/layer.py` and `model.py` (`adapter_layer_names`, `other_param_names`)
 for the segments, `peft_model.py` and `utils/save_and_load.py` for those of prompts.
@@ -22,7 +22,7 @@ class Method:
 
     Attributes:
         key: Its `peft_type` in `adapter_config.json`.
-        title: What people call one of its adapters, with the article.
+        title: The usual name of one of its adapters, with the article.
         segments: The segments of tensor names that this method alone has.
         merges: Whether `merge_and_unload` of PEFT makes one model of base and adapter.
     """
@@ -39,7 +39,7 @@ class AdapterSign:
 
     Attributes:
         name: The first tensor that does.
-        method: The key of the method; empty where names do not tell it.
+        method: The key of the method; empty where names do not show it.
     """
 
     name: str
@@ -169,7 +169,7 @@ _SEGMENT = re.compile(
     + "|".join(sorted(_BY_SEGMENT, key=len, reverse=True))
     + r")(?=\.|$)"
 )
-# What tells a method by more than one segment; the module of a prompt is `prompt_encoder`.
+# Methods that more than one segment shows; the module of a prompt is `prompt_encoder`.
 _MARKS: Mapping[str, re.Pattern[str]] = {
     XLORA: re.compile(r"(?:^|\.)base_model\.lora_model\."),
     **{
@@ -288,7 +288,7 @@ def advice_on(method: str, folder: str = "") -> str:
 
     Args:
         method: Its method; empty where it is not known.
-        folder: PEFT's folder of it; empty where it lies in a checkpoint.
+        folder: PEFT's folder of it; empty for one in a checkpoint.
     """
     known = METHODS.get(method)
     merged = (
@@ -324,7 +324,7 @@ def _modules_of_own(names: Sequence[str], own: Collection[str]) -> frozenset[str
 
 
 def _is_own(name: str, modules: Collection[str], own: Collection[str]) -> bool:
-    """Tells whether a tensor is a factor that the model consists of, or what such ones wrap."""
+    """Returns whether a tensor is a factor of the model itself, or wrapped by such factors."""
     factor, base = _OWN_FACTOR.match(name), _OWN_BASE.match(name)
     if factor is not None:
         return factor[2] in own

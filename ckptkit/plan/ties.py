@@ -226,7 +226,7 @@ def _find_first_source(target: Fqn, pairs: Mapping[Fqn, Fqn]) -> Fqn:
 
 
 def _is_tied(config: Mapping[str, Any], flag_path: str) -> bool:
-    """Tells whether the flag of a configuration, or of one inside it, is in force."""
+    """Returns whether the flag of a configuration, or of a nested one, ties the weights."""
     nested = _nested(config, flag_path)
     model_type = _text(nested, "model_type")
     if model_type in ALWAYS_TIED:
@@ -253,7 +253,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _has_own_code(config: Mapping[str, Any]) -> bool:
-    """Tells whether the model's class comes with the model: its defaults are unknown then."""
+    """Returns whether the model folder contains the class, whose defaults are then unknown."""
     return bool(config.get("auto_map"))
 
 

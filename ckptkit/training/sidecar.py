@@ -27,7 +27,7 @@ from ckptkit.training.step_names import innermost
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _ADAPTER_CONFIG = "adapter_config.json"
-_DEFAULT_ADAPTER = "default"  # PEFT's name for the one that lies at the top
+_DEFAULT_ADAPTER = "default"  # PEFT's name for the adapter at the top
 _FSDP2_PREFIX = "FSDP"  # what `fully_shard` puts before the name of a module's class
 _SECRET = frozenset({"training_args.bin"})  # the Trainer's, with the token for the Hub
 _MAX_BYTES = 128 << 20  # tokenizers have up to some 40 MB; more is a folder of weights
@@ -264,7 +264,7 @@ class StepFile(bytes):
 
 
 def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[ObjectFile, ...]:
-    """Returns files of the user's, to lie in a step's directory.
+    """Returns files of the user for a step's directory.
 
     Args:
         files: What each holds, by its name relative to the directory.

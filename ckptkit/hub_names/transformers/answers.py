@@ -117,7 +117,7 @@ def _used_by(model: Any, base: Sequence[Fqn]) -> list[Any] | None:
     """Returns the conversions that loading the base's tensors would have used.
 
     `from_pretrained` leaves them at the model, and `save_pretrained` reverts those alone. The
-    first releases of transformers 5 do not tell which were used: None, as of a new model.
+    first releases of transformers 5 do not record which were used: None, as for a new model.
     """
     if not hasattr(WeightRenaming, "was_used"):
         return None
@@ -157,7 +157,7 @@ def convert_group(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
             file.
 
     Returns:
-        `outputs`, rows of name, element type and shape of what now lies in their files.
+        `outputs`, rows of name, element type and shape of the contents of their files.
     """
     tensors = {name: _map_file(*row) for name, *row in group["inputs"]}
     found = revert_weight_conversion(model, tensors)
@@ -175,7 +175,7 @@ def convert_group(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map_file(dtype: str, shape: list[int], path: str) -> torch.Tensor:
-    """Returns a tensor whose elements lie in a file; changing them leaves the file as it is."""
+    """Returns a tensor that is mapped from a file; changes do not reach the file."""
     kind = dtype_named(dtype)
     size = math.prod(shape) * kind.itemsize
     if not size:

@@ -107,7 +107,7 @@ def list_parameters(config: Mapping[str, Any], live: list[str]) -> list[dict[str
 
     Args:
         config: A parsed `config.json`.
-        live: Names that the checkpoint tells; they choose the class where `config` does not.
+        live: Names in the checkpoint; they choose the class where `config` does not.
     """
     model = build_model(config, live)
     if hasattr(model, "tie_weights"):

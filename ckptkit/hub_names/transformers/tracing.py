@@ -36,10 +36,10 @@ class ComputesError(Exception):
 
 
 class TracedTensor(torch.Tensor):
-    """A tensor whose elements are known by where they lie in live tensors.
+    """A tensor whose elements are known by their positions in live tensors.
 
     Attributes:
-        arrangement: Where they lie.
+        arrangement: The positions.
     """
 
     arrangement: Arrangement
@@ -284,7 +284,7 @@ class _Watched(ConversionOps):  # type: ignore[misc]  # transformers is not foll
             made = self._run(_each(input_dict, _bare), options)
         except RuntimeError as error:
             raise CannotPlanError(
-                f"a conversion looks at elements before it tells what it makes of them: {error}"
+                f"a conversion reads elements, so that its result cannot be traced: {error}"
             ) from error
         sources = tuple(dict.fromkeys(_sources(input_dict)))
         return _each(made, lambda t: ComputedTensor(tuple(t.shape), t.dtype, sources))

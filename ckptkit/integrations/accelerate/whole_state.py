@@ -139,7 +139,7 @@ class _Memory:
             self._buffer.close()
 
     def share(self) -> str:
-        """Has all ranks see the memory; tells why that cannot be, the same on all of them."""
+        """Gives all ranks the memory; returns the same reason on all ranks where that fails."""
         own = {
             "reason": self._held.reason,
             "machine": _machine(),

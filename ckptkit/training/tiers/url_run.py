@@ -168,7 +168,7 @@ class UrlRun(TrainingRun[Place]):
         return run_identity(self.store)
 
     def steps(self) -> tuple[RunStep, ...]:
-        """Returns what lies there, but reads no manifest twice."""
+        """Returns the steps of the run; reads no manifest twice."""
         return _steps_at(self.store, self.prefix, self._known)
 
     def process(
