@@ -23,7 +23,8 @@ from ckptkit.adapters.merge.base_model import BaseSource, open_base, place_on_di
 from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.places import is_folder
-from ckptkit.conversion.source.side_folders import SideFolders, find_ties
+from ckptkit.conversion.source.read import find_ties
+from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import AdapterError, RefusedError, UnsupportedError

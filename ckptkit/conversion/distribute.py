@@ -45,8 +45,13 @@ from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Plan
 from ckptkit.plan.shares import Share, cut_object_parts, split_plan, tasks_of, tasks_of_parts
 from ckptkit.storage.base import distant
+from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.workdir import NONCE_BYTES
-from ckptkit.storage.places import PathLike, SharedPlace, is_url
+from ckptkit.storage.manifests import manifest_digest
+from ckptkit.storage.places import PathLike, is_url, local_path, place_of
+from ckptkit.storage.remote.s3 import S3_PROTOCOLS
+from ckptkit.storage.remote.s3_shared import S3SharedTarget
+from ckptkit.storage.remote.s3_target import open_s3_prefix
 from ckptkit.storage.shared import Cut, OutputAttempt, SharedOutput
 
 
@@ -56,6 +61,46 @@ class OutputJob(Protocol):
     def plan_output(self) -> AbstractContextManager[PlannedOutput]:
         """Opens the sources and plans; the plan is equal wherever the sources are."""
         ...
+
+
+class SharedPlace:
+    """A directory that all processes see, or a prefix on S3, connected to once."""
+
+    def __init__(self, out: PathLike, option: str) -> None:
+        """Connects to the output; `option` is the option that asked for several processes."""
+        self.place = place_of(out)
+        self._prefix = None
+        if is_url(self.place):
+            if self.place.protocol not in S3_PROTOCOLS:
+                raise RefusedError(
+                    f"a URL was found where {option} needs a directory that all processes see, or"
+                    " a place on S3",
+                    where=self.place.location,
+                    hint="write to a shared disk and copy the finished output, or leave the option"
+                    " out: one process writes to such a URL without a local disk",
+                )
+            self._prefix = open_s3_prefix(self.place)
+
+    def seen(self) -> str:
+        """Returns what identifies the manifest that is there; empty where there is none."""
+        if self._prefix is None:
+            return manifest_digest(local_path(self.place))
+        with self._prefix.translate_errors():
+            key = self._prefix.store.prefix + MANIFEST_NAME
+            return self._prefix.store.list_objects(key).get(key, "")
+
+    @property
+    def takes_parts(self) -> bool:
+        return self._prefix is not None
+
+    def open(self, attempt: OutputAttempt, cut: Cut) -> SharedOutput:
+        """Returns a view of the output; `cut` cuts a file into parts, alike in all processes."""
+        if self._prefix is None:
+            folder = local_path(self.place)
+            return SharedTarget(
+                folder, attempt.nonce, overwrite=attempt.overwrite, seen=attempt.seen
+            )
+        return S3SharedTarget(self._prefix, attempt, cut)
 
 
 def _refuse_no_ranges(target: SharedOutput) -> None:

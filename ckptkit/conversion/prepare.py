@@ -36,7 +36,8 @@ from ckptkit.conversion.source.model_folders import (
     read_file_map,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
-from ckptkit.conversion.source.side_folders import SideFolders, Ties, find_absent_twins, find_ties
+from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
+from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,

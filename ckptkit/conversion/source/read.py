@@ -1,11 +1,12 @@
-"""`ckptkit.open`: reads single tensors of any checkpoint, or scans all of them in parallel.
+"""Reads tensors of a checkpoint: single ones (`ckptkit.open`), all in parallel, or tied pairs.
 
-torch is imported only when a torch.Tensor is asked for.
+Ties that the configuration declares are used only where the bytes are equal. torch is imported only
+when a torch.Tensor is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,21 +14,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.conversion.naming_program import ask_parameters
 from ckptkit.conversion.source.open import PathLike, open_checkpoint
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, Key, RunFacts, Shape, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.text import Closing
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.outcome import BytesWritten, Listener, Started
-from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.selection import select_model
+from ckptkit.plan.ties import (
+    choose_ties_to_drop,
+    find_absent_tied_names,
+    find_class_without_targets,
+    find_tie_candidates,
+    find_tie_conflicts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -226,3 +235,73 @@ def _leaves(entries: Sequence[TensorEntry]) -> Iterator[Item]:
     for entry in entries:
         for leaf in range(-(-entry.size_bytes // LEAF_BYTES)):
             yield entry, leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """Declared ties, by whether the bytes are equal.
+
+    Attributes:
+        dropped: From targets to sources that have the same bytes.
+        broken: From targets to sources that have other bytes.
+    """
+
+    dropped: Mapping[Fqn, Fqn]
+    broken: Mapping[Fqn, Fqn]
+
+
+def find_ties(
+    config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
+) -> Ties:
+    """Compares the bytes of every pair that the configuration declares tied."""
+    by_name = {entry.name: entry for entry in entries}
+    extents = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
+    pairs = find_tie_candidates(config, extents)
+    reader = TensorReader(origin)
+    same: dict[Fqn, Fqn] = {}
+    broken = dict(find_tie_conflicts(config, extents))
+    for target, source in pairs.items():
+        equal = _same_values(reader, by_name[target], by_name[source])
+        (same if equal else broken)[target] = source
+    return Ties(choose_ties_to_drop(config, same, broken), broken)
+
+
+def find_absent_twins(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> tuple[Mapping[Fqn, Fqn], str]:
+    """Finds names of tied weights that a live model has and a checkpoint lacks.
+
+    Returns:
+        From each absent name to the one in `names` that has its bytes, and a note for the user
+        or nothing.
+    """
+    absent = dict(find_absent_tied_names(config, names))
+    model_class = find_class_without_targets(config, {*names, *absent})
+    if config is None or model_class is None:
+        return absent, ""
+    try:
+        groups = ask_parameters(config, [])
+    except RefusedError as error:
+        return absent, (
+            f"{model_class} ties further names, which are not written, as they are not known"
+            f" ({error.message}); training that loads every name will miss them"
+        )
+    for group in groups:
+        present = [name for name in group["names"] if name in names]
+        if present:
+            absent |= {Fqn(n): Fqn(present[0]) for n in group["names"] if n not in names}
+    return absent, ""
+
+
+def _same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
+    itemsize = first.dtype.itemsize
+    step = RUN_BYTES // itemsize
+    buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
+    for start in range(0, first.elements, step):
+        span = Span(start, min(start + step, first.elements))
+        views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
+        reader.fill(first.key, span, views[0])
+        reader.fill(second.key, span, views[1])
+        if not same_bytes(*views):
+            return False
+    return True

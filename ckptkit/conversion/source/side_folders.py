@@ -1,26 +1,18 @@
-"""The configuration, tokenizer and other side files of a checkpoint, and its tied weights.
-
-Ties that the configuration declares are used only where the bytes are equal.
-"""
+"""The configuration, tokenizer and other side files of a checkpoint."""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.conversion.naming_program import ask_parameters
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.places import make_absolute, open_folder
-from ckptkit.conversion.source.read import same_bytes
-from ckptkit.core.errors import FormatError, InputError, RefusedError
-from ckptkit.core.index import Fqn, Span, TensorEntry
+from ckptkit.core.errors import FormatError, InputError
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
-from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy, lay_out_file
 from ckptkit.plan.side_files import (
@@ -33,13 +25,6 @@ from ckptkit.plan.side_files import (
     has_auto_map,
     is_side_file,
     rewrite_side_file,
-)
-from ckptkit.plan.ties import (
-    choose_ties_to_drop,
-    find_absent_tied_names,
-    find_class_without_targets,
-    find_tie_candidates,
-    find_tie_conflicts,
 )
 from ckptkit.storage.base import Folder, Source, StoreFolder
 from ckptkit.storage.local.source import LocalSource
@@ -215,73 +200,3 @@ def _list_side_files(source: Source) -> Mapping[str, int]:
             except InputError:
                 continue
     return sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Ties:
-    """Declared ties, by whether the bytes are equal.
-
-    Attributes:
-        dropped: From targets to sources that have the same bytes.
-        broken: From targets to sources that have other bytes.
-    """
-
-    dropped: Mapping[Fqn, Fqn]
-    broken: Mapping[Fqn, Fqn]
-
-
-def find_ties(
-    config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
-) -> Ties:
-    """Compares the bytes of every pair that the configuration declares tied."""
-    by_name = {entry.name: entry for entry in entries}
-    extents = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
-    pairs = find_tie_candidates(config, extents)
-    reader = TensorReader(origin)
-    same: dict[Fqn, Fqn] = {}
-    broken = dict(find_tie_conflicts(config, extents))
-    for target, source in pairs.items():
-        equal = _same_values(reader, by_name[target], by_name[source])
-        (same if equal else broken)[target] = source
-    return Ties(choose_ties_to_drop(config, same, broken), broken)
-
-
-def find_absent_twins(
-    config: Mapping[str, Any] | None, names: Collection[Fqn]
-) -> tuple[Mapping[Fqn, Fqn], str]:
-    """Finds names of tied weights that a live model has and a checkpoint lacks.
-
-    Returns:
-        From each absent name to the one in `names` that has its bytes, and a note for the user
-        or nothing.
-    """
-    absent = dict(find_absent_tied_names(config, names))
-    model_class = find_class_without_targets(config, {*names, *absent})
-    if config is None or model_class is None:
-        return absent, ""
-    try:
-        groups = ask_parameters(config, [])
-    except RefusedError as error:
-        return absent, (
-            f"{model_class} ties further names, which are not written, as they are not known"
-            f" ({error.message}); training that loads every name will miss them"
-        )
-    for group in groups:
-        present = [name for name in group["names"] if name in names]
-        if present:
-            absent |= {Fqn(n): Fqn(present[0]) for n in group["names"] if n not in names}
-    return absent, ""
-
-
-def _same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
-    itemsize = first.dtype.itemsize
-    step = RUN_BYTES // itemsize
-    buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
-    for start in range(0, first.elements, step):
-        span = Span(start, min(start + step, first.elements))
-        views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
-        reader.fill(first.key, span, views[0])
-        reader.fill(second.key, span, views[1])
-        if not same_bytes(*views):
-            return False
-    return True
