@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,13 +14,8 @@ import torch
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
+from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.storage.places import Place
-from ckptkit.training.resume.extra_state import (
-    copied_changes,
-    extra_keys,
-    extra_state_changes,
-    without_extra,
-)
 from ckptkit.training.resume.load_pieces import (
     FillReport,
     list_first,
@@ -44,13 +39,17 @@ from ckptkit.training.resume.optimizer_values import (
     value_changes,
 )
 from ckptkit.training.resume.restore import (
+    Apply,
+    copied_changes,
+    extra_state_changes,
+    is_extra,
     loaders_alike,
     object_changes,
     random_changes,
 )
 from ckptkit.training.resume.stored_step import StoredStep, bind_to_step
 from ckptkit.training.state.bound import unwrap_optimizer
-from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, Layout, bind
+from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, bind
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.fsdp1 import cast_buffers
 from ckptkit.training.state.models import ModelView, ModelWalk
@@ -69,13 +68,11 @@ class LoadedStep:
 
     Attributes:
         reports: What was read of each DCP directory.
-        changes: Functions that put the other values in place.
         untied: By the name of a tensor that is left out, because the model holds it as one with
             another: that one's name, and the largest absolute difference on this rank.
     """
 
     reports: Mapping[str, FillReport] = field(default_factory=dict)
-    changes: Sequence[Callable[[], object]] = ()
     untied: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
@@ -89,7 +86,7 @@ class FillPlan:
     """
 
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
-    changes: Sequence[Callable[[], object]] = ()
+    changes: Sequence[Apply] = ()
 
 
 class StepLoader:
@@ -98,7 +95,6 @@ class StepLoader:
     def __init__(self, folder: Path | Place, bound: BoundState) -> None:
         self._folder = folder
         self._given = bound
-        self._bound: BoundState | None = None
         self._stored: StoredStep | None = None
 
     @property
@@ -108,18 +104,25 @@ class StepLoader:
             self._stored = StoredStep.open(self._folder)
         return self._stored
 
-    @property
+    @cached_property
     def bound(self) -> BoundState:
         """The state, with the places that it has in this step."""
-        if self._bound is None:
-            layout = self.stored.layout
-            bound = self._given
-            if layout not in {None, bound.layout}:
-                bound = _bound_again(bound, layout)
-            if self.stored.entries is not None:
-                bound = bind_to_step(bound, self.stored.entries, where=str(self._folder))
-            self._bound = bound
-        return self._bound
+        bound, layout = self._given, self.stored.layout
+        if layout not in {None, bound.layout}:
+            state: dict[str, Any] = {}
+            for key, position, value in (
+                *((model.key, model.position, model.module) for model in bound.models),
+                *((entry.key, entry.position, entry.optimizer) for entry in bound.optimizers),
+                *((other.key, other.position, other.target) for other in bound.others),
+            ):
+                if position is None:
+                    state[key] = value
+                else:
+                    state.setdefault(key, []).append(value)
+            bound = bind(state, layout=layout, rank=bound.rank, world_size=bound.world_size)
+        if self.stored.entries is not None:
+            bound = bind_to_step(bound, self.stored.entries, where=str(self._folder))
+        return bound
 
     def loaders_alike(self) -> dict[str, bool]:
         """Returns which dataloaders of all ranks were at the same place; see `restore`."""
@@ -131,22 +134,19 @@ class StepLoader:
         for optimizer in self.bound.optimizers:
             try:
                 self._checked_groups(optimizer, [])
-                self._check_state(optimizer)
+                # It also has to have, or be able to create, state like that in the step.
+                allocate(self.stored, optimizer, self._slots, self._world)
+                depth = len(optimizer.path)
+                pieces = [
+                    piece
+                    for piece in self._stored_pieces()
+                    if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
+                ]
+                match_entries(self.stored.index(optimizer.unit), pieces)
+                list(value_changes(self.stored, optimizer, self._slots, self._world))
             except ResumeError as error:
                 problems[optimizer.name] = str(error)
         return problems
-
-    def _check_state(self, optimizer: BoundOptimizer) -> None:
-        """Checks that an optimizer has, or can create, state like that in the step."""
-        allocate(self.stored, optimizer, self._slots, self._world)
-        depth = len(optimizer.path)
-        pieces = [
-            piece
-            for piece in self._stored_pieces()
-            if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
-        ]
-        match_entries(self.stored.index(optimizer.unit), pieces)
-        list(value_changes(self.stored, optimizer, self._slots, self._world))
 
     def prepare(
         self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
@@ -158,7 +158,7 @@ class StepLoader:
             alike: What `loaders_alike` returned to rank 0.
             anew: The names of optimizers whose state is cleared, not loaded.
         """
-        bound, slots = self.bound, self._slots
+        stored, bound, slots = self.stored, self.bound, self._slots
         fresh = [o for o in bound.optimizers if o.name in anew]
         resumed = [o for o in bound.optimizers if o not in fresh]
         further: list[Piece] = []
@@ -166,35 +166,42 @@ class StepLoader:
             change for optimizer in resumed for change in self._checked_groups(optimizer, further)
         ]
         for optimizer in resumed:
-            changes += value_changes(self.stored, optimizer, slots, self._world)
+            changes += value_changes(stored, optimizer, slots, self._world)
         for optimizer in fresh:
-            changes += self._without_state(optimizer)
-        changes += self._further_changes(step, alike, further)
+            changes.append(optimizer.optimizer.state.clear)
+            try:
+                groups = self._groups_of(optimizer)
+                changes += list(group_changes(stored, optimizer, slots, groups, self._world))
+            except ResumeError as error:
+                logger.debug("hyperparameters stay as they are: %s", error)
+        for model in bound.models:
+            changes += extra_state_changes(stored, model, further, rank=bound.rank)
+        changes += object_changes(stored, bound, alike, further)
+        # Last, as loading a state dict may draw numbers.
+        changes += random_changes(stored, bound, step)
         for optimizer in resumed:
-            allocate(self.stored, optimizer, slots, self._world)
+            allocate(stored, optimizer, slots, self._world)
         pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in self._stored_pieces(fresh):
             pieces[piece.unit].append(piece)
         self._check_models(pieces)
-        changes += self._uncast_buffers(pieces)
+        changes += [c for model in bound.models for c in self._uncast_buffers(model, pieces)]
         for model in bound.models:
             changes += copied_changes(model, pieces)
         for piece in further:
             pieces[piece.unit].append(piece)
         for unit, of_unit in pieces.items():
-            match_entries(self.stored.index(unit), of_unit)
+            match_entries(stored.index(unit), of_unit)
         return FillPlan(pieces, changes)
 
     def fill(self, prepared: FillPlan) -> LoadedStep:
         """Fills the tensors."""
+        pieces = prepared.pieces
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
-            for unit, of_unit in prepared.pieces.items()
+            for unit, of_unit in pieces.items()
         }
-        return LoadedStep(reports, prepared.changes, self._compare_tied(prepared.pieces))
-
-    def _compare_tied(self, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, tuple[str, float]]:
-        """Compares what the model holds as one tensor and the step as several, as far as read."""
+        # What the model holds as one tensor and the step as several, as far as it was read.
         differing: dict[str, tuple[str, float]] = {}
         starts = {unit: len(m.path) for m in self.bound.models for unit in m.places.units}
         for unit, depth in starts.items():
@@ -203,7 +210,7 @@ class StepLoader:
                     for name, kept, difference in self._differing(unit, piece, depth):
                         before = differing.get(name, (kept, 0.0))[1]
                         differing[name] = kept, max(before, difference)
-        return differing
+        return LoadedStep(reports, differing)
 
     def _differing(self, unit: str, piece: Piece, depth: int) -> Iterator[tuple[str, str, float]]:
         index = self.stored.index(unit)
@@ -236,8 +243,9 @@ class StepLoader:
             if p.unit not in self._absent
             and not any(p.unit == unit and p.key_path[: len(path)] == path for unit, path in starts)
         ]
-        for model in self.bound.models:  # modules get these through `set_extra_state`
-            pieces = without_extra(pieces, model)
+        for model in self.bound.models:  # modules get their extra states through `set_extra_state`
+            unit, path = model.unit, model.path
+            pieces = [p for p in pieces if p.unit != unit or not is_extra(p.key_path, path)]
         for optimizer in self.bound.optimizers:
             if optimizer in fresh or self._is_built_otherwise(optimizer):
                 continue
@@ -254,42 +262,24 @@ class StepLoader:
                     dropped.add(id(piece))
         return [piece for piece in pieces if id(piece) not in dropped]
 
-    def _uncast_buffers(self, pieces: dict[str, list[Piece]]) -> list[Callable[[], object]]:
+    def _uncast_buffers(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> Iterator[Apply]:
         """Replaces pieces of buffers that FSDP1 casts by ones in the dtype of the step.
 
         Steps hold them as they were before the cast, or as they were after it; so do models,
-        before and after their first forward pass. Returns functions that cast them.
+        before and after their first forward pass. Yields functions that cast them.
         """
-        changes: list[Callable[[], object]] = []
-        for model in self.bound.models:
-            dtypes = cast_buffers(model.module, parallel_prefixes(model.module))
-            places = {model.places.of(name): pair for name, pair in dtypes.items()}
-            for unit in model.places.units if places else ():
-                stored = self.stored.index(unit).tensors if unit in pieces else {}
-                for number, piece in enumerate(pieces.get(unit, ())):
-                    entry, dtypes_of_piece = stored.get(Key(piece.key)), places.get(piece.entry, ())
-                    kept = {
-                        dtype
-                        for dtype in dtypes_of_piece
-                        if entry and str(dtype) == f"torch.{entry.dtype.name}"
-                    }
-                    if (
-                        kept
-                        and piece.local.dtype in dtypes_of_piece
-                        and piece.local.dtype not in kept
-                    ):
-                        read = torch.empty_like(piece.local, dtype=kept.pop())
-                        pieces[unit][number] = replace(piece, local=read)
-                        changes.append(partial(piece.local.copy_, read))
-        return changes
-
-    def _without_state(self, bound: BoundOptimizer) -> Iterator[Callable[[], object]]:
-        """Yields functions that clear an optimizer, and set its hyperparameters if these fit."""
-        yield bound.optimizer.state.clear
-        try:
-            yield from self._group_changes(bound, self._groups_of(bound))
-        except ResumeError as error:
-            logger.debug("hyperparameters stay as they are: %s", error)
+        dtypes = cast_buffers(model.module, parallel_prefixes(model.module))
+        places = {model.places.of(name): pair for name, pair in dtypes.items()}
+        for unit in model.places.units if places else ():
+            stored = self.stored.index(unit).tensors if unit in pieces else {}
+            for number, piece in enumerate(pieces.get(unit, ())):
+                entry, own = stored.get(Key(piece.key)), piece.local
+                both = places.get(piece.entry, ())
+                kept = [d for d in both if entry and str(d) == f"torch.{entry.dtype.name}"]
+                if kept and own.dtype in both and own.dtype not in kept:
+                    read = torch.empty_like(own, dtype=kept[0])
+                    pieces[unit][number] = replace(piece, local=read)
+                    yield partial(own.copy_, read)
 
     @cached_property
     def _absent(self) -> frozenset[str]:
@@ -298,7 +288,8 @@ class StepLoader:
         Stock Trainer saves the adapter alone: the base is as the user loaded it.
         """
         bases = {model.places.base_unit for model in self.bound.models} - {""}
-        absent = frozenset(unit for unit in bases if not self.stored.has_unit(unit))
+        missing = [unit for unit in bases if not self.stored.has_file(f"{unit}/{METADATA}")]
+        absent = frozenset(missing)
         if absent and self.bound.rank == 0:
             logger.info("%s: only the adapter was saved, and the base stays as it is", self._folder)
         return absent
@@ -316,19 +307,7 @@ class StepLoader:
             for name, value in flags.items()
         )
 
-    def _further_changes(
-        self, step: int, alike: Mapping[str, bool], pieces: list[Piece]
-    ) -> Iterator[Callable[[], object]]:
-        bound = self.bound
-        for model in bound.models:
-            yield from extra_state_changes(self.stored, model, pieces, rank=bound.rank)
-        yield from object_changes(self.stored, bound, alike, pieces)
-        # Last, as loading a state dict may draw numbers.
-        yield from random_changes(self.stored, bound, step)
-
-    def _checked_groups(
-        self, bound: BoundOptimizer, pieces: list[Piece]
-    ) -> list[Callable[[], object]]:
+    def _checked_groups(self, bound: BoundOptimizer, pieces: list[Piece]) -> list[Apply]:
         """Checks that an optimizer fits, and returns what sets its hyperparameters."""
         where = bound.name
         lost = self.stored.lost.get(where)
@@ -339,15 +318,9 @@ class StepLoader:
         groups = self._groups_of(bound)
         check_state(self.stored, bound, self._slots, self._world)
         return [
-            *self._group_changes(bound, groups),
+            *group_changes(self.stored, bound, self._slots, groups, self._world),
             *unbound_changes(self.stored, bound, groups, pieces),
         ]
-
-    def _group_changes(
-        self, bound: BoundOptimizer, groups: Sequence[Mapping[str, Any]]
-    ) -> list[Callable[[], object]]:
-        exact = self.stored.has_structures
-        return list(group_changes(bound, self._slots, groups, self._world, exact=exact))
 
     def _groups_of(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
         """Returns an optimizer's groups in the step, which those of another kind are not."""
@@ -380,12 +353,20 @@ class StepLoader:
         for model, view in zip(self.bound.models, self._views, strict=True):
             if view.values.count < self.bound.world_size:
                 continue
-            extra = [
-                key
-                for unit in model.places.units
-                if unit not in self._absent
-                for key in self._left(model, unit, pieces.get(unit, ()))
-            ]
+            extra: list[str] = []
+            start = model.path
+            for unit in model.places.units:
+                if unit in self._absent:
+                    continue
+                index = self.stored.index(unit)
+                # A model that was wrapped before has the scales of its packed weights elsewhere.
+                extra += [
+                    key
+                    for key in unexpected_keys(index, pieces.get(unit, ()))
+                    if index.tensors[key].key_path[: len(start)] == start
+                    and not is_extra(index.tensors[key].key_path, start)
+                    and not is_scale(key, index.tensors)
+                ]
             if extra:
                 raise ResumeError(
                     f"{len(extra):,} tensors of the checkpoint are not in the model:"
@@ -393,16 +374,6 @@ class StepLoader:
                     where=model.key,
                     hint="build the model that was saved",
                 )
-
-    def _left(self, model: BoundModel, unit: str, pieces: Sequence[Piece]) -> Iterator[str]:
-        start, index = model.path, self.stored.index(unit)
-        extra = extra_keys(index, start)
-        for key in unexpected_keys(index, pieces):
-            # A model that was wrapped before has the scales of its packed weights elsewhere.
-            if key in extra or is_scale(key, index.tensors):
-                continue
-            if index.tensors[key].key_path[: len(start)] == start:
-                yield key
 
     def __enter__(self) -> Self:
         return self
@@ -427,19 +398,3 @@ def _largest_difference(tensor: torch.Tensor, other: torch.Tensor) -> float:
         apart[(left == right) | (left.isnan() & right.isnan())] = 0
         largest = max(largest, float(apart.nan_to_num(float("inf"), float("inf")).max()))
     return largest
-
-
-def _bound_again(bound: BoundState, layout: Layout) -> BoundState:
-    """Returns the same state with the places that it has in another layout."""
-    state: dict[str, Any] = {}
-    entries: list[tuple[str, int | None, Any]] = [
-        *((model.key, model.position, model.module) for model in bound.models),
-        *((entry.key, entry.position, entry.optimizer) for entry in bound.optimizers),
-        *((other.key, other.position, other.target) for other in bound.others),
-    ]
-    for key, position, value in entries:
-        if position is None:
-            state[key] = value
-        else:
-            state.setdefault(key, []).append(value)
-    return bind(state, layout=layout, rank=bound.rank, world_size=bound.world_size)

@@ -2,22 +2,27 @@
 
 The engine reads each range straight into the tensors' memory where both are one run of bytes, and
 through a bounded buffer otherwise. Every byte that is read is checked against the checksum stored
-for it: records that are read whole at once, others as far as the ranks together read them.
+for it. A record that a rank reads whole is checked at once. Of other records each rank reports the
+checksums of its parts, from which rank 0 computes that of the whole: `pack`, `unpack` and
+`cross_check`.
 """
 
 from __future__ import annotations
 
+import base64
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ckptkit.core.checksums import crc32_combine
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.core.errors import ResumeError
+from ckptkit.core.errors import ChecksumError, ResumeError
 from ckptkit.core.index import Box, Key, TensorEntry, TensorIndex
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
@@ -65,12 +70,22 @@ def load_pieces(
         What was read, and what is left to be proven.
     """
     start = time.perf_counter()
-    entries = match_entries(index, pieces)
-    wanted = (
-        (entry, place, memory)
-        for piece, entry in zip(pieces, entries, strict=True)
-        for place, memory in _memories_of(piece)
-    )
+    wanted: list[tuple[TensorEntry, Box, BoxMemory]] = []
+    for piece, entry in zip(pieces, match_entries(index, pieces), strict=True):
+        if not piece.elements:
+            continue
+        local = piece.local
+        if local.device.type == "meta":
+            problem = "is still on the meta device, so there is nothing to load into"
+            raise ResumeError(problem, where=piece.key)
+        if local.numel() != piece.elements:
+            raise ResumeError(
+                f"{local.numel():,} elements are on this rank against {piece.elements:,} in its"
+                " places",
+                where=piece.key,
+            )
+        for place, elements in piece.boxes():
+            wanted.append((entry, place, _memory_of(elements.detach().view(place.sizes))))
     origin = Origin("step", source, index, most_pieces=_MOST_PARTS)
     report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
     return FillReport(
@@ -80,23 +95,6 @@ def load_pieces(
         unverified=tuple(sorted(origin.unverified)),
         partial=report.partial,
     )
-
-
-def _memories_of(piece: Piece) -> Iterator[tuple[Box, BoxMemory]]:
-    """Yields each place of a piece, and its memory."""
-    if not piece.elements:
-        return
-    local = piece.local
-    if local.device.type == "meta":
-        problem = "is still on the meta device, so there is nothing to load into"
-        raise ResumeError(problem, where=piece.key)
-    if local.numel() != piece.elements:
-        raise ResumeError(
-            f"{local.numel():,} elements are on this rank against {piece.elements:,} in its places",
-            where=piece.key,
-        )
-    for place, elements in piece.boxes():
-        yield place, _memory_of(elements.detach().view(place.sizes))
 
 
 def _memory_of(tensor: torch.Tensor) -> BoxMemory:
@@ -136,17 +134,33 @@ class DeviceMemory:
 
 def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEntry]:
     """Returns the stored tensor of each piece, and checks its shape and element type."""
-    candidates = [_entry(index, piece) for piece in pieces]
-    missing = [piece.key for piece, entry in zip(pieces, candidates, strict=True) if entry is None]
+    stored = index.tensors
+    keys = [next((key for key in names_of(piece) if key in stored), None) for piece in pieces]
+    missing = [piece.key for piece, key in zip(pieces, keys, strict=True) if key is None]
     if missing:
         raise ResumeError(
             f"{len(missing):,} of {len(pieces):,} tensors are not in the checkpoint: "
             + list_first(missing),
             hint="it was saved from another model or optimizer, or under other names",
         )
-    entries = [entry for entry in candidates if entry is not None]
+    entries = [stored[key] for key in keys if key is not None]
     for piece, entry in zip(pieces, entries, strict=True):
-        _check_fit(piece, entry)
+        expected = dtype_named(str(piece.local.dtype), where=piece.key)
+        if entry.shape != piece.shape:
+            raise ResumeError(
+                f"shape {list(entry.shape)} was found in the checkpoint against"
+                f" {list(piece.shape)} in the model",
+                where=piece.key,
+                hint="build the model with the configuration that the checkpoint was saved with",
+            )
+        if entry.dtype != expected:
+            raise ResumeError(
+                f"dtype {entry.dtype.name} was found in the checkpoint against {expected.name} in"
+                " the model",
+                where=piece.key,
+                hint=f"build the model in {entry.dtype.name}, or convert the checkpoint with"
+                f" `ckptkit convert --dtype {expected.name}`; a resume never casts",
+            )
     return entries
 
 
@@ -167,24 +181,178 @@ def names_of(piece: Piece) -> Iterator[Key]:
     yield from (Key(".".join(map(str, path))) for path in piece.aliases)
 
 
-def _entry(index: TensorIndex, piece: Piece) -> TensorEntry | None:
-    return next((index.tensors[name] for name in names_of(piece) if name in index.tensors), None)
+Table = NDArray[np.int64]
+"""Columns: the record's number, size and stored CRC-32; start, length and CRC-32 of a part."""
+
+# Bounds of what rank 0 gets of all ranks together, and of one of them; records beyond them stay
+# unproven. The store takes 4 MiB in one value.
+_MOST_ROWS = 2_000_000
+_MOST_CHARACTERS = 64 << 20
+_MOST_CHARACTERS_OF_A_RANK = 2 << 20
+_MOST_ROWS_JOINED_SINGLY = 100_000
+
+_COLUMNS = 6
+_NUMBER, _SIZE, _EXPECTED, _START, _LENGTH, _CRC = range(_COLUMNS)
+# Polynomials over GF(2) with the bits reversed, as in `ckptkit.core.checksums`.
+_ONE = 1 << 31
+_X_TO_32 = crc32_combine(1 << 7, 0, 1)  # x^24 times x^8
 
 
-def _check_fit(piece: Piece, entry: TensorEntry) -> None:
-    expected = dtype_named(str(piece.local.dtype), where=piece.key)
-    if entry.shape != piece.shape:
-        raise ResumeError(
-            f"shape {list(entry.shape)} was found in the checkpoint against"
-            f" {list(piece.shape)} in the model",
-            where=piece.key,
-            hint="build the model with the configuration that the checkpoint was saved with",
+class Packed(TypedDict):
+    """What a rank sends to rank 0: a table for each index, and how many records are in none."""
+
+    tables: dict[str, str]
+    left_out: int
+
+
+def pack(partial: Mapping[str, Sequence[NumberedRecord]], *, world_size: int) -> Packed:
+    """Returns records as texts that are together small enough for the store.
+
+    Args:
+        partial: Records of which a rank read parts, by the index that they belong to.
+        world_size: How many ranks send theirs.
+    """
+    rows = _MOST_ROWS // world_size
+    characters = min(_MOST_CHARACTERS // world_size, _MOST_CHARACTERS_OF_A_RANK)
+    tables: dict[str, str] = {}
+    left_out = 0
+    for name, records in partial.items():
+        whole = table_of(records)
+        # All ranks keep the records of the lowest numbers, so that their tables fit together.
+        table = whole[: max(rows, 0)]
+        while len(table):
+            data = zlib.compress(table.T.astype("<i8").tobytes(), 1)
+            text = base64.b64encode(data).decode()
+            if len(text) <= characters:
+                tables[name] = text
+                rows, characters = rows - len(table), characters - len(text)
+                break
+            table = table[: len(table) // 2]
+        left_out += len(np.unique(whole[len(table) :, _NUMBER]))
+    return Packed(tables=tables, left_out=left_out)
+
+
+def table_of(partial: Sequence[NumberedRecord]) -> Table:
+    """Returns records as rows, one for each part; a record without parts has an empty one."""
+    rows = [
+        (number, record.stop - record.start, record.expected, *part)
+        for number, record in sorted(partial, key=lambda numbered: numbered[0])
+        for part in record.pieces or ((0, 0, 0),)
+    ]
+    return np.array(rows, np.int64).reshape(len(rows), _COLUMNS)
+
+
+def unpack(text: str) -> Table:
+    data = zlib.decompress(base64.b64decode(text))
+    return np.ascontiguousarray(np.frombuffer(data, "<i8").reshape(_COLUMNS, -1).T)
+
+
+def cross_check(tables: Sequence[Table], name: Callable[[int], str]) -> int:
+    """Proves records from the parts that different ranks read.
+
+    Args:
+        tables: What the ranks report, of one index.
+        name: Returns what the record of a number is called in messages.
+
+    Returns:
+        How many records stay unproven, because no parts fit together to the whole.
+    """
+    table = np.concatenate([*tables, np.empty((0, _COLUMNS), np.int64)])
+    # By number, start and length, each row once, as replicas read the same parts.
+    table = table[np.lexsort([table[:, at] for at in (_CRC, _LENGTH, _START, _NUMBER)])]
+    again = np.zeros(len(table), np.bool_)
+    again[1:] = (table[1:] == table[:-1]).all(axis=1)
+    table = table[~again]
+    if not len(table):
+        return 0
+    starts = _starts(table)
+    counts = np.diff(np.append(starts, len(table)))
+    # Ranks may not differ in what they report of one record, nor of one part of it.
+    first = np.repeat(starts, counts)
+    bad = (table[:, [_SIZE, _EXPECTED]] != table[first][:, [_SIZE, _EXPECTED]]).any(axis=1)
+    place = [_NUMBER, _START, _LENGTH]
+    bad[1:] |= (table[1:, place] == table[:-1, place]).all(axis=1)
+    if bad.any():
+        _disagree(name(int(table[np.argmax(bad), _NUMBER])))
+    # Records whose parts follow one another from the start to the end are checked all at once.
+    stops = table[:, _START] + table[:, _LENGTH]
+    before = np.roll(stops, 1)
+    before[starts] = 0
+    last = np.append(starts[1:], len(table)) - 1
+    chained = np.logical_and.reduceat(table[:, _START] == before, starts)
+    chained &= stops[last] == table[last, _SIZE]
+    _check_chained(table[np.repeat(chained, counts)], name)
+    return _check_others(table, starts[~chained], counts[~chained], name)
+
+
+def _starts(table: Table) -> NDArray[np.intp]:
+    return np.flatnonzero(np.diff(table[:, _NUMBER], prepend=-1))
+
+
+def _disagree(where: str) -> None:
+    raise ChecksumError("two ranks read different bytes from it", where=where)
+
+
+def _check_chained(table: Table, name: Callable[[int], str]) -> None:
+    """Joins all parts of all records at once: their sum, each moved by what comes after it."""
+    if not len(table):
+        return
+    starts = _starts(table)
+    after, places = np.unique(
+        table[:, _SIZE] - table[:, _START] - table[:, _LENGTH], return_inverse=True
+    )
+    # x^(8 n) for each length n: what n further bytes multiply a checksum by.
+    powers = np.full(len(after), _ONE, np.int64)
+    for bit in range(int(after[-1]).bit_length()):
+        factor = np.int64(crc32_combine(_ONE, 0, 1 << bit))
+        has = (after >> bit & 1).astype(np.bool_)
+        powers[has] = _products(powers[has], np.full(int(has.sum()), factor))
+    moved = _products(table[:, _CRC], powers[places.reshape(-1)])
+    crc32s = np.bitwise_xor.reduceat(moved, starts)
+    expected = table[starts, _EXPECTED]
+    if (crc32s != expected).any():
+        at = int(np.argmax(crc32s != expected))
+        where = name(int(table[starts[at], _NUMBER]))
+        _check_crc32(int(crc32s[at]), int(expected[at]), where=where)
+
+
+def _check_crc32(crc32: int, expected: int, *, where: str) -> None:
+    if crc32 != expected:
+        raise ChecksumError(
+            f"CRC-32 {crc32:08x} was found against {expected:08x} stored", where=where
         )
-    if entry.dtype != expected:
-        raise ResumeError(
-            f"dtype {entry.dtype.name} was found in the checkpoint against {expected.name} in the"
-            " model",
-            where=piece.key,
-            hint=f"build the model in {entry.dtype.name}, or convert the checkpoint with"
-            f" `ckptkit convert --dtype {expected.name}`; a resume never casts",
-        )
+
+
+def _products(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Multiplies polynomials modulo CRC-32's, as `ckptkit.core.checksums` does singly."""
+    product = np.zeros_like(left)
+    for bit in range(31, -1, -1):
+        product ^= right * (left >> bit & 1)
+        right = (right >> 1) ^ (_X_TO_32 * (right & 1))
+    return product
+
+
+def _check_others(
+    table: Table,
+    starts: NDArray[np.intp],
+    counts: NDArray[np.intp],
+    name: Callable[[int], str],
+) -> int:
+    """Checks records of which ranks read parts that overlap, or not all; returns what is left."""
+    unproven = 0
+    left = _MOST_ROWS_JOINED_SINGLY
+    for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        left -= count
+        number, size, expected = (int(value) for value in table[begin, :_START])
+        reached: dict[int, int] = {0: 0}  # how far some parts lead, and their checksum
+        for row in table[begin : begin + count].tolist() if left >= 0 else ():
+            start, length, crc32 = row[_START:]
+            if start in reached:
+                joined = crc32_combine(reached[start], crc32, length)
+                if reached.setdefault(start + length, joined) != joined:
+                    _disagree(name(number))
+        if size in reached:
+            _check_crc32(reached[size], expected, where=name(number))
+        else:
+            unproven += 1
+    return unproven

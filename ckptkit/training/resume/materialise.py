@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,10 +35,14 @@ def materialise(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
         optimizers: Those of their parameters; they get the new ones.
     """
     for module in modules:
-        if any(tensor.is_meta for tensor in _tensors(module)):
-            renewed = _give_memory(module)
-            for optimizer in optimizers:
-                _rebind(optimizer, renewed)
+        if not any(tensor.is_meta for tensor in _tensors(module)):
+            continue
+        renewed = _give_memory(module)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [renewed.get(old, old) for old in group["params"]]
+            for old in [key for key in optimizer.state if key in renewed]:
+                optimizer.state[renewed[old]] = optimizer.state.pop(old)
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -53,7 +57,12 @@ def _give_memory(module: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
         for name, parameter in members_of(owner)[0].items():
             if parameter is not None:
                 before[parameter].append((owner, name))
-    unsaved = list(_unsaved_buffers(module))
+    unsaved: list[tuple[str, nn.Module, str]] = []
+    for prefix, owner in module.named_modules():
+        names = _unsaved_names(owner)
+        for name, buffer in members_of(owner)[1].items():
+            if buffer is not None and buffer.is_meta and name in names:
+                unsaved.append((f"{prefix}.{name}" if prefix else name, owner, name))
     device = _device_of(module)
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,17 +70,11 @@ def _give_memory(module: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 
     # As `to_empty` does: FSDP2 overrides this private method to register the new parameters.
     module._apply(real)  # type: ignore[no-untyped-call]  # noqa: SLF001
-    for places in before.values():
-        _tie_again(places)
+    for (owner, name), *tied in before.values():
+        for other, alias in tied:
+            members_of(other)[0][alias] = members_of(owner)[0][name]
     _fill_unsaved(module, unsaved)
     return {old: getattr(*places[0]) for old, places in before.items()}
-
-
-def _tie_again(places: Sequence[_Named]) -> None:
-    owner, name = places[0]
-    first = members_of(owner)[0][name]
-    for other, alias in places[1:]:
-        members_of(other)[0][alias] = first
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -79,31 +82,18 @@ def _device_of(module: nn.Module) -> torch.device:
     devices = {tensor.device for tensor in _tensors(module) if not tensor.is_meta}
     if len(devices) == 1:
         return devices.pop()
-    if _is_offloaded(module):
+    # No public property says that FSDP2 keeps the parameters on the CPU.
+    states = (state for _, state in fsdp2_states(module.modules()))
+    groups = (getattr(state, "_fsdp_param_group", None) for state in states)
+    group = next((group for group in groups if group is not None), None)
+    if group is not None and getattr(group.fsdp_params[0], "offload_to_cpu", False):
         return torch.device("cpu")
-    for tensor in module.parameters():
-        if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
-            return torch.device(tensor.device_mesh.device_type, torch.cuda.current_device())
-        if isinstance(tensor, DTensor):
-            return torch.device("cpu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _is_offloaded(module: nn.Module) -> bool:
-    """Whether FSDP2 keeps the parameters on the CPU, which has no public property."""
-    for _, state in fsdp2_states(module.modules()):
-        group = getattr(state, "_fsdp_param_group", None)
-        if group is not None:
-            return bool(getattr(group.fsdp_params[0], "offload_to_cpu", False))
-    return False
-
-
-def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    for prefix, owner in module.named_modules():
-        unsaved = _unsaved_names(owner)
-        for name, buffer in members_of(owner)[1].items():
-            if buffer is not None and buffer.is_meta and name in unsaved:
-                yield f"{prefix}.{name}" if prefix else name, owner, name
+    sharded = (tensor for tensor in module.parameters() if isinstance(tensor, DTensor))
+    first = next(sharded, None)
+    if first is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = first.device_mesh.device_type
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
 
 
 def _unsaved_names(owner: nn.Module) -> set[str]:
@@ -161,13 +151,6 @@ def _is_marked(buffer: torch.Tensor) -> bool:
     return bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
-def _rebind(optimizer: Optimizer, renewed: Mapping[torch.Tensor, nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group["params"] = [renewed.get(old, old) for old in group["params"]]
-    for old in [key for key in optimizer.state if key in renewed]:
-        optimizer.state[renewed[old]] = optimizer.state.pop(old)
-
-
 def allocate_state(
     optimizer: Optimizer,
     slots: Slots,
@@ -189,13 +172,31 @@ def allocate_state(
         leave: The identities of parameters whose state stays as it is.
     """
     stored = _stored_states(index, path)
-    groups = [(g, [p for p in g["params"] if id(p) not in leave]) for g in optimizer.param_groups]
-    if any(_needs_step(parameters, slots, stored) for _, parameters in groups):
+    parameters = [
+        (parameter, bool(group.get("capturable") or group.get("fused")))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in leave
+    ]
+    # State of a sharded parameter that is neither a number nor of its shape.
+    if any(
+        entry.shape != slot.shape and entry.elements != 1
+        for parameter, _ in parameters
+        for slot in slots[id(parameter)]
+        if isinstance(parameter, DTensor) or not slot.whole
+        for entry in stored.get(slot.fqn, {}).values()
+    ):
         step_without_effect(optimizer)
-    for group, parameters in groups:
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in parameters:
-            _allocate(optimizer, parameter, slots[id(parameter)], stored, on_device=on_device)
+    for parameter, on_device in parameters:
+        own = slots[id(parameter)]
+        slot = next((slot for slot in own if slot.fqn in stored), None)
+        if slot is None or not has_state(parameter, own):
+            optimizer.state.pop(parameter, None)
+            continue
+        state: dict[str, Any] = optimizer.state[parameter]
+        for name, entry in stored[slot.fqn].items():
+            if not isinstance(state.get(name), torch.Tensor):
+                state[name] = _empty(parameter, slot, name, entry, on_device=on_device)
 
 
 def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
@@ -208,45 +209,6 @@ def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, Ten
         if len(rest) > 1:
             states.setdefault(str(rest[0]), {})
     return dict(states)
-
-
-def _needs_step(
-    parameters: Sequence[torch.Tensor],
-    slots: Slots,
-    stored: Mapping[str, Mapping[str, TensorEntry]],
-) -> bool:
-    """Whether some state of a sharded parameter is neither a number nor of its shape."""
-    return any(
-        (isinstance(parameter, DTensor) or not slot.whole) and _is_odd(slot, stored)
-        for parameter in parameters
-        for slot in slots[id(parameter)]
-    )
-
-
-def _is_odd(slot: ShardLayout, stored: Mapping[str, Mapping[str, TensorEntry]]) -> bool:
-    return any(
-        entry.shape != slot.shape and entry.elements != 1
-        for entry in stored.get(slot.fqn, {}).values()
-    )
-
-
-def _allocate(
-    optimizer: Optimizer,
-    parameter: torch.Tensor,
-    slots: Sequence[ShardLayout],
-    stored: Mapping[str, Mapping[str, TensorEntry]],
-    *,
-    on_device: bool,
-) -> None:
-    present = [slot for slot in slots if slot.fqn in stored]
-    if not present or not has_state(parameter, slots):
-        optimizer.state.pop(parameter, None)
-        return
-    state: dict[str, Any] = optimizer.state[parameter]
-    slot = present[0]
-    for name, entry in stored[slot.fqn].items():
-        if not isinstance(state.get(name), torch.Tensor):
-            state[name] = _empty(parameter, slot, name, entry, on_device=on_device)
 
 
 def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
@@ -289,8 +251,9 @@ def step_without_effect(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         lr = group["lr"]
         group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
     try:
-        with _uncompiled():
+        with nullcontext() if set_stance is None else set_stance("force_eager"):
             unwrap_optimizer(optimizer).step()
     except Exception as error:
         raise ResumeError(
@@ -303,8 +266,3 @@ def step_without_effect(optimizer: Optimizer) -> None:
             parameter.grad = gradient
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
-    return nullcontext() if set_stance is None else set_stance("force_eager")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ckptkit.core.errors import FormatError, ResumeError
-from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
+from ckptkit.core.index import KeyPath, TensorEntry
 from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.resume.materialise import Slots, allocate_state, step_without_effect
 from ckptkit.training.resume.restore import set_nested
@@ -54,22 +54,6 @@ _NEUTRAL = frozenset(
 )
 _FLAGS = (bool, type(None))
 _DECOUPLED = "decoupled_weight_decay"  # the flag by which AdamW differs from Adam since torch 2.7
-
-
-class _Live(NamedTuple):
-    """A parameter of the optimizer, and what it holds on this rank."""
-
-    parameter: torch.Tensor
-    slots: tuple[ShardLayout, ...]
-
-
-class _Layout(NamedTuple):
-    """What this rank held of each parameter when its state was saved, by name."""
-
-    parameters: Mapping[str, Mapping[str, Any]]
-
-    def kinds(self) -> dict[str, Kinds]:
-        return {name: facts["kinds"] for name, facts in self.parameters.items()}
 
 
 def check_optimizer(
@@ -118,20 +102,28 @@ def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: 
         world: The number of ranks, and this one.
 
     """
-    live = _live(bound, slots)
-    layout = _layout(stored, bound, live, world)
+    live = {name: slots[id(p)] for name, p in _parameters(bound, slots).items()}
+    layout = _layout(stored, bound, live.keys(), world)
     if layout is None:
-        _refuse_whole(stored, bound, live)
+        # State of whole parameters would have to be quantised part by part.
+        whole = _names_with_state(stored, bound) & live.keys()
+        if rank_bound.is_low_bit(bound.optimizer) and any(_is_sharded(live[n]) for n in whole):
+            raise ResumeError(
+                f"{class_of(bound.optimizer)} quantises the state of each rank's own part, and the"
+                " step holds a state that was made without sharding, or by another optimizer",
+                where=bound.name,
+                hint=RESET_HINT,
+            )
         return
     keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
     on_ranks = {str(rest[1]) for rest, _ in below(keys, bound.path, rank_bound.STATES)}
-    elsewhere = on_ranks - layout.parameters.keys()
-    moved = [name for name in elsewhere & live.keys() if any(s.elements for s in live[name].slots)]
-    for name, saved in layout.parameters.items():
+    elsewhere = on_ranks - layout.keys()
+    moved = [name for name in elsewhere & live.keys() if any(s.elements for s in live[name])]
+    for name, saved in layout.items():
         if not saved["kinds"]:
             continue
         here = live.get(name)
-        part = {} if here is None else rank_bound.part_of(here.slots)
+        part = {} if here is None else rank_bound.part_of(here)
         if here is None or any(saved.get(key) != value for key, value in part.items()):
             moved.append(name)
     if moved:
@@ -147,40 +139,39 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
         slots: What its parameters hold on this rank.
         world: The number of ranks, and this one.
     """
-    live, composed = _live(bound, slots), composed_kinds(stored, bound)
+    live, composed = _parameters(bound, slots), composed_kinds(stored, bound)
+    states: MutableMapping[Any, Any] = bound.optimizer.state
     for name, parameter in live.items():
         nodes = stored.structure(bound.unit, (*bound.path, STATE, name))
-        if nodes is not None:
-            _rename(bound.optimizer.state, parameter.parameter, leaves_by_key(nodes, name))
-    layout = _layout(stored, bound, live, world)
-    own = {} if layout is None else layout.kinds()
-    _make_state(bound, [*composed.values(), *own.values()], _names_with_state(stored, bound))
-    apart = {n for n, parameter in live.items() if layout is not None and _is_sharded(parameter)}
+        # Tensors get the names that they have in the step, from which all else comes.
+        before = None if nodes is None else states.pop(parameter, None)
+        if nodes is not None and isinstance(before, Mapping):
+            paths = leaves_by_key(nodes, name)
+            tensors = {key: before[key] for key in paths if torch.is_tensor(before.get(key))}
+            states[parameter] = {paths[key][0]: tensor for key, tensor in tensors.items()}
+    layout = _layout(stored, bound, live.keys(), world)
+    own: dict[str, Kinds] = {name: held["kinds"] for name, held in (layout or {}).items()}
+    kinds = [*composed.values(), *own.values()]
+    # Tensors of classes of its own, or in memory of its own, are created by the optimizer.
+    has_own_classes = any(kind != "Tensor" for of_parameter in kinds for _, kind in of_parameter)
+    is_low_bit = kinds and rank_bound.is_low_bit(bound.optimizer)
+    names = kinds or _names_with_state(stored, bound)
+    if has_own_classes or is_low_bit or (names and rank_bound.is_paged(bound.optimizer)):
+        step_without_effect(bound.optimizer)
+    apart = {n for n, p in live.items() if layout is not None and _is_sharded(slots[id(p)])}
     index = stored.index(bound.unit)
-    identities = {id(live[name].parameter) for name in apart}
+    identities = {id(live[name]) for name in apart}
     allocate_state(bound.optimizer, slots, index, bound.path, leave=identities)
     entries = {entry.key_path: entry for entry in index.tensors.values()} if apart else {}
     start = (*bound.path, rank_bound.STATES, str(world.own))
     for name in apart:
-        wanted = [(tuple(names), kind) for names, kind in own.get(name, ())]
-        plain = [(names, entries.get((*start, name, *names))) for names, _ in wanted]
-        _fit_state(bound, live[name].parameter, wanted, dict(plain))
+        if own.get(name):
+            saved = [(k, kind, entries.get((*start, name, *k))) for k, kind in own[name]]
+            _fit_state(bound, live[name], saved)
+        else:
+            states.pop(live[name], None)
     for name in composed.keys() & live.keys():
-        state = bound.optimizer.state.get(live[name].parameter, {})
-        _check_kinds(bound, state, [(tuple(names), kind) for names, kind in composed[name]])
-
-
-def _rename(
-    state: MutableMapping[Any, Any], parameter: torch.Tensor, paths: Mapping[Any, KeyPath]
-) -> None:
-    """Gives the tensors in a parameter's state the names that they have in a step.
-
-    All that is no tensor is left out: it comes from the step.
-    """
-    live = state.pop(parameter, None)
-    if isinstance(live, Mapping):
-        tensors = {key: live[key] for key in paths if isinstance(live.get(key), torch.Tensor)}
-        state[parameter] = {paths[key][0]: tensor for key, tensor in tensors.items()}
+        _check_kinds(bound, states.get(live[name], {}), composed[name])
 
 
 def composed_kinds(stored: StoredStep, bound: BoundOptimizer) -> dict[str, Kinds]:
@@ -199,51 +190,23 @@ def composed_places(stored: StoredStep, bound: BoundOptimizer) -> Iterator[tuple
             yield name, tuple(names)
 
 
-def state_values(index: TensorIndex, path: KeyPath, rank: int) -> dict[str, list[_Value]]:
-    """Returns the keys of state values that are no tensors, by parameter.
-
-    Args:
-        index: Of the DCP directory.
-        path: What comes before `state` in the key paths.
-        rank: Of this process.
-    """
-    values: dict[str, list[_Value]] = {}
-    start = (*path, rank_bound.STATES)
-    for keys in (below(index.values, path, STATE), below(index.values, start, str(rank))):
-        for rest, key_path in keys:
-            values.setdefault(str(rest[0]), []).append(_Value(rest[1:], key_path))
-    return values
-
-
-class _Value(NamedTuple):
-    """A value in a parameter's state: its place there, and its key path in the checkpoint."""
-
-    names: KeyPath
-    key_path: KeyPath
-
-
-def has_layout(stored: StoredStep, bound: BoundOptimizer) -> bool:
-    index = stored.index(bound.unit)
-    return next(below(index.values, bound.path, rank_bound.LAYOUTS), None) is not None
-
-
-def _live(bound: BoundOptimizer, slots: Slots) -> dict[str, _Live]:
+def _parameters(bound: BoundOptimizer, slots: Slots) -> dict[str, torch.Tensor]:
     parameters = [p for group in bound.optimizer.param_groups for p in group["params"]]
-    return {slots[id(p)][0].fqn: _Live(p, slots[id(p)]) for p in parameters}
+    return {slots[id(p)][0].fqn: p for p in parameters}
 
 
-def _is_sharded(live: _Live) -> bool:
-    return any(slot.sharded for slot in live.slots)
+def _is_sharded(slots: Sequence[ShardLayout]) -> bool:
+    return any(slot.sharded for slot in slots)
 
 
 def _layout(
-    stored: StoredStep, bound: BoundOptimizer, live: Mapping[str, _Live], world: Copies
-) -> _Layout | None:
-    """Returns what this rank held, None where no state is bound to ranks.
+    stored: StoredStep, bound: BoundOptimizer, live: Collection[str], world: Copies
+) -> dict[str, Mapping[str, Any]] | None:
+    """Returns what this rank held of each parameter when its state was saved, by name.
 
-    Those of other optimizers that this rank had in the same place, as a pipeline's stages have
-    them, are left out: they share no parameter with this one.
-
+    It is None where no state is bound to ranks. Parameters of other optimizers that this rank had
+    in the same place, as a pipeline's stages have them, are left out: they share none with this
+    one.
     """
     keys = list(below(stored.index(bound.unit).values, bound.path, rank_bound.LAYOUTS))
     if not keys:
@@ -255,8 +218,8 @@ def _layout(
     for rest, path in keys:
         if rest[0] == str(world.own):
             held = _parsed(stored, bound, path)["parameters"]
-            parameters |= held if held.keys() & live.keys() else {}
-    return _Layout(parameters)
+            parameters |= {} if held.keys().isdisjoint(live) else held
+    return parameters
 
 
 def _parsed(stored: StoredStep, bound: BoundOptimizer, path: KeyPath) -> Any:
@@ -265,19 +228,6 @@ def _parsed(stored: StoredStep, bound: BoundOptimizer, path: KeyPath) -> Any:
     except (ValueError, TypeError) as error:
         where = ".".join(map(str, path))
         raise FormatError(f"does not say what a rank held: {error}", where=where) from error
-
-
-def _refuse_whole(stored: StoredStep, bound: BoundOptimizer, live: Mapping[str, _Live]) -> None:
-    """Refuses the state of whole parameters where it would have to be quantised part by part."""
-    if not rank_bound.is_low_bit(bound.optimizer):
-        return
-    if any(_is_sharded(live[name]) for name in _names_with_state(stored, bound) & live.keys()):
-        raise ResumeError(
-            f"{class_of(bound.optimizer)} quantises the state of each rank's own part, and the"
-            " step holds a state that was made without sharding, or by another optimizer",
-            where=bound.name,
-            hint=RESET_HINT,
-        )
 
 
 def _names_with_state(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
@@ -296,39 +246,24 @@ def _elsewhere(bound: BoundOptimizer, what: str) -> ResumeError:
     )
 
 
-def _make_state(bound: BoundOptimizer, kinds: Sequence[Kinds], names: Collection[str]) -> None:
-    """Lets the optimizer create tensors of its own classes, or in its own memory (paged ones)."""
-    classes = {kind for of_parameter in kinds for _, kind in of_parameter} - {"Tensor"}
-    low_bit = kinds and rank_bound.is_low_bit(bound.optimizer)
-    paged = (kinds or names) and rank_bound.is_paged(bound.optimizer)
-    if classes or low_bit or paged:
-        step_without_effect(bound.optimizer)
-
-
 def _fit_state(
     bound: BoundOptimizer,
     parameter: torch.Tensor,
-    kinds: Sequence[tuple[KeyPath, str]],
-    entries: Mapping[KeyPath, TensorEntry | None],
+    saved: Sequence[tuple[Sequence[str | int], str, TensorEntry | None]],
 ) -> None:
-    """Gives a parameter's state the tensors that this rank has saved, or none at all."""
-    if not kinds:
-        bound.optimizer.state.pop(parameter, None)
-        return
+    """Gives a parameter's state the tensors that this rank has saved."""
     state = bound.optimizer.state[parameter]
-    for names, kind in kinds:
-        entry = entries[names]
-        if kind == "Tensor" and entry is not None and rank_bound.tensor_at(state, names) is None:
+    for names, kind, entry in saved:
+        path = tuple(names)
+        if kind == "Tensor" and entry is not None and rank_bound.tensor_at(state, path) is None:
             dtype: torch.dtype = getattr(torch, entry.dtype.name)
-            set_nested(state, names, torch.empty(entry.shape, dtype=dtype, device=parameter.device))
-    _check_kinds(bound, state, kinds)
+            set_nested(state, path, torch.empty(entry.shape, dtype=dtype, device=parameter.device))
+    _check_kinds(bound, state, [(names, kind) for names, kind, _ in saved])
 
 
-def _check_kinds(
-    bound: BoundOptimizer, state: Mapping[Any, Any], kinds: Sequence[tuple[KeyPath, str]]
-) -> None:
+def _check_kinds(bound: BoundOptimizer, state: Mapping[Any, Any], kinds: Kinds) -> None:
     for names, kind in kinds:
-        tensor = rank_bound.tensor_at(state, names)
+        tensor = rank_bound.tensor_at(state, tuple(names))
         here = "nothing" if tensor is None else rank_bound.kind_of(tensor)
         if here != kind:
             raise ResumeError(

@@ -7,7 +7,7 @@ place when every rank has read its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +20,14 @@ from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
 from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.resume.materialise import Slots, has_state
-from ckptkit.training.resume.optimizer_state import composed_places, has_layout, state_values
-from ckptkit.training.resume.restore import ValueLocation, read_tensors, set_nested, unflatten
+from ckptkit.training.resume.optimizer_state import composed_places
+from ckptkit.training.resume.restore import (
+    Apply,
+    ValueLocation,
+    read_tensors,
+    set_nested,
+    unflatten,
+)
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import rank_bound
 from ckptkit.training.state.bound import BoundOptimizer, unwrap_optimizer
@@ -31,18 +37,16 @@ from ckptkit.training.state.optimizers import GROUPS, PARAMS, STATE, below
 from ckptkit.training.state.pieces import Piece, ShardLayout
 from ckptkit.training.state.structures import Nodes, adapt, assemble, leaf_paths
 
-Apply = Callable[[], object]
 _NUMBERS = (torch.Tensor, int, float)
 _NAMES = "param_names"  # which torch keeps where a step has none
 
 
 def group_changes(
+    stored: StoredStep,
     bound: BoundOptimizer,
     slots: Slots,
     groups: Sequence[Mapping[str, Any]],
     world: Copies,
-    *,
-    exact: bool,
 ) -> Iterator[Apply]:
     """Finds the hyperparameters of an optimizer's groups.
 
@@ -50,35 +54,34 @@ def group_changes(
     stage of a pipeline has a part of a group, or one of its own of which other stages have more.
 
     Args:
+        stored: The step.
         bound: The optimizer.
         slots: What its parameters hold on this rank.
         groups: What `stored_groups` returned.
         world: The number of ranks, and this one.
-        exact: Whether the step has all values with their types, see `structures`.
 
     Yields:
         Functions that put them in place.
     """
     of_names = {name: group for group in groups for name in group[PARAMS]}
+    defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
+    set_group = _set_exactly if stored.has_structures else _set_group
+    saved_without = [group for group in groups if not group[PARAMS]]
     for number, group in enumerate(bound.optimizer.param_groups):
         own = [slot for p in group[PARAMS] for slot in slots[id(p)]]
+        if not own:
+            if saved_without:
+                yield partial(set_group, group, saved_without.pop(0), defaults)
+            continue
         staged = any(slot.values.count < world.number for slot in own)
         names = frozenset(slot.fqn for slot in own)
-        if not own:
-            without = sum(not g[PARAMS] for g in bound.optimizer.param_groups[:number])
-            values = dict(enumerate(g for g in groups if not g[PARAMS])).get(without)
-            if values is None:
-                continue
-        else:
-            values = _group_of(names, of_names, staged=staged)
+        values = _group_of(names, of_names, staged=staged)
         if values is None:
             raise ResumeError(
                 _no_group(number, names, groups),
                 where=bound.key,
                 hint="build the optimizer with the parameter groups that it was saved with",
             )
-        defaults: Mapping[str, Any] = getattr(unwrap_optimizer(bound.optimizer), "defaults", {})
-        set_group = _set_exactly if exact else _set_group
         yield partial(set_group, group, values, defaults)
 
 
@@ -153,22 +156,22 @@ def stored_groups(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> li
     wanted = [path for path, rest in tensors.items() if isinstance(rest[0], int) or rest[0] in own]
     for path, tensor in read_tensors(stored, bound.unit, wanted):
         leaves[tensors[path][0]][tensors[path][1:]] = tensor
-    groups = {key: _group_from(stored, bound, key, values) for key, values in leaves.items()}
-    return [groups[key] for key in sorted(groups, key=str) if PARAMS in groups[key]]
-
-
-def _group_from(
-    stored: StoredStep, bound: BoundOptimizer, key: str | int, leaves: dict[KeyPath, Any]
-) -> dict[str, Any]:
-    """Returns one group of a step, or that of one parameter."""
-    names = leaves.pop((PARAMS,), None)
-    nodes = stored.structure(bound.unit, (*bound.path, GROUPS, key))
-    where = f"{bound.key}, group {key}"
-    group = assemble(nodes, leaves, where=where) if leaves or nodes is not None else {}
-    _check_mapping(group, where)
-    if isinstance(key, str):
-        names = [key]
-    return {**group} if names is None else {**group, PARAMS: names}
+    groups: list[dict[str, Any]] = []
+    for key in sorted(leaves, key=str):  # the number of a group, or the name of one parameter
+        values = leaves[key]
+        names = values.pop((PARAMS,), None)
+        nodes = stored.structure(bound.unit, (*bound.path, GROUPS, key))
+        where = f"{bound.key}, group {key}"
+        group = assemble(nodes, values, where=where) if values or nodes is not None else {}
+        _check_mapping(group, where)
+        group = dict(group)
+        if isinstance(key, str):
+            group[PARAMS] = [key]
+        elif names is not None:
+            group[PARAMS] = names
+        if PARAMS in group:
+            groups.append(group)
+    return groups
 
 
 def _check_mapping(value: object, where: str) -> None:
@@ -275,15 +278,21 @@ class _StoredStates:
     def __init__(self, stored: StoredStep, bound: BoundOptimizer, world: Copies) -> None:
         self._stored = stored
         self._bound = bound
-        self._world = world
-        self._values = state_values(stored.index(bound.unit), bound.path, world.own)
-        self._is_rank_bound = has_layout(stored, bound)
+        self._on_this_rank = (*bound.path, rank_bound.STATES, str(world.own))
+        index = stored.index(bound.unit)
+        layouts = below(index.values, bound.path, rank_bound.LAYOUTS)
+        self._is_rank_bound = next(layouts, None) is not None
+        # By parameter: each place in its state, with the key path of a value that is no tensor.
+        self._values: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
+        for start in ((*bound.path, STATE), self._on_this_rank):
+            for rest, key in below(index.values, start[:-1], str(start[-1])):
+                self._values[str(rest[0])][rest[1:]] = key
         self._filled: dict[str, list[KeyPath]] = defaultdict(list)
-        self._nested: dict[str, list[tuple[KeyPath, KeyPath]]] = defaultdict(list)
+        self._nested: dict[str, dict[KeyPath, KeyPath]] = defaultdict(dict)
         composed = dict.fromkeys(composed_places(stored, bound))
         for name, path in composed:
             self._filled[name].append(path)
-        keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
+        keys = [entry.key_path for entry in index.tensors.values()]
         for rest, key in below(keys, bound.path, STATE):
             name, path = str(rest[0]), rest[1:]
             if any((name, path[:end]) in composed for end in range(1, len(path))):
@@ -291,16 +300,23 @@ class _StoredStates:
             if len(path) == 1:
                 self._filled[name].append(path)
             else:
-                self._nested[name].append((path, key))
+                self._nested[name][path] = key
 
     def of(self, parameter: torch.Tensor, slot: ShardLayout) -> _State | None:
         """Returns what was saved of a parameter's state, None where there is nothing to put."""
-        name, unit = slot.fqn, self._bound.unit
-        nodes, filled = self._structure(name), list(self._filled.get(name, ()))
-        nested = dict(self._nested.get(name, ()))
-        for path in nested:
-            _check_placeable(parameter, slot, (name, *path))
-        leaves = {v.names: self._stored.value(unit, v.key_path) for v in self._values.get(name, ())}
+        name, unit, structure = slot.fqn, self._bound.unit, self._stored.structure
+        nodes = structure(unit, (*self._bound.path, STATE, name))
+        nodes = nodes or structure(unit, (*self._on_this_rank, name))
+        filled, nested = list(self._filled.get(name, ())), self._nested.get(name, {})
+        if nested and (isinstance(parameter, DTensor) or not slot.whole):
+            raise ResumeError(
+                f"the optimizer keeps tensors in {name!r}, whose place on each rank is not known",
+                where=name,
+                hint="resume without sharding, or use an optimizer whose state has the shape of"
+                " the parameters",
+            )
+        values = self._values.get(name, {})
+        leaves = {path: self._stored.value(unit, key) for path, key in values.items()}
         tensors = dict(read_tensors(self._stored, unit, nested.values())) if nested else {}
         leaves |= {path: tensors[key] for path, key in nested.items()}
         if nodes is not None:
@@ -311,13 +327,6 @@ class _StoredStates:
             return None
         adapts = not self._stored.has_structures
         return _State(leaves, tuple(filled), nodes, adapts=adapts, where=name)
-
-    def _structure(self, name: str) -> Nodes | None:
-        unit, path = self._bound.unit, self._bound.path
-        bound = (*path, rank_bound.STATES, str(self._world.own), name)
-        return self._stored.structure(unit, (*path, STATE, name)) or self._stored.structure(
-            unit, bound
-        )
 
 
 class _BoundState(_State):
@@ -378,31 +387,20 @@ def unbound_changes(
     of_parameters |= {name for key in below_groups for name in key if isinstance(name, str)}
     live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
     place = ValueLocation(bound.unit, (*bound.path, STATE), bound.name)
-    restored = unflatten(stored, place, live, saved=True, leaving=of_parameters)
-    _check_mapping(restored.value, bound.name)
-    pieces += restored.pieces
-    yield partial(_set_unbound, state, restored.value, exact=stored.has_structures)
+    values = unflatten(stored, place, live, pieces, saved=True, leaving=of_parameters)
+    _check_mapping(values, bound.name)
 
+    exact = stored.has_structures
 
-def _set_unbound(
-    state: MutableMapping[Any, Any], values: Mapping[Any, Any], *, exact: bool
-) -> None:
-    live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    for key in live:
-        if exact or key in values:
-            del state[key]
-    for key, value in values.items():
-        state[key] = _filled(live.get(key), value)
+    def apply() -> None:
+        live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        for key in live:
+            if exact or key in values:
+                del state[key]
+        for key, value in values.items():
+            state[key] = _filled(live.get(key), value)
 
-
-def _check_placeable(parameter: torch.Tensor, slot: ShardLayout, rest: KeyPath) -> None:
-    if isinstance(parameter, DTensor) or not slot.whole:
-        raise ResumeError(
-            f"the optimizer keeps tensors in {rest[0]!r}, whose place on each rank is not known",
-            where=slot.fqn,
-            hint="resume without sharding, or use an optimizer whose state has the shape of the"
-            " parameters",
-        )
+    yield apply
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -1,9 +1,9 @@
-"""Restores everything that is no tensor of a model: nested values, schedulers, dataloaders, RNGs.
+"""Restores everything that is no tensor of a model: schedulers, dataloaders, RNGs, extra states.
 
 All values are read first, and put in place only when every rank has read its own: so a damaged
 file leaves the objects unchanged. `unflatten` restores a nested value whose leaves are in a DCP
 directory. Each rank has its own state of a dataloader, and the number of ranks may have changed
-since the save.
+since the save. Extra states are what modules return from `get_extra_state`.
 """
 
 from __future__ import annotations
@@ -11,37 +11,38 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import (
-    Callable,
-    Collection,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.training import step_names
-from ckptkit.training.resume.load_pieces import load_pieces
+from ckptkit.training.resume.load_pieces import list_first, load_pieces
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import shown_name
-from ckptkit.training.state.collect import BoundObject, BoundState
+from ckptkit.training.state.collect import BoundModel, BoundObject, BoundState
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.state.fsdp1 import has_flat_parameters
 from ckptkit.training.state.objects import flatten
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
-from ckptkit.training.state.structures import Nodes, adapt, assemble, leaf_paths
+from ckptkit.training.state.structures import adapt, assemble, leaf_paths
+from ckptkit.training.step_names import clean_fqn, parallel_prefixes
 
 logger = logging.getLogger(__name__)
+
+Apply = Callable[[], object]
+_EXTRA = "_extra_state"  # as `nn.Module.state_dict` calls it
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +60,15 @@ class ValueLocation:
     name: str
 
 
-class UnflattenedValue(NamedTuple):
-    """A restored nested value.
-
-    Attributes:
-        value: The value, but for what sharded tensors hold.
-        pieces: The sharded tensors in it, which are those of the live value, to be filled in place.
-    """
-
-    value: Any
-    pieces: list[Piece]
-
-
 def unflatten(
     stored: StoredStep,
     place: ValueLocation,
     live: Any,
+    pieces: list[Piece],
     *,
     saved: bool,
     leaving: Collection[str] = (),
-) -> UnflattenedValue:
+) -> Any:
     """Restores a value from the keys of a DCP directory.
 
     Steps without structures, which older versions and other tools write, do not have all types,
@@ -88,13 +78,18 @@ def unflatten(
         stored: The step.
         place: Of the value.
         live: The live value in its place.
+        pieces: Gets the sharded tensors of the live value, to be filled in place.
         saved: Whether it is known to have been saved, so that it may have no leaves.
         leaving: Names on the first level that belong to something else.
     """
     nodes = stored.structure(place.unit, place.path)
-    sharded = {path: leaf for path, leaf in flatten(live) if isinstance(leaf, DTensor)}
-    leaves = dict(_read(stored, place, _paths(stored, place, nodes, leaving), sharded))
     keys = {entry.key_path for entry in stored.index(place.unit).tensors.values()}
+    sharded = {path: leaf for path, leaf in flatten(live) if isinstance(leaf, DTensor)}
+    if nodes is not None:
+        paths = leaf_paths(nodes, place.name)
+    else:
+        paths = [path for path in _paths(stored, place) if not (path and str(path[0]) in leaving)]
+    leaves = _read_leaves(stored, place, paths, sharded)
     own = {path: leaf for path, leaf in sharded.items() if (*place.path, *path) in keys}
     leaves |= own
     if not leaves and nodes is None and not saved and next(flatten(live), None) is not None:
@@ -108,34 +103,37 @@ def unflatten(
         value = assemble(nodes, leaves, where=f"{stored.source.location}, {place.name}")
     if not stored.has_structures:
         value = adapt(value, live)
-    return UnflattenedValue(value, list(_pieces_of(place, own)))
+    meshes = Meshes(Copies())
+    meshes.learn(own.values())
+    for path, leaf in own.items():
+        key = (*place.path, *path)
+        slot = meshes.slot(".".join(map(str, key)), leaf, Replicas())
+        pieces += slot.pieces(place.unit, key, local_part(leaf))
+    return value
 
 
-def _paths(
-    stored: StoredStep, place: ValueLocation, nodes: Nodes | None, leaving: Collection[str]
-) -> list[KeyPath]:
-    """Returns the paths of the leaves below a place."""
-    if nodes is not None:
-        return leaf_paths(nodes, place.name)
+def _paths(stored: StoredStep, place: ValueLocation) -> Iterator[KeyPath]:
     index, depth = stored.index(place.unit), len(place.path)
-    keys = chain(index.values, (entry.key_path for entry in index.tensors.values()))
-    paths = (key[depth:] for key in keys if key[:depth] == place.path)
-    return [path for path in paths if not (path and str(path[0]) in leaving)]
+    for key in chain(index.values, (entry.key_path for entry in index.tensors.values())):
+        if key[:depth] == place.path:
+            yield key[depth:]
 
 
-def _read(
+def _read_leaves(
     stored: StoredStep, place: ValueLocation, paths: Iterable[KeyPath], skip: Container[KeyPath]
-) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the leaves at some paths below a place, tensors read as a whole."""
-    depth, tensors = len(place.path), []
+) -> dict[KeyPath, Any]:
+    """Returns the leaves at some paths below a place, tensors read as a whole."""
+    leaves: dict[KeyPath, Any] = {}
+    tensors: list[KeyPath] = []
     for path in paths:
         key = (*place.path, *path)
         if stored.has_value(place.unit, key):
-            yield path, stored.value(place.unit, key)
+            leaves[path] = stored.value(place.unit, key)
         elif path not in skip:
             tensors.append(key)
     for key, tensor in read_tensors(stored, place.unit, tensors):
-        yield key[depth:], tensor
+        leaves[key[len(place.path) :]] = tensor
+    return leaves
 
 
 def set_nested(target: Any, path: KeyPath, value: Any) -> None:
@@ -181,15 +179,6 @@ def read_tensors(
         yield piece.key_path, piece.local
 
 
-def _pieces_of(place: ValueLocation, tensors: Mapping[KeyPath, DTensor]) -> Iterator[Piece]:
-    meshes = Meshes(Copies())
-    meshes.learn(tensors.values())
-    for path, tensor in tensors.items():
-        key = (*place.path, *path)
-        slot = meshes.slot(".".join(map(str, key)), tensor, Replicas())
-        yield from slot.pieces(place.unit, key, local_part(tensor))
-
-
 def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
     """Returns for each dataloader whether all ranks that saved it were at the same place.
 
@@ -202,46 +191,19 @@ def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
     Returns:
         By the names of the entries; empty where as many ranks resume as saved.
     """
+    alike: dict[str, bool] = {}
     world = stored.world_size or bound.world_size
-    if world == bound.world_size:
-        return {}
-    return {
-        _name(other): _is_alike(stored, other, world)
-        for other in bound.others
-        if other.kind == "dataloader"
-    }
-
-
-def loader_changes(
-    stored: StoredStep, bound: BoundState, other: BoundObject, alike: Mapping[str, bool]
-) -> Iterator[Callable[[], object]]:
-    """Reads this rank's state of a dataloader, or under other ranks the one that all had.
-
-    Args:
-        stored: The step.
-        bound: The state.
-        other: The dataloader in it.
-        alike: What `loaders_alike` returned to rank 0.
-
-    Yields:
-        A function that restores it.
-    """
-    world = stored.world_size or bound.world_size
-    if world == bound.world_size:
-        state = _state(stored, other, bound.rank)
-    elif alike.get(_name(other), False):
-        state = _state(stored, other, 0)
-    else:
-        if bound.rank == 0:
-            logger.warning(
-                "%s: it was saved by %d ranks that were at different places, and %d ranks resume:"
-                " the dataloader starts afresh",
-                _name(other),
-                world,
-                bound.world_size,
-            )
-        return
-    yield lambda: other.target.load_state_dict(state)
+    for other in bound.others if world != bound.world_size else ():
+        if other.kind == "dataloader":
+            files = [_file(other, rank) for rank in range(world)] if other.file else []
+            digests = {stored.digest(file) for file in files}
+            if files and None not in digests:
+                alike[_name(other)] = len(digests) == 1
+                continue
+            first = _bytes(stored, other, 0)
+            others = (_bytes(stored, other, rank) for rank in range(1, world))
+            alike[_name(other)] = all(data == first for data in others)
+    return alike
 
 
 def _name(other: BoundObject) -> str:
@@ -253,26 +215,11 @@ def _file(other: BoundObject, rank: int) -> str:
     return f"{stem}_rank_{rank}.bin"
 
 
-def _state(stored: StoredStep, other: BoundObject, rank: int) -> Any:
-    if other.file:
-        return stored.file(_file(other, rank))
-    return stored.value(other.unit, _path(stored, other, rank))
-
-
 def _path(stored: StoredStep, other: BoundObject, rank: int) -> tuple[str | int, ...]:
     path = (*other.path, str(rank))
     if not stored.has_value(other.unit, path):
         raise ResumeError("was not saved with this step", where=_name(other))
     return path
-
-
-def _is_alike(stored: StoredStep, other: BoundObject, world: int) -> bool:
-    if other.file:
-        digests = {stored.digest(_file(other, rank)) for rank in range(world)}
-        if None not in digests:
-            return len(digests) == 1
-    first = _bytes(stored, other, 0)
-    return all(_bytes(stored, other, rank) == first for rank in range(1, world))
 
 
 def _bytes(stored: StoredStep, other: BoundObject, rank: int) -> bytes:
@@ -282,9 +229,6 @@ def _bytes(stored: StoredStep, other: BoundObject, rank: int) -> bytes:
         return source.read(path, 0, source.stat(path).size_bytes)
     blob: BlobRef = stored.index(other.unit).values[_path(stored, other, rank)]
     return source.read(blob.path, blob.start, blob.stop)
-
-
-Apply = Callable[[], object]
 
 
 def object_changes(
@@ -301,12 +245,26 @@ def object_changes(
     Yields:
         Functions that restore them.
     """
+    world = stored.world_size or bound.world_size
     for other in bound.others:
-        if other.kind == "dataloader":
-            yield from loader_changes(stored, bound, other, alike)
-        else:
-            state = _state_of(stored, other, pieces)
-            yield lambda other=other, state=state: _set_object(other, state)  # type: ignore[misc]
+        if other.kind != "dataloader":
+            yield partial(_set_object, other, _state_of(stored, other, pieces))
+        elif world == bound.world_size or alike.get(_name(other), False):
+            # This rank's own state, or under other ranks the one that all had.
+            rank = bound.rank if world == bound.world_size else 0
+            if other.file:
+                state = stored.file(_file(other, rank))
+            else:
+                state = stored.value(other.unit, _path(stored, other, rank))
+            yield partial(_set_object, other, state)
+        elif bound.rank == 0:
+            logger.warning(
+                "%s: it was saved by %d ranks that were at different places, and %d ranks resume:"
+                " the dataloader starts afresh",
+                _name(other),
+                world,
+                bound.world_size,
+            )
 
 
 def _set_object(bound: BoundObject, state: Any) -> None:
@@ -320,20 +278,17 @@ def _set_object(bound: BoundObject, state: Any) -> None:
 
 
 def _state_of(stored: StoredStep, bound: BoundObject, pieces: list[Piece]) -> Any:
-    name = shown_name(bound.key, bound.position)
     if bound.file and stored.has_file(bound.file):
         state = stored.file(bound.file)
     else:
-        place = ValueLocation(bound.unit, bound.path, name)
+        place = ValueLocation(bound.unit, bound.path, _name(bound))
         saved = stored.entry(bound.key, bound.position) is not None
-        restored = unflatten(stored, place, bound.state(), saved=saved)
-        pieces += restored.pieces
-        state = restored.value
+        state = unflatten(stored, place, bound.state(), pieces, saved=saved)
     if bound.kind == "plain" and isinstance(bound.target, dict) is not isinstance(state, Mapping):
         raise ResumeError(
             f"{a_kind(state)} was saved under this name, and the state has {a_kind(bound.target)}"
             " there",
-            where=name,
+            where=_name(bound),
             hint="resume with what was saved",
         )
     return state
@@ -346,12 +301,22 @@ def random_changes(stored: StoredStep, bound: BoundState, step: int) -> Iterator
     seeded from the save, the step and the rank, so that the same resume gives the same numbers.
 
     Yields:
-        A function that restores them.
+        Functions that restore them.
     """
     world = stored.world_size or bound.world_size
     if world == bound.world_size:
-        states = _random_states(stored, bound, bound.rank)
-        yield lambda: rng.restore(states)
+        states: Mapping[str, Any] = {}
+        if bound.layout == "dcp":
+            path: KeyPath = (step_names.RNG, str(bound.rank))
+            states = stored.value("", path) if stored.has_value("", path) else {}
+        else:
+            files = step_names.random_states_files(bound.rank, world)
+            states = next((stored.file(file) for file in files if stored.has_file(file)), {})
+        if not states and bound.rank == 0:
+            logger.warning(
+                "the step holds no states of random number generators: they stay as they are"
+            )
+        yield partial(rng.restore, dict(states))
         return
     text = f"{stored.attempt}/{step}/{bound.rank}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
@@ -363,24 +328,115 @@ def random_changes(stored: StoredStep, bound: BoundState, step: int) -> Iterator
             world,
             bound.world_size,
         )
-    yield lambda: _seed(seed)
+    yield partial(random.seed, seed)
+    yield partial(np.random.seed, seed)
+    yield partial(torch.manual_seed, seed)
 
 
-def _random_states(stored: StoredStep, bound: BoundState, rank: int) -> Mapping[str, Any]:
-    if bound.layout == "dcp":
-        path: KeyPath = (step_names.RNG, str(rank))
-        states = stored.value("", path) if stored.has_value("", path) else {}
-    else:
-        files = step_names.random_states_files(rank, bound.world_size)
-        states = next((stored.file(file) for file in files if stored.has_file(file)), {})
-    if not states and bound.rank == 0:
-        logger.warning(
-            "the step holds no states of random number generators: they stay as they are"
-        )
-    return dict(states)
+def extra_state_changes(
+    stored: StoredStep, model: BoundModel, pieces: list[Piece], *, rank: int
+) -> Iterator[Apply]:
+    """Reads the extra state of a model's modules.
+
+    Args:
+        stored: The step.
+        model: The model.
+        pieces: Gets the sharded tensors in it, to be filled before.
+        rank: Of this process.
+
+    Yields:
+        Functions that restore it.
+    """
+    index, depth = stored.index(model.unit), len(model.path)
+    left = {path for path in index.values if path[:depth] == model.path}
+    keys = (entry.key_path for entry in index.tensors.values())
+    left |= {path for path in keys if is_extra(path, model.path)}
+    missing: list[str] = []
+    parallel = parallel_prefixes(model.module)
+    for raw, module in model.module.named_modules(remove_duplicate=False):
+        kind: Any = type(module)
+        if kind.get_extra_state is nn.Module.get_extra_state:
+            continue
+        if kind.set_extra_state is nn.Module.set_extra_state:
+            continue
+        prefix = clean_fqn(raw, parallel)
+        name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
+        path = (*model.path, name)
+        stored_paths = {other for other in left if other[: len(path)] == path}
+        left -= stored_paths
+        live = module.get_extra_state()
+        if stored_paths or stored.structure(model.unit, path) is not None:
+            place = ValueLocation(model.unit, path, f"{model.key}, {name}")
+            yield partial(
+                module.set_extra_state, unflatten(stored, place, live, pieces, saved=True)
+            )
+        elif list(flatten(live)) != [((), None)]:
+            missing.append(name)
+    unread = sorted(".".join(map(str, path)) for path in left)
+    for names, what in (
+        (missing, "was not saved with the step, and stays as it is"),
+        (unread, "was saved, and no module of the model takes it"),
+    ):
+        if names and rank == 0:
+            logger.warning("%s: the extra state %s %s", model.key, list_first(names), what)
 
 
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def copied_changes(model: BoundModel, pieces: Mapping[str, Sequence[Piece]]) -> Iterator[Apply]:
+    """Finds tensors that `state_dict` of a module copies, so that filling them changes nothing.
+
+    Modules of torchmetrics copy their states, and hooks may cast parameters.
+
+    Args:
+        model: The model.
+        pieces: What is filled, by directory.
+
+    Yields:
+        A function that passes the copies, once they are filled, to `load_state_dict`.
+    """
+    raw_names = () if has_flat_parameters(model.module) else _copied(model.module)
+    if not raw_names:
+        return
+    parallel = parallel_prefixes(model.module)
+    filled = {
+        (unit, path): piece
+        for unit in model.places.units
+        for piece in pieces.get(unit, ())
+        for path in (piece.key_path, *piece.aliases)
+    }
+    copies: dict[str, torch.Tensor] = {}
+    for raw in raw_names:
+        piece = filled.get(model.places.of(clean_fqn(raw, parallel)))
+        if piece is not None and piece.local.shape == piece.shape:
+            copies[raw] = piece.local
+    if copies:
+        yield partial(model.module.load_state_dict, copies, strict=False)
+
+
+def _copied(model: nn.Module) -> list[str]:
+    """Returns the names under which a state dict has memory of its own."""
+    own = {_memory(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    # Other tensors may be a module's own too: then a second state dict has the same memory.
+    strange = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if type(value) in _PLAIN and value.numel() and _memory(value) not in own
+    }
+    strange = {name: v for name, v in strange.items() if name.rpartition(".")[2] != _EXTRA}
+    again: Mapping[str, Any] = model.state_dict(keep_vars=True) if strange else {}
+    return [
+        name
+        for name, value in strange.items()
+        if type(again.get(name)) in _PLAIN and _memory(again[name]) != _memory(value)
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = local_part(tensor)
+    return local.untyped_storage().data_ptr() if type(local) in _PLAIN else 0
+
+
+def is_extra(path: KeyPath, model: KeyPath) -> bool:
+    """Whether a key path of a model is that of an extra state, or of something in it."""
+    if path[: len(model)] != model or len(path) == len(model):
+        return False
+    return str(path[len(model)]).rpartition(".")[2] == _EXTRA

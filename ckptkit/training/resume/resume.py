@@ -24,12 +24,11 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.core.text import size_text
 from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES
-from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
 from ckptkit.training.resume.fill import FillPlan, LoadedStep, StepLoader
-from ckptkit.training.resume.load_pieces import list_first
-from ckptkit.training.resume.proofs import cross_check, pack, unpack
+from ckptkit.training.resume.load_pieces import cross_check, list_first, pack, unpack
+from ckptkit.training.resume.restore import Apply
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundState
@@ -72,11 +71,14 @@ def resume(
     Returns:
         The step, or None where the run has none that is complete.
     """
-    _check_count(step, peers, timeout_seconds)
+    if step is not None and (type(step) is not int or step < 0):
+        error = UsageError(f"is {step!r}, where a count of steps was expected", where="step")
+        decline(peers, error, timeout_seconds=timeout_seconds)
+        raise error
     steps = peers.agree(
         _FIRST_ROUND,
         {"step": step},
-        lambda requests: _steps_to_try(requests, _steps(run, prefix), run),
+        lambda requests: _steps_to_try(requests, run, prefix),
         timeout_seconds=timeout_seconds,
     )
     for entry in steps:
@@ -86,20 +88,15 @@ def resume(
             return int(entry["step"])
         if step is not None:
             raise problem
-        if peers.rank == 0:
-            _log_unusable(entry, problem)
+        if peers.rank == 0 and entry["finished"]:
+            logger.warning("step %d is skipped: %s", entry["step"], problem)
+        elif peers.rank == 0:
+            logger.info("step %d was not finished: %s", entry["step"], problem)
     if any(entry["finished"] for entry in steps):
         raise ResumeError("every step that was found is damaged", where=str(run), hint=_ALL_DAMAGED)
     if peers.rank == 0:
         logger.info("%s: no step to resume from was found", run)
     return None
-
-
-def _check_count(step: int | None, peers: Peers, timeout_seconds: float) -> None:
-    if step is not None and (type(step) is not int or step < 0):
-        error = UsageError(f"is {step!r}, where a count of steps was expected", where="step")
-        decline(peers, error, timeout_seconds=timeout_seconds)
-        raise error
 
 
 def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
@@ -111,13 +108,6 @@ def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
         timeout_seconds: As for `resume`.
     """
     peers.refuse(_FIRST_ROUND, error, timeout_seconds=timeout_seconds)
-
-
-def _log_unusable(entry: Mapping[str, Any], problem: object) -> None:
-    if entry["finished"]:
-        logger.warning("step %d is skipped: %s", entry["step"], problem)
-    else:
-        logger.info("step %d was not finished: %s", entry["step"], problem)
 
 
 def resume_from(
@@ -137,7 +127,7 @@ def resume_from(
     step: int = peers.agree(
         _FIRST_ROUND,
         {"folder": place_facts(folder)},
-        lambda requests: _step_of_all(requests, folder),
+        lambda requests: _step_in(folder, requests),
         timeout_seconds=timeout_seconds,
     )
     problem = _Attempt(bound, peers, timeout_seconds).load(folder, step)
@@ -147,67 +137,23 @@ def resume_from(
 
 
 def _steps_to_try(
-    requests: Sequence[Mapping[str, Any]], saved: Sequence[RunStep], run: Path | Place
+    requests: Sequence[Mapping[str, Any]], run: Path | Place, prefix: str
 ) -> list[dict[str, Any]]:
-    """Lists the steps to try, if all ranks request the same."""
+    """Lists the steps, newest first, each with the problem that its listing shows.
+
+    All ranks have to request the same.
+    """
+    saved = saved_steps(run, prefix) if isinstance(run, Path) else steps_of_place(run, prefix)
     _check_alike(requests, "folder")
+    step = requests[0]["step"]
     for rank, request in enumerate(requests):
-        if request["step"] != requests[0]["step"]:
+        if request["step"] != step:
             raise UsageError(
-                f"is {request['step']} on rank {rank} and {requests[0]['step']} on rank 0, where"
+                f"is {request['step']} on rank {rank} and {step} on rank 0, where"
                 " the same was expected on all ranks",
                 where="step",
                 hint="resume from the same step on every rank",
             )
-    return _list_steps(saved, requests[0]["step"], run)
-
-
-def _step_of_all(requests: Sequence[Mapping[str, Any]], folder: Path | Place) -> int:
-    """Returns the number of the step in a directory, where all ranks name the same one."""
-    _check_alike(requests, "step")
-    check_same_place([request["folder"] for request in requests], "folder")
-    return _step_in(folder)
-
-
-def _check_alike(requests: Sequence[Mapping[str, Any]], other: str) -> None:
-    odd = next((rank for rank, request in enumerate(requests) if other in request), None)
-    if odd is not None:
-        raise UsageError(
-            f"was given on some ranks only: rank {0 if other == 'step' else odd} resumes from a"
-            f" folder, and rank {odd if other == 'step' else 0} from the run",
-            where="folder",
-            hint="resume from the same directory on every rank",
-        )
-
-
-def _step_in(folder: Path | Place) -> int:
-    try:
-        with StoredStep.open(folder) as stored:
-            manifest = stored.manifest
-    except MissingFileError as error:
-        raise ResumeError(
-            "no directory was found there",
-            where=str(folder),
-            hint="name the directory of a step, as other ranks see it too",
-        ) from error
-    step = manifest.source.get("step") if manifest is not None else None
-    return step if isinstance(step, int) else parse_step(posixpath.basename(folder)) or 0
-
-
-def _steps(run: Path | Place, prefix: str) -> tuple[RunStep, ...]:
-    return saved_steps(run, prefix) if isinstance(run, Path) else steps_of_place(run, prefix)
-
-
-def _below(run: Path | Place, name: str) -> Path | Place:
-    if isinstance(run, NearPlace):
-        return run.step(name)
-    return run / name if isinstance(run, Path) else run.beside(posixpath.join(run, name))
-
-
-def _list_steps(
-    saved: Sequence[RunStep], step: int | None, run: Path | Place
-) -> list[dict[str, Any]]:
-    """Lists the steps, newest first, each with the problem that its listing shows."""
     steps = [
         {
             "step": entry.step,
@@ -226,6 +172,40 @@ def _list_steps(
             hint="`ckptkit inspect` shows what is in a directory",
         )
     return steps
+
+
+def _check_alike(requests: Sequence[Mapping[str, Any]], other: str) -> None:
+    odd = next((rank for rank, request in enumerate(requests) if other in request), None)
+    if odd is not None:
+        raise UsageError(
+            f"was given on some ranks only: rank {0 if other == 'step' else odd} resumes from a"
+            f" folder, and rank {odd if other == 'step' else 0} from the run",
+            where="folder",
+            hint="resume from the same directory on every rank",
+        )
+
+
+def _step_in(folder: Path | Place, requests: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the number of the step in a directory, where all ranks name the same one."""
+    _check_alike(requests, "step")
+    check_same_place([request["folder"] for request in requests], "folder")
+    try:
+        with StoredStep.open(folder) as stored:
+            manifest = stored.manifest
+    except MissingFileError as error:
+        raise ResumeError(
+            "no directory was found there",
+            where=str(folder),
+            hint="name the directory of a step, as other ranks see it too",
+        ) from error
+    step = manifest.source.get("step") if manifest is not None else None
+    return step if isinstance(step, int) else parse_step(posixpath.basename(folder)) or 0
+
+
+def _below(run: Path | Place, name: str) -> Path | Place:
+    if isinstance(run, NearPlace):
+        return run.step(name)
+    return run / name if isinstance(run, Path) else run.beside(posixpath.join(run, name))
 
 
 class _Attempt:
@@ -247,62 +227,49 @@ class _Attempt:
         """Returns what is damaged, the same on all ranks, or None where all is in place."""
         start = time.perf_counter()
         with few_collections(), StepLoader(folder, self._bound) as opening:
-            alike = self._ask_rank_0(opening.loaders_alike)
+
+            def look(_: Sequence[Any]) -> dict[str, bool]:
+                try:
+                    return opening.loaders_alike()
+                except Exception as error:  # noqa: BLE001  rank 0 fails again when it loads the step
+                    logger.debug("dataloaders were not compared: %s", error)
+                    return {}
+
+            alike = self._agree("where dataloaders go on", None, look)
             anew = self._starting_anew(opening)
             loaded, prepared = LoadedStep(), FillPlan()
+            error: Exception | None = None
             try:
                 prepared = opening.prepare(step, alike, anew)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
-                return self._stopped(self._agree_to_fill(caught), caught)
-            problem = self._stopped(self._agree_to_fill(None), None)
+                error = caught
+            # All of it has to fit on all ranks before any of them overwrites a tensor.
+            verdict = self._agree("what fits of a step", _problem(error), _first_problem)
+            problem = _stopped(verdict, error)
             if problem is not None:
                 return problem
-            error: Exception | None = None
             try:
                 loaded = opening.fill(prepared)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
                 error = caught
-            problem = self._stopped(self._agree(opening, loaded, error), error)
+            partial = {unit: report.partial for unit, report in loaded.reports.items()}
+            value = {
+                "problem": _problem(error),
+                "partial": pack(partial, world_size=self._peers.world_size),
+                "untied": loaded.untied,
+            }
+            verdict = self._agree(
+                "what was loaded of a step", value, lambda values: _verdict(values, opening)
+            )
+            problem = _stopped(verdict, error)
             if problem is not None:
                 return problem
-            self._apply(loaded.changes)
+            self._apply(prepared.changes)
         self._report(step, loaded, time.perf_counter() - start)
         return None
 
-    def _agree_to_fill(self, error: Exception | None) -> dict[str, Any] | None:
-        """Agrees that everything fits on all ranks, before any of them overwrites a tensor."""
-        answer: dict[str, Any] | None = self._peers.agree(
-            "what fits of a step",
-            None if error is None else _problem(error),
-            _first_problem,
-            timeout_seconds=self._timeout_seconds,
-        )
-        return answer
-
-    @staticmethod
-    def _stopped(verdict: Mapping[str, Any] | None, error: Exception | None) -> InputError | None:
-        """Returns what is damaged, None where nothing is; raises what does not fit."""
-        if verdict is None:
-            return None
-        problem = error_from_json(verdict["error"])
-        if verdict["misfit"]:
-            raise problem from error
-        return problem if isinstance(problem, InputError) else InputError(str(problem))
-
-    def _ask_rank_0(self, look: Callable[[], dict[str, bool]]) -> dict[str, bool]:
-        """Returns what rank 0 finds; where it fails it does so again when it loads the step."""
-
-        def decide(_: Sequence[Any]) -> dict[str, bool]:
-            try:
-                return look()
-            except Exception as error:  # noqa: BLE001  all ranks hear of it from the next round
-                logger.debug("dataloaders were not compared: %s", error)
-                return {}
-
-        answer: dict[str, bool] = self._peers.agree(
-            "where dataloaders go on", None, decide, timeout_seconds=self._timeout_seconds
-        )
-        return answer
+    def _agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        return self._peers.agree(topic, value, decide, timeout_seconds=self._timeout_seconds)
 
     def _starting_anew(self, opening: StepLoader) -> frozenset[str]:
         """Agrees on which optimizers start without their state, where the user allows that."""
@@ -313,34 +280,14 @@ class _Attempt:
             unfit = opening.unfit_optimizers()
         except Exception as error:  # noqa: BLE001  loading fails likewise, on all ranks
             logger.debug("optimizers were not compared: %s", error)
-        reasons: dict[str, str] = self._peers.agree(
-            "which optimizers start anew",
-            unfit,
-            lambda values: dict(ChainMap(*values)),
-            timeout_seconds=self._timeout_seconds,
+        reasons: dict[str, str] = self._agree(
+            "which optimizers start anew", unfit, lambda values: dict(ChainMap(*values))
         )
         for name, reason in sorted(reasons.items() if self._peers.rank == 0 else ()):
             logger.warning("%s starts anew, without the state in the step: %s", name, reason)
         return frozenset(reasons)
 
-    def _agree(
-        self, opening: StepLoader, loaded: LoadedStep, error: Exception | None
-    ) -> dict[str, Any] | None:
-        partial = {unit: report.partial for unit, report in loaded.reports.items()}
-        value = {
-            "problem": None if error is None else _problem(error),
-            "partial": pack(partial, world_size=self._peers.world_size),
-            "untied": loaded.untied,
-        }
-        answer: dict[str, Any] | None = self._peers.agree(
-            "what was loaded of a step",
-            value,
-            lambda values: _verdict(values, opening),
-            timeout_seconds=self._timeout_seconds,
-        )
-        return answer
-
-    def _apply(self, changes: Sequence[Callable[[], object]]) -> None:
+    def _apply(self, changes: Sequence[Apply]) -> None:
         error: Exception | None = None
         try:
             for change in changes:
@@ -348,11 +295,10 @@ class _Attempt:
         except Exception as caught:
             error = caught
             logger.exception("the values of the checkpoint could not be put in place")
-        problem = self._peers.agree(
+        problem = self._agree(
             "putting the loaded values in place",
-            None if error is None else _problem(error),
+            _problem(error),
             lambda values: next(filter(None, values), None),
-            timeout_seconds=self._timeout_seconds,
         )
         if problem is not None:
             raise error_from_json(problem["error"]) from error
@@ -368,7 +314,19 @@ class _Attempt:
             logger.info("no checksums were stored for %s", list_first(unverified))
 
 
-def _problem(error: Exception) -> dict[str, Any]:
+def _stopped(verdict: Mapping[str, Any] | None, error: Exception | None) -> InputError | None:
+    """Returns what is damaged, None where nothing is; raises what does not fit."""
+    if verdict is None:
+        return None
+    problem = error_from_json(verdict["error"])
+    if verdict["misfit"]:
+        raise problem from error
+    return problem if isinstance(problem, InputError) else InputError(str(problem))
+
+
+def _problem(error: Exception | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
     if isinstance(error, CkptkitError):
         misfit = isinstance(error, _MISFITS) or not isinstance(error, InputError)
         return {"error": error.to_json(), "misfit": misfit}
@@ -386,13 +344,9 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[s
         _prove(opening.stored, [value["partial"] for value in values])
     except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
         return _problem(error)
-    _warn_of_ties([value["untied"] for value in values])
-    return None
-
-
-def _warn_of_ties(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
-    for name in sorted({name for of_rank in of_ranks for name in of_rank}):
-        reports = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+    untied = [value["untied"] for value in values]
+    for name in sorted({name for of_rank in untied for name in of_rank}):
+        reports = [of_rank[name] for of_rank in untied if name in of_rank]
         logger.warning(
             "%s was saved apart from %s, and the model holds them as one tensor: the values of %s"
             " are dropped, which differ by up to %.3g",
@@ -401,6 +355,7 @@ def _warn_of_ties(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
             name,
             max(difference for _, difference in reports),
         )
+    return None
 
 
 def _first_problem(of_ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:

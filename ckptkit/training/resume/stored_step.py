@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
@@ -126,7 +126,8 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
     """
     saved = {(entry.key, entry.position): entry for entry in entries}
     mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
-    missing = [_name(entry) for entry in mine if _of(entry, saved) is None]
+    pairs = [(_name(entry), entry, _of(entry, saved)) for entry in mine]
+    missing = [name for name, _, as_saved in pairs if as_saved is None]
     if missing:
         raise ResumeError(
             f"{list_first(missing)} was not saved with this step, which holds"
@@ -134,9 +135,24 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
             where=where,
             hint="resume with the names that the state was saved under",
         )
-    _log_unused(entries, mine, rank=bound.rank)
-    pairs = [(entry, _of(entry, saved)) for entry in mine]
-    places = {_name(entry): _check_kind(entry, as_saved) for entry, as_saved in pairs if as_saved}
+    wanted = [as_saved for _, _, as_saved in pairs]
+    left = [entry.name for entry in entries if entry not in wanted]
+    if left and bound.rank == 0:
+        is_meant = all(isinstance(entry, BoundModel) for entry in mine)  # a model loaded alone
+        level = logging.INFO if is_meant else logging.WARNING
+        logger.log(level, "the step also holds %s, which the state does not have", _listed(left))
+    places: dict[str, SavedEntry] = {}
+    for name, entry, as_saved in pairs:
+        kind = "model" if isinstance(entry, BoundModel) else "optimizer"
+        kind = entry.kind if isinstance(entry, BoundObject) else kind
+        if as_saved is not None and kind != as_saved.kind and {kind, as_saved.kind} & _APART:
+            raise ResumeError(
+                f"a {as_saved.kind} was saved under this name, and the state has a {kind} there",
+                where=name,
+                hint="resume with the names that the state was saved under",
+            )
+        if as_saved is not None:
+            places[name] = as_saved
     return _at_places(bound, places)
 
 
@@ -156,55 +172,26 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(map(repr, names))) or "nothing"
 
 
-def _log_unused(entries: Sequence[SavedEntry], mine: Sequence[Bound], *, rank: int) -> None:
-    saved = {(entry.key, entry.position): entry for entry in entries}
-    wanted = [_of(entry, saved) for entry in mine]
-    left = [entry.name for entry in entries if entry not in wanted]
-    if left and rank == 0:
-        is_meant = all(isinstance(entry, BoundModel) for entry in mine)  # a model loaded alone
-        level = logging.INFO if is_meant else logging.WARNING
-        logger.log(level, "the step also holds %s, which the state does not have", _listed(left))
-
-
-def _check_kind(entry: Bound, saved: SavedEntry) -> SavedEntry:
-    kind = _kind(entry)
-    if kind != saved.kind and {kind, saved.kind} & _APART:
-        raise ResumeError(
-            f"a {saved.kind} was saved under this name, and the state has a {kind} there",
-            where=_name(entry),
-            hint="resume with the names that the state was saved under",
-        )
-    return saved
-
-
-def _kind(entry: Bound) -> str:
-    if isinstance(entry, BoundObject):
-        return entry.kind
-    return "model" if isinstance(entry, BoundModel) else "optimizer"
-
-
-def _model_at(model: BoundModel, saved: SavedEntry) -> BoundModel:
-    """Returns a model with the places that its tensors have in a step, split or not."""
-    adapter = adapter_names(model.module) if saved.base_unit else None
-    base_unit = saved.base_unit if adapter else ""
-    places = TensorPlaces(saved.unit, _path(model, saved), adapter, base_unit)
-    return dataclasses.replace(model, places=places)
-
-
 def _path(entry: BoundModel | BoundOptimizer, saved: SavedEntry) -> KeyPath:
     """Returns the start of key paths: the saved name where one directory holds all."""
     return entry.path if saved.unit else (saved.key, *index_of(saved.position))
 
 
-def _at_places(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
+def _at_places(bound: BoundState, saved: Mapping[str, SavedEntry]) -> BoundState:
     world = Copies(bound.world_size, bound.rank)
-    models = [_model_at(m, places[_name(m)]) for m in bound.models]
+    models: list[BoundModel] = []
+    for model in bound.models:  # whose tensors a step has in one directory, or in two
+        entry = saved[_name(model)]
+        adapter = adapter_names(model.module) if entry.base_unit else None
+        base_unit = entry.base_unit if adapter else ""
+        places = TensorPlaces(entry.unit, _path(model, entry), adapter, base_unit)
+        models.append(dataclasses.replace(model, places=places))
     optimizers = [
-        dataclasses.replace(o, unit=places[_name(o)].unit, path=_path(o, places[_name(o)]))
+        dataclasses.replace(o, unit=saved[_name(o)].unit, path=_path(o, saved[_name(o)]))
         for o in bound.optimizers
     ]
     others = [
-        dataclasses.replace(other, unit=places[_name(other)].unit, file=places[_name(other)].file)
+        dataclasses.replace(other, unit=saved[_name(other)].unit, file=saved[_name(other)].file)
         for other in bound.others
     ]
     return dataclasses.replace(
@@ -301,7 +288,9 @@ class StoredStep(Closing):
         if self._facts is None:
             self._facts = SavedFacts()
             if self.has_file(RUN_FACTS):
-                data = self._small_file(RUN_FACTS)
+                size = self.source.stat(RUN_FACTS).size_bytes
+                check_manifest_size(size, where=RUN_FACTS)
+                data = self.source.read(RUN_FACTS, 0, size)
                 where = posixpath.join(self.source.location, RUN_FACTS)
                 self._facts = parse_facts(data, where=where)
         return self._facts
@@ -309,15 +298,14 @@ class StoredStep(Closing):
     def structure(self, unit: str, path: KeyPath) -> Nodes | None:
         """Returns the structure of a nested value; None where it follows from its leaves."""
         if self._structures is None:
-            self._structures = dict(self._read_structures()) if self.has_structures else {}
+            structures: dict[tuple[str, KeyPath], Nodes] = {}
+            for file in self.manifest.files if self.has_structures and self.manifest else ():
+                if file.startswith(step_names.VALUES_FILES):
+                    where = posixpath.join(self.source.location, file)
+                    for each in parse_structures(self.file(file), where=where):
+                        structures[each.unit, each.path] = each.nodes
+            self._structures = structures
         return self._structures.get((unit, path))
-
-    def _read_structures(self) -> Iterator[tuple[tuple[str, KeyPath], Nodes]]:
-        for file in self.manifest.files if self.manifest is not None else ():
-            if file.startswith(step_names.VALUES_FILES):
-                where = posixpath.join(self.source.location, file)
-                for structure in parse_structures(self.file(file), where=where):
-                    yield (structure.unit, structure.path), structure.nodes
 
     def entry(self, key: str, position: int | None) -> SavedEntry | None:
         entries = (e for e in self.entries or () if (e.key, e.position) == (key, position))
@@ -332,26 +320,17 @@ class StoredStep(Closing):
             self._indexes[unit] = DcpReader().read_index(self.source, candidate)
         return self._indexes[unit]
 
-    def has_unit(self, unit: str) -> bool:
-        return self.has_file(posixpath.join(unit, METADATA))
-
     def has_value(self, unit: str, path: KeyPath) -> bool:
         """Whether there is a value that is no tensor under a key."""
         return path in self.index(unit).values
 
-    def values(self, unit: str, start: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-        """Yields the values below a key path, each with the rest of its path."""
-        for path in self.index(unit).values:
-            if path[: len(start)] == start:
-                yield path[len(start) :], self.value(unit, path)
-
     def value(self, unit: str, path: KeyPath) -> Any:
-        """Returns the value under a key; see `values`."""
+        """Returns the value under a key."""
         blob = self.index(unit).values[path]
         return read_object(self.source, blob, where=repr(".".join(map(str, path))))
 
     def file(self, path: str) -> Any:
-        """Returns the value in a small file; see `values`."""
+        """Returns the value in a small file."""
         self._require(path)
         return read_torch_file(self.source, path)
 
@@ -375,11 +354,6 @@ class StoredStep(Closing):
             for problem in digest_problems(self.source, "", self.manifest, leaving_out=()):
                 where = posixpath.join(self.source.location, problem.where)
                 raise ChecksumError(problem.message, where=where)
-
-    def _small_file(self, path: str) -> bytes:
-        size = self.source.stat(path).size_bytes
-        check_manifest_size(size, where=path)
-        return self.source.read(path, 0, size)
 
     def close(self) -> None:
         self.source.close()

@@ -19,8 +19,14 @@ from ckptkit.core.index import Box, Span, TensorIndex
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.formats.registry import find_candidates, read_index
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.training.resume.load_pieces import load_pieces, unexpected_keys
-from ckptkit.training.resume.proofs import cross_check, pack, table_of, unpack
+from ckptkit.training.resume.load_pieces import (
+    cross_check,
+    load_pieces,
+    pack,
+    table_of,
+    unexpected_keys,
+    unpack,
+)
 from ckptkit.training.state.pieces import Piece
 
 Cut = Callable[[str, torch.Tensor, int, int], Piece]
