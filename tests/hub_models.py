@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
-from ckptkit.core.retries import RetryPolicy
 from ckptkit.hub import client as retrying
+from ckptkit.storage.remote.errors import RetryPolicy
 from tests.hub_server import HubServer
 
 CONFIG = {

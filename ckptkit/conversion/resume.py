@@ -40,8 +40,8 @@ from ckptkit.engine.outcome import (
 from ckptkit.options import Resources
 from ckptkit.plan.plan import OutputFile
 from ckptkit.storage.local.disk import LOCAL_DISK
-from ckptkit.storage.local.journal import Entry, Journal, read_journal
 from ckptkit.storage.local.target import LocalTarget, translate_errors
+from ckptkit.storage.local.workdir import Entry, Journal, read_journal
 from ckptkit.storage.places import PathLike, is_url
 
 _PLAN, _FILE, _OUTCOME = "plan", "file", "outcome"

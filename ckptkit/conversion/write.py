@@ -43,14 +43,13 @@ from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
 from ckptkit.runs.run_paths import hold_at_stores
-from ckptkit.storage.base import CopyingTarget, Target, distant
+from ckptkit.storage.base import CopyingTarget, SharedOutput, Target, distant
 from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_empty
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
-from ckptkit.storage.shared import SharedOutput
 from ckptkit.version import __version__
 
 R = TypeVar("R")

@@ -130,17 +130,12 @@ def _read_signature(function: Callable[..., Any]) -> _Signature:
         options = rest.removeprefix("Unpack[").removesuffix("]")
         takes_any = options == rest
         if not takes_any:
-            names |= option_annotations(function.__globals__[options])
+            names |= {
+                name: getattr(annotation, "__forward_arg__", "")
+                for name, annotation in function.__globals__[options].__annotations__.items()
+            }
     where = function.__qualname__.removesuffix(".__init__")
     return _Signature(where, code.co_varnames[: code.co_argcount], names, takes_any)
-
-
-def option_annotations(options: type) -> dict[str, str]:
-    """Returns the names of a TypedDict's options, and the annotation of each as text."""
-    return {
-        name: getattr(annotation, "__forward_arg__", "")
-        for name, annotation in options.__annotations__.items()
-    }
 
 
 def refuse_unknown(given: Iterable[str], known: Collection[str], *, where: str) -> None:
@@ -174,36 +169,30 @@ def _check_kind(name: str, value: object, annotation: str, where: str) -> None:
     expected = " or ".join(
         dict.fromkeys(_describe(alternative) for alternative in _split_union(annotation))
     )
-    lone = (isinstance(value, str) or _has_path(value)) and "Sequence[" in annotation
+    wants_list, element = "Sequence[" in annotation, ""
+    if wants_list and isinstance(value, Iterable) and _is_list(value):
+        wanted = _element_annotation(annotation)
+        wrong = [element for element in value if not _fits(element, wanted)]
+        element = f" with {a_kind(wrong[0])} in it" if wrong else ""
+    lone = wants_list and (isinstance(value, str) or _has_path(value))
     raise ArgumentError(
-        f"is {a_kind(value)}{_describe_element(value, annotation)}, where {expected} was expected",
+        f"is {a_kind(value)}{element}, where {expected} was expected",
         where=f"{where}: {name}",
         hint=f"pass {name}=[…]" if lone else "",
     )
 
 
-def _describe_element(value: object, annotation: str) -> str:
-    """Names the first element that keeps a list from being what was expected."""
-    if isinstance(value, Iterable) and _is_list(value) and "Sequence[" in annotation:
-        expected = _element_annotation(annotation)
-        wrong = [element for element in value if not _fits(element, expected)]
-        return f" with {a_kind(wrong[0])} in it" if wrong else ""
-    return ""
-
-
 def _fits(value: object, annotation: str) -> bool:
-    return any(_fits_one(value, alternative) for alternative in _split_union(annotation))
-
-
-def _fits_one(value: object, annotation: str) -> bool:
-    head = annotation.partition("[")[0]
-    if head not in _KINDS:
-        return True
-    if not _KINDS[head][0](value):
-        return False
-    if head == "Sequence" and isinstance(value, Sequence | set | frozenset):
-        return all(_fits(element, _element_annotation(annotation)) for element in value)
-    return True
+    for alternative in _split_union(annotation):
+        head = alternative.partition("[")[0]
+        if head not in _KINDS:
+            return True
+        if _KINDS[head][0](value):
+            if head != "Sequence" or not isinstance(value, Sequence | set | frozenset):
+                return True
+            if all(_fits(element, _element_annotation(alternative)) for element in value):
+                return True
+    return False
 
 
 def _element_annotation(annotation: str) -> str:

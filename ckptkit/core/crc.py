@@ -36,15 +36,9 @@ def _product(left: int, right: int) -> int:
     return product
 
 
-def _squarings() -> tuple[int, ...]:
-    """Returns x to the powers 1, 2, 4, ..., 2^31."""
-    powers = [_X]
-    for _ in range(31):
-        powers.append(_product(powers[-1], powers[-1]))
-    return tuple(powers)
-
-
-_POWERS = _squarings()
+_POWERS = [_X]  # x to the powers 1, 2, 4, ..., 2^31
+for _ in range(31):
+    _POWERS.append(_product(_POWERS[-1], _POWERS[-1]))
 
 
 @lru_cache(maxsize=1024)

@@ -157,21 +157,15 @@ def find_defect(table: ChunkTable, shape: Shape) -> Defect | None:
     if 0 in shape:
         return None
     start, stop = flat_hulls(table, shape)
-    if bool(np.all(stop - start == table.elements())):
-        return _defect_in_runs(start, stop, math.prod(shape), shape, flat=table.flat)
-    return _defect_in_boxes(table, shape)
-
-
-def _defect_in_runs(
-    start: Ints, stop: Ints, total: int, shape: Shape, *, flat: bool
-) -> Defect | None:
-    """The common case: every chunk is one run of elements, so sorting them is enough."""
-    defect = _first_gap_or_overlap(start, stop, total)
+    if not bool(np.all(stop - start == table.elements())):
+        return _defect_in_boxes(table, shape)
+    # The common case: every chunk is one run of elements, so sorting them is enough.
+    defect = _first_gap_or_overlap(start, stop, math.prod(shape))
     if defect is None:
         return None
     (low, high), copies = defect
     span = Span(low, high)
-    return Defect(span if flat or not shape else slabs(span, shape)[0], copies)
+    return Defect(span if table.flat or not shape else slabs(span, shape)[0], copies)
 
 
 def _first_gap_or_overlap(

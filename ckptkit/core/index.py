@@ -188,7 +188,12 @@ class ChunkTable(Sequence[Chunk]):
     def of(cls, chunks: Sequence[Chunk], dimensions: int) -> ChunkTable:
         """Builds the columns from single chunks, whose places are all boxes or all spans."""
         flat = bool(chunks) and isinstance(chunks[0].place, Span)
-        rows = [_row(chunk.place) for chunk in chunks]
+        rows = [
+            ((place.start,), (place.stop - place.start,))
+            if isinstance(place, Span)
+            else (place.offsets, place.sizes)
+            for place in (chunk.place for chunk in chunks)
+        ]
         width = 1 if flat else dimensions
         return cls(
             np.array([row[0] for row in rows], np.int64).reshape(len(rows), width),
@@ -253,12 +258,6 @@ class ChunkTable(Sequence[Chunk]):
             strides=self.strides.get(index),
             rank=None if rank == UNKNOWN else rank,
         )
-
-
-def _row(place: Box | Span) -> tuple[Shape, Shape]:
-    if isinstance(place, Span):
-        return (place.start,), (place.stop - place.start,)
-    return place.offsets, place.sizes
 
 
 def _column(values: NDArray[Any] | int, dtype: str, count: int) -> NDArray[Any]:

@@ -6,7 +6,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIN_PART_BYTES = 5 << 20
@@ -90,14 +90,26 @@ def choose_copies(size_bytes: int, copyable: Sequence[CopiedRange]) -> tuple[Cop
 
 def cut_into_parts(size_bytes: int, copies: Sequence[CopiedRange] = ()) -> tuple[ObjectPart, ...]:
     """Cuts an object, of one byte at least, into parts without holes around chosen copies."""
-    runs = list(_split_runs(size_bytes, copies))
-    sent = sum(stop - start for start, stop, copied in runs if copied is None)
+    runs: list[tuple[int, int, CopiedRange | None]] = []
+    at = 0
+    for copied in copies:
+        if at < copied.start:
+            runs.append((at, copied.start, None))
+        runs.append((copied.start, copied.stop, copied))
+        at = copied.stop
+    if at < size_bytes:
+        runs.append((at, size_bytes, None))
+    sent = sum(stop - start for start, stop, source in runs if source is None)
     step = choose_part_bytes(sent, MOST_PARTS - 2 * len(runs))
     parts: list[ObjectPart] = []
-    for start, stop, copied in runs:
-        largest = step if copied is None else MOST_COPIED_BYTES
-        for low, high in _cut_run(start, stop, largest):
-            parts.append(ObjectPart(len(parts) + 1, low, high, copied))
+    for start, stop, source in runs:
+        largest, low = step if source is None else MOST_COPIED_BYTES, start
+        while low < stop:
+            high = min(low + largest, stop)
+            if stop - high < MIN_PART_BYTES:  # too short for a part, so it is added to this one
+                high = stop
+            parts.append(ObjectPart(len(parts) + 1, low, high, source))
+            low = high
     return tuple(parts)
 
 
@@ -118,26 +130,3 @@ def _drop_short_gaps(copyable: Sequence[CopiedRange]) -> list[CopiedRange]:
                 break
             chosen.pop()
     return chosen
-
-
-def _split_runs(
-    size_bytes: int, copies: Sequence[CopiedRange]
-) -> Iterator[tuple[int, int, CopiedRange | None]]:
-    at = 0
-    for copied in copies:
-        if at < copied.start:
-            yield at, copied.start, None
-        yield copied.start, copied.stop, copied
-        at = copied.stop
-    if at < size_bytes:
-        yield at, size_bytes, None
-
-
-def _cut_run(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Cuts a run; an end that is too short for a part is added to the piece before."""
-    while start < stop:
-        end = min(start + largest, stop)
-        if stop - end < MIN_PART_BYTES:
-            end = stop
-        yield start, end
-        start = end

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,63 +89,53 @@ def run_crew(
         work: What each of them does.
         stopped: Set at the first error or signal, for work that waits for something.
     """
-    _Crew(workers, items, work, stopped or threading.Event()).run()
+    stop, lock = stopped or threading.Event(), threading.Lock()
+    errors: list[BaseException] = []
 
-
-class _Crew(Generic[Item]):
-    def __init__(
-        self, workers: int, items: Iterator[Item], work: Worker[Item], stopped: threading.Event
-    ) -> None:
-        self._items, self._work = items, work
-        self._stop = stopped
-        self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-        self._ended = [threading.Event() for _ in range(workers)]
-        self._threads = [
-            threading.Thread(target=self._run_one, args=(ended,), name=f"ckptkit-{i}", daemon=True)
-            for i, ended in enumerate(self._ended)
-        ]
-
-    def run(self) -> None:
+    def run(ended: threading.Event) -> None:
         try:
-            for thread in self._threads:
-                thread.start()
-            self._wait()
-        finally:
-            # A signal may have ended the start or the wait at any point.
-            self._stop.set()
-            self._wait()
-        if self._errors:
-            raise self._errors[0]
-
-    def _wait(self) -> None:
-        """Waits for every thread that runs; may be interrupted, and called again.
-
-        Joining is no way to do so: an interrupted join takes a running thread for a finished one.
-        A thread without an identity was not started, or has not begun: if it begins after the
-        crew was stopped, it finds nothing to do.
-        """
-        for thread, ended in zip(self._threads, self._ended, strict=True):
-            if thread.ident is not None:
-                ended.wait()
-
-    def _run_one(self, ended: threading.Event) -> None:
-        try:
-            self._work(self._shared())
+            work(_take(items, lock, stop))
         except BaseException as error:  # noqa: BLE001  handed on to the caller's thread
-            self._errors.append(error)
-            self._stop.set()
+            errors.append(error)
+            stop.set()
         finally:
             ended.set()
 
-    def _shared(self) -> Iterator[Item]:
-        while not self._stop.is_set():
-            with self._lock:
-                try:
-                    item = next(self._items)
-                except StopIteration:
-                    return
-            yield item
+    def wait() -> None:
+        """Waits for every thread that runs; may be interrupted, and called again.
+
+        An interrupted join would take a running thread for a finished one. A thread without an
+        identity has not begun: if it begins after the crew was stopped, it finds nothing to do.
+        """
+        for thread, ended in crew:
+            if thread.ident is not None:
+                ended.wait()
+
+    crew = [
+        (threading.Thread(target=run, args=(ended,), name=f"ckptkit-{i}", daemon=True), ended)
+        for i, ended in enumerate([threading.Event() for _ in range(workers)])
+    ]
+    try:
+        for thread, _ in crew:
+            thread.start()
+        wait()
+    finally:
+        # A signal may have ended the start or the wait at any point.
+        stop.set()
+        wait()
+    if errors:
+        raise errors[0]
+
+
+def _take(items: Iterator[Item], lock: threading.Lock, stop: threading.Event) -> Iterator[Item]:
+    """Yields items that several threads share, until there are none or the crew is stopped."""
+    while not stop.is_set():
+        with lock:
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
 class Throttle:
@@ -190,13 +180,9 @@ def memory_in_use_bytes() -> int:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError, AttributeError):
-        return _peak_bytes()
-
-
-def _peak_bytes() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.checksums import leaf_digest
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.index import Key, Span
@@ -39,7 +39,6 @@ from ckptkit.plan.plan import (
     Trailer,
 )
 from ckptkit.storage.base import CopyingTarget, InOrder, Sink, Source
-from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import PAGE_BYTES
 
 # A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in

@@ -27,7 +27,7 @@ from ckptkit.plan.plan import (
     Trailer,
     cut_into_tasks,
 )
-from ckptkit.storage.shared import SentRows
+from ckptkit.storage.base import SentRows
 
 Leaves = dict[str, dict[int, bytes]]
 Sealed = tuple[int, int, int]

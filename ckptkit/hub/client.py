@@ -20,9 +20,9 @@ from ckptkit.core.errors import (
     OutputError,
     UsageError,
 )
-from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy, call_with_retries
 from ckptkit.hub.publish.secrets import is_repo_id, redact_secrets
 from ckptkit.storage.local.disk import is_out_of_space
+from ckptkit.storage.remote.errors import TRANSIENT_STATUSES, RetryPolicy, call_with_retries
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:

@@ -1,11 +1,15 @@
-"""The interfaces between ckptkit and storage: sources that are read, targets that are written."""
+"""The interfaces between ckptkit and storage: sources that are read, targets that are written.
+
+Of targets there are those that one process writes, and those that several fill together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from ckptkit.core.errors import InputError, TruncatedFileError
 from ckptkit.core.index import FileRange, FileRef
@@ -239,3 +243,139 @@ class InOrder(Protocol):
     def give_up(self) -> None:
         """Ends all waits for a write that will not come."""
         ...
+
+
+SentRows = dict[str, list[Sequence[Any]]]
+"""What a store has returned for the parts that it took, by file, as JSON values."""
+Cut = Callable[[str], Sequence[ObjectPart]]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAttempt:
+    """What all processes that fill one output have in common.
+
+    Attributes:
+        nonce: 16 hexadecimal digits.
+        name: Of what they write; distinguishes abandoned work from work in progress.
+        overwrite: Whether the commit replaces an earlier output.
+        is_agreed: Whether the processes agree through notes; else one of them begins for all.
+        seen: What identifies the manifest that was there when they began, empty where there was
+            none; None for the one that is there when the target is opened.
+    """
+
+    nonce: str
+    name: str = "all"
+    overwrite: bool = False
+    is_agreed: bool = True
+    seen: str | None = None
+
+
+def encode_plan_note(plan: bytes, seen: str | None) -> bytes:
+    """Returns the note of a plan, with what identifies the manifest that it replaces."""
+    return (b"" if seen is None else b"=" + seen.encode()) + b"\n" + plan
+
+
+def parse_plan(note: bytes) -> bytes:
+    """Returns the plan in such a note."""
+    return note.rpartition(b"\n")[2]
+
+
+def parse_seen(note: bytes | None) -> str | None:
+    """Returns what identifies the manifest to replace, by such a note; None if it says nothing."""
+    seen = (note or b"").rpartition(b"\n")[0]
+    return seen[1:].decode() if seen else None
+
+
+class Notes(Protocol):
+    """Small texts by which the processes report what they have done."""
+
+    def put(self, name: str, data: bytes) -> bytes:
+        """Writes a note unless there is one of that name; returns the content of the note."""
+        ...
+
+    def get(self, name: str) -> bytes | None:
+        """Returns the content of a note, None where there is none."""
+        ...
+
+    def alone(self, name: str, owner: str) -> AbstractContextManager[bool]:
+        """Yields whether this process may do something that only one process may do.
+
+        Args:
+            name: What that is.
+            owner: Who asks; the same owner may ask again after it was killed.
+        """
+        ...
+
+
+class SharedOutput(Sink, Protocol):
+    """One process's view of an output that several fill, invisible until one of them commits it."""
+
+    takes_parts: bool
+    """Whether what is written is taken in parts of objects, as `object_parts` cuts them."""
+
+    @property
+    def location(self) -> str:
+        """The place as the user named it, for messages."""
+        ...
+
+    @property
+    def removal(self) -> str:
+        """The shell command with which a user discards what other processes have begun."""
+        ...
+
+    @property
+    def notes(self) -> Notes:
+        """The notes of the processes."""
+        ...
+
+    def plan(self) -> bytes | None:
+        """Returns what the processes have agreed on, None where none has begun."""
+        ...
+
+    def agree(self, plan: bytes) -> bytes:
+        """Proposes a plan unless another process has; returns the plan that was agreed on."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Returns how much room there is, None where that is not known."""
+        ...
+
+    def why_no_ranges(self) -> str:
+        """Returns why several processes cannot write there at once, empty if they can."""
+        ...
+
+    def sweep(self) -> None:
+        """Removes what killed attempts left behind; for one of the processes."""
+        ...
+
+    def begin(self) -> None:
+        """Makes the created files ready for the other processes, where one distributes the work."""
+        ...
+
+    def sync(self) -> None:
+        """Makes what this process wrote durable; files have to be created again after it."""
+        ...
+
+    def sent(self) -> SentRows:
+        """Returns what the commit has to know of the parts that were written."""
+        ...
+
+    def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
+        """Adds what other processes have sent; returns the missing parts, by file."""
+        ...
+
+    def commit(self, last: str, data: bytes) -> None:
+        """Makes the output visible, the file `last` after all others; for one process."""
+        ...
+
+    def leave(self) -> None:
+        """Ends this process's part; the output stays as it is."""
+        ...
+
+    def abandon(self) -> None:
+        """Removes what all processes wrote, so that none of them can commit it."""
+        ...
+
+
+Row = tuple[str, Sequence[int], int, int]
+"""A file of the output, where in it runs of one length begin, their bytes in all, their CRC-32."""

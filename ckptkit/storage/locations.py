@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -207,7 +208,11 @@ def parse_options(pairs: Sequence[str], *, option: str) -> dict[str, Any]:
                 hint=f"pass {option} NAME=VALUE, such as {option}"
                 " client_kwargs.endpoint_url=http://localhost:9000",
             )
-        _put(options, path, _parse_value(path[-1], text), option)
+        value: Any = text
+        if path[-1].lower().rpartition("_")[2] not in _SECRETS:
+            with suppress(ValueError):  # then it is no JSON, and stays a text
+                value = json.loads(text)
+        _put(options, path, value, option)
     return options
 
 
@@ -220,15 +225,6 @@ def _put(options: dict[str, Any], path: Sequence[str], value: Any, option: str) 
     if not isinstance(inner, dict) or path[-1] in inner:
         raise UsageError(f"{'.'.join(path)!r} is given twice", where=option)
     inner[path[-1]] = value
-
-
-def _parse_value(name: str, text: str) -> Any:
-    if name.lower().rpartition("_")[2] in _SECRETS:
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def hide_values(text: str, options: Mapping[str, Any]) -> str:

@@ -53,7 +53,11 @@ class _Claim:
 
 
 class OutputClaim:
-    """One run's claim on a place in a store; threads share it."""
+    """One run's claim on a place in a store; threads share it.
+
+    Attributes:
+        names: The files that this commit and unfinished ones before it may have written.
+    """
 
     def __init__(
         self, store: RemoteStore, root: str, location: str, translate_errors: ErrorTranslator
@@ -67,18 +71,13 @@ class OutputClaim:
         self._writer = os.urandom(8).hex()
         self._lock = threading.Lock()
         self._etag = ""
-        self._names: frozenset[str] = frozenset()
+        self.names: frozenset[str] = frozenset()
         self._confirmed = 0.0
         self._ended: threading.Event | None = None
 
     @property
     def is_held(self) -> bool:
         return self._ended is not None
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The files that this commit and unfinished ones before it may have written."""
-        return self._names
 
     def refuse_taken(self) -> frozenset[str]:
         """Refuses a place where another run commits; returns files that dead runs may have left."""
@@ -101,7 +100,9 @@ class OutputClaim:
         claim = first
         while first is not None and claim is not None and not claim.is_over:
             waited = time.monotonic() - began
-            is_alive = claim.etag != first.etag or _is_here(claim.document)
+            machine = _identify_machine()
+            is_here = bool(machine) and claim.document.get("machine") == machine
+            is_alive = claim.etag != first.etag or (is_here and not _is_dead(claim.document))
             if is_alive and waited > _WAIT_SECONDS:
                 raise self._taken_error()
             if waited > _LEASE_SECONDS:
@@ -112,8 +113,8 @@ class OutputClaim:
 
     def add_names(self, names: Collection[str]) -> None:
         """Notes the files that the place may hold until the commit has ended."""
-        if not self._names.issuperset(names):
-            self._names |= set(names)
+        if not self.names.issuperset(names):
+            self.names |= set(names)
             self._renew()
             self.check()
 
@@ -137,7 +138,7 @@ class OutputClaim:
             return
         try:
             with self._translate_errors():
-                if is_clean or not self._names:
+                if is_clean or not self.names:
                     self._store.delete(self._root, [CLAIM_NAME])
                 else:
                     self._write(self._encode_claim(writer=""), self._etag)
@@ -147,7 +148,7 @@ class OutputClaim:
     def _try_to_claim(self, earlier: _Claim | None) -> bool:
         """Writes the claim in place of what was found there; returns whether it is this run's."""
         if earlier is not None:
-            self._names |= earlier.names
+            self.names |= earlier.names
         data = self._encode_claim()
         with self._translate_errors():
             self._write(data, earlier.etag if earlier is not None else "")
@@ -219,7 +220,7 @@ class OutputClaim:
                 "machine": _identify_machine(),
                 "process": _identify_process(os.getpid()),
                 "beat": time.monotonic_ns(),
-                "names": sorted(self._names),
+                "names": sorted(self.names),
             }
         ).encode()
 
@@ -249,11 +250,6 @@ def _identify_process(number: int) -> str:
         return ""
     state, *fields = stat.rpartition(")")[2].split()
     return "" if state in {"Z", "X"} else f"{number} {fields[18]}"
-
-
-def _is_here(document: Mapping[str, Any]) -> bool:
-    machine = _identify_machine()
-    return bool(machine) and document.get("machine") == machine and not _is_dead(document)
 
 
 def _is_dead(document: Mapping[str, Any]) -> bool:

@@ -34,11 +34,7 @@ class MemorySource:
 
     def __init__(self, files: Mapping[str, bytes], location: str = "memory") -> None:
         self._files = files
-        self._location = location
-
-    @property
-    def location(self) -> str:
-        return self._location
+        self.location = location
 
     def walk(self, depth: int) -> Iterator[str]:
         yield from sorted(path for path in self._files if path.count("/") <= depth)
@@ -61,13 +57,13 @@ class MemorySource:
             target.cast("B")[:] = self.read(path, start, start + target.nbytes)
 
     def _data(self, path: str) -> bytes:
-        check_relative(path, self._location)
+        check_relative(path, self.location)
         if path not in self._files:
             raise MissingFileError("nothing was found there", where=self._where(path))
         return self._files[path]
 
     def _where(self, path: str) -> str:
-        return f"{self._location}/{path}"
+        return f"{self.location}/{path}"
 
 
 class OverlaySource:
@@ -85,21 +81,13 @@ class OverlaySource:
             folders: At least one directory; the first one is the location of messages.
             compared: Names of files that are compared as a whole, however large they are.
         """
-        self._folders = tuple(folders)
+        self.folders = tuple(folders)
+        self.location = self.folders[0].location
         self._compared = frozenset(compared)
         self._generated: Mapping[str, bytes] = {}
         self._without: tuple[str, ...] = ()
         self._places: dict[str, Source] = {}
         self._lock = threading.Lock()
-
-    @property
-    def location(self) -> str:
-        """The first directory, as the user named it."""
-        return self._folders[0].location
-
-    @property
-    def folders(self) -> tuple[Folder, ...]:
-        return self._folders
 
     def lay_over(self, generated: Mapping[str, bytes], *, without: Sequence[str] = ()) -> None:
         """Puts generated files over those of the directories, and hides some folders."""
@@ -111,7 +99,7 @@ class OverlaySource:
     def walk(self, depth: int) -> Iterator[str]:
         """Yields the paths of files in any of the directories, as `Source.walk` does."""
         paths = {path for path in self._generated if path.count("/") <= depth}
-        for folder in self._folders:
+        for folder in self.folders:
             paths.update(folder.walk(depth))
         yield from sorted(path for path in paths if not path.startswith(self._without))
 
@@ -128,7 +116,7 @@ class OverlaySource:
 
     @property
     def is_distant(self) -> bool:
-        return any(isinstance(folder, Distant) for folder in self._folders)
+        return any(isinstance(folder, Distant) for folder in self.folders)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
         """Fills many buffers, each from its range; raises what single reads would raise."""
@@ -168,14 +156,14 @@ class OverlaySource:
             places.setdefault(id(place), []).append(ref)
         for group in places.values():
             place = self._place(group[0].path)
-            for folder in self._folders:  # generated files, which are in none, do not change
+            for folder in self.folders:  # generated files, which are in none, do not change
                 changed = folder.changed(group) if folder is place else None
                 if changed is not None:
                     return changed
         return None
 
     def linked_folders(self) -> list[str]:
-        return sorted({name for folder in self._folders for name in folder.linked_folders()})
+        return sorted({name for folder in self.folders for name in folder.linked_folders()})
 
     def _place(self, path: str) -> Source:
         with self._lock:
@@ -189,49 +177,44 @@ class OverlaySource:
     def _find(self, path: str) -> Source:
         if path in self._generated:
             return MemorySource(self._generated, self.location)
-        if len(self._folders) == 1:
-            return self._folders[0]
+        if len(self.folders) == 1:
+            return self.folders[0]
         copies: list[tuple[Folder, FileRef]] = []
-        for folder in self._folders:
+        for folder in self.folders:
             try:
                 copies.append((folder, folder.stat(path)))
             except MissingFileError:
                 continue
         if not copies:
-            others = ", ".join(folder.location for folder in self._folders[1:])
+            others = ", ".join(folder.location for folder in self.folders[1:])
             raise MissingFileError(
                 f"nothing was found there, nor in {others}"
                 if others
                 else "nothing was found there",
                 where=f"{self.location}/{path}",
             )
-        for other in copies[1:]:
-            self._check_same(path, copies[0], other)
-        return copies[0][0]
+        first, ref = copies[0]
+        for other, other_ref in copies[1:]:
+            differs = ""
+            if ref.size_bytes != other_ref.size_bytes:
+                differs = f"{ref.size_bytes:,} bytes were found against {other_ref.size_bytes:,}"
+            elif self._differ(ref, first, other):
+                differs = "other bytes were found than"
+            if differs:
+                raise FormatError(
+                    f"{differs} in {other.location}",
+                    where=f"{first.location}/{path}",
+                    hint="a file that is in several places must be the same in all: check that they"
+                    " belong to one save",
+                )
+        return first
 
-    def _check_same(
-        self, path: str, first: tuple[Folder, FileRef], other: tuple[Folder, FileRef]
-    ) -> None:
-        sizes = first[1].size_bytes, other[1].size_bytes
-        differs = ""
-        if sizes[0] != sizes[1]:
-            differs = f"{sizes[0]:,} bytes were found against {sizes[1]:,}"
-        elif self._differ(path, first, other[0]):
-            differs = "other bytes were found than"
-        if differs:
-            raise FormatError(
-                f"{differs} in {other[0].location}",
-                where=f"{first[0].location}/{path}",
-                hint="a file that is in several places must be the same in all: check that they"
-                " belong to one save",
-            )
-
-    def _differ(self, path: str, first: tuple[Folder, FileRef], other: Folder) -> bool:
-        source, ref = first
+    def _differ(self, ref: FileRef, first: Folder, other: Folder) -> bool:
+        path = ref.path
         whole = ref.size_bytes <= _WHOLE_BYTES or path.rpartition("/")[2] in self._compared
         step = _READ_BYTES if whole else _PART_BYTES
         last = ref.size_bytes - _PART_BYTES
         some = (number * last // (_PARTS - 1) for number in range(_PARTS))
         starts = range(0, ref.size_bytes, _READ_BYTES) if whole else some
         parts = ((start, min(start + step, ref.size_bytes)) for start in starts)
-        return any(source.read(path, *part) != other.read(path, *part) for part in parts)
+        return any(first.read(path, *part) != other.read(path, *part) for part in parts)

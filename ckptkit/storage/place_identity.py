@@ -1,4 +1,7 @@
-"""Whether two places are the same, or one is inside the other, however they are written."""
+"""What a place is: its file system or store, and whether two places are the same or overlap.
+
+Places are compared by what they are, however they are written.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import posixpath
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -14,7 +18,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of, store_kind
-from ckptkit.storage.shared import find_mount, read_mounts
 
 _LOCAL = "file"
 _S3 = "s3"
@@ -26,6 +29,10 @@ _ACCESS_POINT = re.compile(r"arn:[^/]*(?::accesspoint[/:][^/]+)|[^/]+-s3alias")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _AMAZON = re.compile(r"(?:.*\.)?amazonaws\.com(\.cn)?")
 _THIS_MACHINE = "localhost"
+_MOUNTS = Path("/proc/self/mountinfo")
+# Their clients each keep whole pages of a file, and write back what they did not change.
+_SEPARATE_CACHES = frozenset({"9p", "afs", "cifs", "ncpfs", "nfs", "nfs4", "smb3", "smbfs"})
+_OTHER_FUSE = ("fuse.ceph-fuse", "fuse.fuse-overlayfs", "fuse.lxcfs")
 
 
 class PlaceRelation(Enum):
@@ -56,7 +63,7 @@ class PlaceIdentity:
     def __post_init__(self) -> None:
         is_remote = is_url(self.place)
         kind = store_kind(self.place.protocol) if is_remote else _LOCAL
-        names = _remote_names(self.place, kind) if is_remote else _local_names(self._path)
+        names = _remote_names(self.place, kind) if is_remote else _local_names(self.place)
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "names", names)
 
@@ -74,8 +81,12 @@ class PlaceIdentity:
         if _ACCESS_POINT.fullmatch(first[0]) or _ACCESS_POINT.fullmatch(second[0]):
             first, second = first[1:], second[1:]  # an access point is an alias of a bucket
         relation = _compare_names(first, second)
-        are_two_stores = relation is not PlaceRelation.NONE and self._differs(other)
-        return PlaceRelation.NONE if are_two_stores else relation
+        mine, theirs = self.place, other.place
+        are_alike = mine.protocol == theirs.protocol and mine.options == theirs.options
+        if relation is PlaceRelation.NONE or self.kind == _IN_MEMORY or are_alike:
+            return relation
+        ends = self._endpoint, other._endpoint
+        return PlaceRelation.NONE if all(ends) and not _may_be_one(*ends) else relation
 
     @cached_property
     def name(self) -> str:
@@ -85,16 +96,6 @@ class PlaceIdentity:
         """
         end = "" if self.kind in {_LOCAL, _IN_MEMORY} else _store_name(self._endpoint)
         return f"{self.kind}://{end}/{'/'.join(self.names)}"
-
-    def _differs(self, other: PlaceIdentity) -> bool:
-        """Says whether the stores, which are of one kind, are certainly different."""
-        first, second = self.place, other.place
-        if self.kind == _IN_MEMORY or (
-            first.protocol == second.protocol and first.options == second.options
-        ):
-            return False
-        ends = self._endpoint, other._endpoint
-        return all(ends) and not _may_be_one(*ends)
 
     @cached_property
     def _endpoint(self) -> str:
@@ -109,14 +110,10 @@ class PlaceIdentity:
         named += [container[2].partition(".")[0]] if container else []
         return next(iter(named), account[1] if account else "")
 
-    @property
-    def _path(self) -> Path:
-        return local_path(self.place)
-
     @cached_property
     def _files(self) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
         """The numbers of the folders above the path and of itself, and what is not there yet."""
-        path = self._path.resolve()
+        path = local_path(self.place).resolve()
         missing: list[str] = []
         while not path.exists() and path != path.parent:
             missing.append(path.name)
@@ -202,9 +199,9 @@ def _remote_names(place: Place, kind: str) -> tuple[str, ...]:
     return (bucket, *(plain.split("/") if plain not in {"", "."} else ()))
 
 
-def _local_names(path: Path) -> tuple[str, ...]:
+def _local_names(place: Place) -> tuple[str, ...]:
     """Returns the file system, and the names from its own top on: a path may be mounted twice."""
-    real = path.resolve()
+    real = local_path(place).resolve()
     mount = find_mount(real, read_mounts())
     if mount is None:
         return ("", *real.parts)
@@ -246,15 +243,11 @@ def _store_name(endpoint: str) -> str:
     amazon = _AMAZON.fullmatch(host)
     if amazon or not host:
         return f"amazon{amazon[1] or ''}" if amazon else ""
-    is_here = host == _THIS_MACHINE or _is_loopback(host)
-    return f"{_THIS_MACHINE if is_here else host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
     try:
-        return _normalize_address(host) == _THIS_MACHINE
-    except ValueError:
-        return False
+        is_here = host == _THIS_MACHINE or _normalize_address(host) == _THIS_MACHINE
+    except ValueError:  # a name
+        is_here = False
+    return f"{_THIS_MACHINE if is_here else host}:{port}"
 
 
 def _split_endpoint(endpoint: str) -> tuple[str, int]:
@@ -279,3 +272,75 @@ def _normalize_address(text: str) -> str:
     mapped = getattr(address, "ipv4_mapped", None) or address
     is_here = mapped.is_loopback or mapped.is_unspecified
     return _THIS_MACHINE if is_here else str(mapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A file system, or a folder of one, that is mounted somewhere.
+
+    Attributes:
+        device: The numbers of the file system.
+        root: The folder of it that is mounted.
+        place: Where.
+        kind: Its type.
+    """
+
+    device: str
+    root: Path
+    place: Path
+    kind: str
+
+
+def read_mounts(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
+    """Returns what is mounted, in its order; nothing where the system does not report it.
+
+    Source:
+        https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
+    """
+    entries = []
+    with suppress(OSError):
+        text = mounts.read_text(encoding="utf-8", errors="surrogateescape")
+        for line in text.splitlines():
+            left, _, right = line.partition(" - ")
+            _, _, device, root, place = left.split()[:5]
+            kind = right.split()[0]
+            entries.append(Mount(device, Path(_unescaped(root)), Path(_unescaped(place)), kind))
+    return tuple(entries)
+
+
+def find_mount(path: Path, mounts: Sequence[Mount]) -> Mount | None:
+    """Returns the mount that holds a path, links followed; None where that is not known."""
+    best = None
+    for mount in mounts:
+        is_deeper = best is None or len(mount.place.parts) >= len(best.place.parts)
+        if is_deeper and path.is_relative_to(mount.place):
+            best = mount  # later ones cover earlier ones
+    return best
+
+
+def find_filesystem_type(path: Path, *, mounts: Path = _MOUNTS) -> str:
+    """Returns the type of the file system that holds a path, or will; empty where unknown."""
+    with suppress(OSError):
+        mount = find_mount(path.resolve(), read_mounts(mounts))
+        return "" if mount is None else mount.kind
+    return ""
+
+
+def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:
+    """Returns why several processes cannot write one file at once; empty if they can.
+
+    Args:
+        kind: As `find_filesystem_type` returns it.
+        is_one_machine: Whether all of them share one kernel, and so its one page cache; what a
+            program behind FUSE does with their writes is not known even then.
+    """
+    is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in _OTHER_FUSE)
+    if is_fuse or (kind in _SEPARATE_CACHES and not is_one_machine):
+        return f"its file system, {kind}, does not take ranges of one file from several machines"
+    return ""
+
+
+def _unescaped(name: str) -> str:
+    for character in " \t\n\\":
+        name = name.replace(f"\\{ord(character):03o}", character)
+    return name

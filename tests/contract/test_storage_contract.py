@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.errors import (
     MissingFileError,
     OutputError,
@@ -20,7 +21,6 @@ from ckptkit.core.errors import (
     UnsafePathError,
 )
 from ckptkit.storage.base import Source, Target
-from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import LocalTarget

@@ -14,7 +14,6 @@ import ckptkit
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, RefusedError
-from ckptkit.core.retries import RetryPolicy
 from ckptkit.hub import client as retrying
 from ckptkit.hub import pull
 from ckptkit.hub.watch.build import BuildSettings, PushChoice
@@ -25,6 +24,7 @@ from ckptkit.hub.watch.watch import WatchSettings
 from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
+from ckptkit.storage.remote.errors import RetryPolicy
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore

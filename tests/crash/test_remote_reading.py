@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.core import retries
 from ckptkit.core.errors import (
     AccessError,
     CkptkitError,
@@ -19,6 +18,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote.errors import call_with_retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 CASE = "accelerate_fsdp2_tied_with_config/checkpoint"
@@ -53,7 +53,7 @@ def expected(real_checkpoints: Path, tmp_path: Path) -> dict[str, bytes]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Waits are asked for, and not waited."""
     waits: list[float] = []
-    real = retries.call_with_retries
+    real = call_with_retries
 
     def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return real(ask, wait_before, sleep=waits.append)

@@ -17,12 +17,12 @@ import torch
 import ckptkit
 from ckptkit.conversion.job import JobResult, run_job
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.core import retries
 from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedError
 from ckptkit.engine.outcome import BytesWritten, Event, OutputKept
 from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit.plan.shares import Share
 from ckptkit.storage.places import PathLike, Place
+from ckptkit.storage.remote.errors import call_with_retries
 from ckptkit.storage.remote.s3 import S3Uploads
 from tests.object_store import KEY, SECRET, Bucket, Fault
 from tests.sharded import write_sharded
@@ -54,7 +54,7 @@ def bucket(object_store, checkpoint: Path) -> Bucket:  # type: ignore[no-untyped
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are asked for, and not waited."""
-    real = retries.call_with_retries
+    real = call_with_retries
 
     def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return real(ask, wait_before, sleep=lambda _: None)

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.core import retries
 from ckptkit.core.errors import (
     AccessError,
     ChecksumError,
@@ -29,6 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import Manifest
 from ckptkit.options import Layout
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote.errors import call_with_retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 from tests.sharded import write_sharded
 
@@ -61,7 +61,7 @@ def bucket(object_store: ObjectStore, checkpoint: Path) -> Bucket:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are asked for, and not waited."""
-    real = retries.call_with_retries
+    real = call_with_retries
 
     def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return real(ask, wait_before, sleep=lambda _: None)

@@ -27,8 +27,8 @@ from ckptkit.core.errors import (
 from ckptkit.engine.checksum_tracker import ChecksumTracker
 from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started, WorkKept
 from ckptkit.options import Layout
-from ckptkit.storage.local.journal import read_journal
 from ckptkit.storage.local.target import LocalTarget
+from ckptkit.storage.local.workdir import read_journal
 
 FLAT = Path(__file__).resolve().parents[2] / "fixtures" / "zero3_float32"
 SIZE = "9MB"

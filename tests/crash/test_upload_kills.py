@@ -12,8 +12,8 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError
 from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
-from ckptkit.core.retries import RetryPolicy
 from ckptkit.storage.local.disk import Disk
+from ckptkit.storage.remote.errors import RetryPolicy
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.url_run import UploadProcess
 from ckptkit.writer.messages import (

@@ -22,8 +22,8 @@ from ckptkit.core.errors import EngineError, RefusedError
 from ckptkit.engine.outcome import Outcome
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit.plan.shares import Share
+from ckptkit.storage.base import OutputAttempt
 from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.shared import OutputAttempt
 from tests.object_store import Bucket, ObjectStore
 
 pytestmark = pytest.mark.distributed

@@ -26,7 +26,6 @@ from ckptkit.core.errors import (
     StorageError,
     VerificationError,
 )
-from ckptkit.core.retries import RetryPolicy
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.publish.folder_files import NEVER
 from ckptkit.hub.publish.secrets import redact_secrets
@@ -37,6 +36,7 @@ from ckptkit.hub.watch.watched_run import WatchedRun
 from ckptkit.runs.push_journal import PushJournal, StepPush
 from ckptkit.runs.save_order import unknown_metric
 from ckptkit.runs.steps import RunStep
+from ckptkit.storage.remote.errors import RetryPolicy
 
 
 def is_transient(error: CkptkitError) -> bool:

@@ -372,11 +372,29 @@ class DescriptorPool(Generic[File]):
     @contextmanager
     def use(self, path: str) -> Iterator[File]:
         """Yields the open file of a path."""
-        slot = self._acquire(path)
+        with self._lock:
+            if self._closed:
+                raise ValueError("the files are closed")
+            slot = self._slots.get(path)
+            if slot is not None:
+                slot.users += 1
+                self._slots.move_to_end(path)
+        if slot is None:
+            file = self._open_file(path)
+            with self._lock:
+                slot = self._slots.setdefault(path, _Slot(file))
+                slot.users += 1
+                surplus = self._take_idle(keep=self._limit)
+            if slot.file is not file:  # another thread was faster
+                file.close()
+            self._retire_all(surplus)
         try:
             yield slot.file
         finally:
-            self._release(slot)
+            with self._lock:
+                slot.users -= 1
+                surplus = self._take_idle(keep=0 if self._closed else self._limit)
+            self._retire_all(surplus)
 
     def close(self) -> None:
         """Closes every file, those in use as soon as they are given back."""
@@ -385,36 +403,6 @@ class DescriptorPool(Generic[File]):
             idle = self._take_idle(keep=0)
         for file in idle:
             file.close()
-
-    def _acquire(self, path: str) -> _Slot[File]:
-        slot = self._reuse(path)
-        if slot is not None:
-            return slot
-        file = self._open_file(path)
-        with self._lock:
-            slot = self._slots.setdefault(path, _Slot(file))
-            slot.users += 1
-            surplus = self._take_idle(keep=self._limit)
-        if slot.file is not file:  # another thread was faster
-            file.close()
-        self._retire_all(surplus)
-        return slot
-
-    def _reuse(self, path: str) -> _Slot[File] | None:
-        with self._lock:
-            if self._closed:
-                raise ValueError("the files are closed")
-            slot = self._slots.get(path)
-            if slot is not None:
-                slot.users += 1
-                self._slots.move_to_end(path)
-            return slot
-
-    def _release(self, slot: _Slot[File]) -> None:
-        with self._lock:
-            slot.users -= 1
-            surplus = self._take_idle(keep=0 if self._closed else self._limit)
-        self._retire_all(surplus)
 
     def _retire_all(self, files: list[File]) -> None:
         for file in files:

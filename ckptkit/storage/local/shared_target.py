@@ -14,6 +14,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
+from ckptkit.storage.base import Row, SentRows, encode_plan_note, parse_plan, parse_seen
 from ckptkit.storage.local.disk import LOCAL_DISK, PAGE_BYTES, Disk, is_out_of_space, is_refused
 from ckptkit.storage.local.names import hidden_name
 from ckptkit.storage.local.target import (
@@ -36,7 +37,6 @@ from ckptkit.storage.local.workdir import (
     sweep_work_folders,
 )
 from ckptkit.storage.manifests import manifest_digest, refuse_newer, refuse_unnamed_in
-from ckptkit.storage.shared import Row, SentRows, encode_plan_note, parse_plan, parse_seen
 
 _PLAN = "plan"
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EACCES})
@@ -216,6 +216,7 @@ class SharedTarget:
             disk: The file operations of the platform.
 
         """
+        self.location = str(out)
         self._named = out
         self._overwrite = overwrite
         self._disk = disk
@@ -238,10 +239,7 @@ class SharedTarget:
                 remove_empty(self._made_folders)
                 raise
         self._files = StagedFiles(self._work.files, out, self._disk)
-
-    @property
-    def location(self) -> str:
-        return str(self._named)
+        self.notes = WorkNotes(self._work.path, out, self._disk)
 
     @property
     def folder(self) -> Path:
@@ -259,10 +257,6 @@ class SharedTarget:
         """Proposes a plan unless another process has; returns the plan that was agreed on."""
         seen = self._seen if self._overwrite else None
         return parse_plan(self.notes.put(_PLAN, encode_plan_note(plan, seen)))
-
-    @property
-    def notes(self) -> WorkNotes:
-        return WorkNotes(self._work.path, self._named, self._disk)
 
     def sweep(self) -> None:
         """Removes what killed attempts left behind; for one of the processes."""
@@ -357,24 +351,20 @@ class SharedTarget:
         """Makes the output visible at once, the file `last` after all others; for one process."""
         with translate_errors(self._named):
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
-                self._refuse_newer()
-                refuse_unnamed_in(self._out, str(self._named))
+                agreed = parse_seen(self.notes.get(_PLAN))
+                seen = self._seen if agreed is None else agreed
+                try:
+                    refuse_newer(manifest_digest(self._out), seen, self.location)
+                except OutputExistsError:
+                    self.abandon()  # else each further try would be refused
+                    raise
+                refuse_unnamed_in(self._out, self.location)
             write_small(self._work.files / last, data, self._disk)
             overwrite = self._overwrite
             if not publish(self._work, self._out, self._disk, last=last, overwrite=overwrite):
                 raise output_exists_error(self._named)
             self._disk.sync_directory(self._out.parent)
         self._work.remove()
-
-    def _refuse_newer(self) -> None:
-        """Refuses to replace an output that was committed after the first process began."""
-        agreed = parse_seen(self.notes.get(_PLAN))
-        seen = self._seen if agreed is None else agreed
-        try:
-            refuse_newer(manifest_digest(self._out), seen, str(self._named))
-        except OutputExistsError:
-            self.abandon()  # else each further try would be refused
-            raise
 
     def leave(self) -> None:
         """Ends this process's part; the output stays as it is."""

@@ -48,6 +48,7 @@ class LocalSource(Closing):
             disk: The file operations of the platform.
             open_files: How many descriptors may be open at once.
         """
+        self.location = str(root)
         self._root = root
         self._disk = disk
         with self._translate_errors(""):
@@ -56,12 +57,15 @@ class LocalSource(Closing):
                 raise MissingFileError(
                     "a file was found where a directory was expected", where=self.location
                 )
-        self._allowed = (self._resolved, *_hub_blobs(self._resolved))
+        # Of a snapshot of the Hub, the folder of its blobs; see
+        # https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+        blobs = [
+            folder.parent / "blobs"
+            for folder in self._resolved.parents
+            if folder.name == "snapshots" and folder.parent.name.startswith("models--")
+        ]
+        self._allowed = (self._resolved, *blobs[:1])
         self._pool = DescriptorPool(self._open, open_files)
-
-    @property
-    def location(self) -> str:
-        return str(self._root)
 
     def walk(self, depth: int) -> Iterator[str]:
         """Yields the paths of files down to `depth` folders below, sorted.
@@ -188,15 +192,3 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link in a circle; reading it will say so
         return False
-
-
-def _hub_blobs(resolved: Path) -> tuple[Path, ...]:
-    """Returns the folder of the blobs of a Hub snapshot, if `resolved` is in one.
-
-    Source:
-        https://huggingface.co/docs/huggingface_hub/guides/manage-cache
-    """
-    for folder in resolved.parents:
-        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
-            return (folder.parent / "blobs",)
-    return ()

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ckptkit.core.arrays import address_of
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.storage.buffers import address_of
 from ckptkit.storage.local.disk import (
     BLOCK_BYTES,
     LOCAL_DISK,
@@ -132,14 +132,26 @@ class StagedFile:
 
     def write_at(self, start: int, data: memoryview) -> None:
         """Writes all of `data` at byte `start`."""
-        may_be_direct = self._direct_works and len(data) >= MIN_DIRECT_BYTES
-        head, tail = _whole_pages(start, data) if may_be_direct else (0, 0)
-        if tail - head < MIN_DIRECT_BYTES:
+        # `data[head:tail]` fills whole pages of the file.
+        head = -start % PAGE_BYTES
+        tail = len(data) - (start + len(data)) % PAGE_BYTES
+        if (
+            self._direct is None
+            or not self._direct_works
+            or tail - head < MIN_DIRECT_BYTES
+            or (address_of(data) + head) % BLOCK_BYTES
+        ):
             self._buffered.write_at(start, data)
             return
         if head:
             self._buffered.write_at(start, data[:head])
-        self._write_pages(start + head, data[head:tail])
+        try:
+            self._direct.write_at(start + head, data[head:tail])
+        except OSError as error:
+            if not is_refused(error):
+                raise
+            self._direct_works = False  # other threads may still be in a direct write: not closed
+            self._buffered.write_at(start + head, data[head:tail])
         if tail < len(data):
             self._buffered.write_at(start + tail, data[tail:])
 
@@ -158,25 +170,6 @@ class StagedFile:
             self.sync()
         finally:
             self.close()
-
-    def _write_pages(self, start: int, data: memoryview) -> None:
-        assert self._direct is not None  # noqa: S101 - narrows the type
-        try:
-            self._direct.write_at(start, data)
-        except OSError as error:
-            if not is_refused(error):
-                raise
-            self._direct_works = False  # other threads may still be in a direct write: not closed
-            self._buffered.write_at(start, data)
-
-
-def _whole_pages(start: int, data: memoryview) -> tuple[int, int]:
-    """Returns the part of `data` that fills whole pages of the file; empty if misaligned."""
-    head = -start % PAGE_BYTES
-    tail = len(data) - (start + len(data)) % PAGE_BYTES
-    if tail - head < MIN_DIRECT_BYTES or (address_of(data) + head) % BLOCK_BYTES:
-        return 0, 0
-    return head, tail
 
 
 @contextmanager
@@ -278,6 +271,7 @@ class LocalTarget:
             resume: Whether to continue what a killed run left behind, where it has a journal.
             disk: The file operations of the platform.
         """
+        self.location = str(out)
         self._named = out
         self._overwrite = overwrite
         self._resume = resume
@@ -296,10 +290,6 @@ class LocalTarget:
                 raise
         self._seen = manifest_mark(self._out)
         self._files = StagedFiles(self._work.files, out, self._disk)
-
-    @property
-    def location(self) -> str:
-        return str(self._named)
 
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, its blocks reserved, its content undefined until written."""
@@ -398,9 +388,8 @@ class LocalTarget:
                 work.remove()
             raise output_exists_error(self._named)
         self.has_finished = work is not None
-        return work or self._claim()
-
-    def _claim(self) -> WorkFolder:
+        if work is not None:
+            return work
         out, exists = self._out, self._out.is_dir()
         try:
             work = claim_work_folder(out.parent, out.name, self._disk)

@@ -1,4 +1,4 @@
-"""The hidden folder in which one output is staged, its commit, and the removal of those of kills.
+"""The hidden folder in which one output is staged: its journal, commit and removal after kills.
 
 Next to OUT (or inside it, where OUT cannot be renamed over) is
 
@@ -8,26 +8,37 @@ Next to OUT (or inside it, where OUT cannot be renamed over) is
         last      the file that is put in place after all others, where they go one by one
         old/      the previous output, where the two cannot be exchanged in one step
         journal   which files are finished, of an output that can be continued after a kill
+
+The journal is written by a thread of its own, so that no file waits for it.
 """
 
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from ckptkit.storage.local.disk import Disk, OpenFile, is_refused
+from ckptkit.core.crc import crc32
+from ckptkit.core.threads import WorkerThread
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import OCCUPIED, replace_folder
 from ckptkit.storage.local.names import hidden_name, is_work_folder
 
+logger = logging.getLogger(__name__)
 NONCE_BYTES = 8
 _ATTEMPTS = 16
 _SWEEP_SECONDS = 0.01  # in which another process has swept an empty folder
+_MOST_JOURNAL_BYTES = 1 << 30
+Entry = Mapping[str, Any]
 
 
 class WorkFolder:
@@ -143,9 +154,22 @@ def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
         return
     with suppress(OSError):  # a folder that may be written to but not listed
         for path in _work_folders(parent, out):
-            _sweep(path, out, disk)
-        if parent == out and not is_empty(out):
-            _sweep_publish_lock(out, disk)
+            with suppress(OSError):  # another process was faster, or it belongs to another user
+                lock = disk.open_locked(path / ".lock")
+                if lock is None:
+                    continue
+                work = WorkFolder(path, lock)
+                try:
+                    _recover(work, out)
+                finally:
+                    work.remove()
+        publish_lock = _publish_lock(out)
+        # In a full directory, it refuses all processes that wait for it.
+        if parent == out and not is_empty(out) and publish_lock.exists():
+            lock = disk.open_locked(publish_lock)
+            if lock is not None:
+                publish_lock.unlink()
+                lock.close()
 
 
 def _work_folders(parent: Path, out: Path) -> list[Path]:
@@ -159,28 +183,6 @@ def _work_folders(parent: Path, out: Path) -> list[Path]:
 
 def _publish_lock(out: Path) -> Path:
     return out / hidden_name(out.name, "publish")
-
-
-def _sweep_publish_lock(out: Path, disk: Disk) -> None:
-    """Removes it from a full directory, which refuses all processes that wait for it."""
-    path = _publish_lock(out)
-    if path.exists():
-        lock = disk.open_locked(path)
-        if lock is not None:
-            path.unlink()
-            lock.close()
-
-
-def _sweep(path: Path, out: Path, disk: Disk) -> None:
-    with suppress(OSError):  # another process was faster, or it belongs to another user
-        lock = disk.open_locked(path / ".lock")
-        if lock is None:
-            return
-        work = WorkFolder(path, lock)
-        try:
-            _recover(work, out)
-        finally:
-            work.remove()
 
 
 def _recover(work: WorkFolder, out: Path) -> None:
@@ -253,7 +255,14 @@ def publish(
         if not overwrite or not out.is_dir():
             return False
         with suppress(FileNotFoundError):  # removed meanwhile, so the place is free now
-            return _replace(work, out, disk)
+            try:
+                # After a kill between two renames, `_recover` restores it.
+                replace_folder(work.files, out, work.old, disk)
+            except OSError as error:
+                if error.errno in OCCUPIED:
+                    return False
+                raise
+            return True
     return False
 
 
@@ -270,17 +279,6 @@ def _take_empty_place(files: Path, out: Path) -> bool:
         files.rename(out)
     except OSError:
         return False
-    return True
-
-
-def _replace(work: WorkFolder, out: Path, disk: Disk) -> bool:
-    """Replaces `out`; after a kill between two renames, `_recover` restores it."""
-    try:
-        replace_folder(work.files, out, work.old, disk)
-    except OSError as error:
-        if error.errno in OCCUPIED:
-            return False
-        raise
     return True
 
 
@@ -323,18 +321,102 @@ def _place_all(files: Path, out: Path, disk: Disk) -> None:
         placed = out / path.relative_to(files)
         if path.is_dir():
             placed.mkdir()
-        else:
-            _place(path, placed)
+            continue
+        try:  # with both names in place, half a commit can be undone
+            placed.hardlink_to(path)
+        except OSError as error:
+            if not is_refused(error) and error.errno != errno.EPERM:  # what FAT answers
+                raise
+            path.rename(placed)
     for folder in sorted((p for p in files.rglob("*") if p.is_dir()), reverse=True):
         disk.sync_directory(out / folder.relative_to(files))
     disk.sync_directory(out)
 
 
-def _place(path: Path, placed: Path) -> None:
-    """Gives a file its second name; with both in place, half a commit can be undone."""
+def read_journal(path: Path, disk: Disk = LOCAL_DISK) -> list[Entry]:
+    """Returns the entries of a journal up to the first that is not whole; none without a file."""
     try:
-        placed.hardlink_to(path)
-    except OSError as error:
-        if not is_refused(error) and error.errno != errno.EPERM:  # what FAT answers
-            raise
-        path.rename(placed)
+        file = disk.open_for_reading(path)
+    except OSError:
+        return []
+    try:
+        size = file.status().st_size
+        data = file.read_bytes(0, min(size, _MOST_JOURNAL_BYTES))
+    except OSError:
+        return []
+    finally:
+        file.close()
+    return list(_entries(data))
+
+
+def _entries(data: bytes) -> Iterator[Entry]:
+    for line in data.splitlines():
+        checksum, _, text = line.partition(b" ")
+        if not text:
+            continue  # what a kill cut off was ended with the next line
+        if checksum != b"%08x" % crc32(text):
+            continue
+        try:
+            entry = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            yield entry
+
+
+class Journal:
+    """A journal that is being written, by a thread of its own. Use it as a context manager."""
+
+    def __init__(self, path: Path, first: Entry, *, is_new: bool, disk: Disk = LOCAL_DISK) -> None:
+        """Opens it.
+
+        Args:
+            path: The file.
+            first: The entry that a new one begins with.
+            is_new: Whether what is there is no longer true.
+            disk: The file operations of the platform.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else 0)
+        self._file = disk.open(path, flags)
+        self._at = self._file.status().st_size
+        self._write([b"\n" if self._at else _line(first)])
+        disk.sync_directory(path.parent)
+        self._waiting: deque[Callable[[], Entry | None]] = deque()
+        self._worker = WorkerThread("ckptkit-journal")
+
+    def add(self, entry: Callable[[], Entry | None]) -> None:
+        """Has an entry written, soon.
+
+        Args:
+            entry: Makes it, in another thread, or None for nothing.
+        """
+        self._waiting.append(entry)
+        self._worker.submit_unwatched(self._write_waiting)
+
+    def close(self) -> None:
+        """Writes what waits, and closes the file."""
+        self._worker.close()
+        self._file.close()
+
+    def _write_waiting(self) -> None:
+        """Writes all that waits, so that many entries take one sync."""
+        waiting = []
+        while self._waiting:
+            waiting.append(self._waiting.popleft())
+        try:
+            entries = (make_entry() for make_entry in waiting)
+            self._write([_line(entry) for entry in entries if entry is not None])
+        except OSError as error:  # such as a full disk, which the output itself reports
+            logger.warning("the journal of the output is not written: %s", error.strerror)
+
+    def _write(self, lines: list[bytes]) -> None:
+        data = b"".join(lines)
+        if data:
+            self._file.write_at(self._at, memoryview(data))
+            self._at += len(data)
+            self._file.sync()
+
+
+def _line(entry: Entry) -> bytes:
+    text = json.dumps(entry, sort_keys=True).encode()
+    return b"%08x %s\n" % (crc32(text), text)

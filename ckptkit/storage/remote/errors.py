@@ -1,4 +1,4 @@
-"""Errors of the clients of object stores: which are worth a retry, and what they are reported as.
+"""Errors of the clients of stores: when a request is repeated, and what they are reported as.
 
 Errors are recognised by the names of their classes, so that no client has to be imported.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ckptkit.core.errors import (
     AccessError,
@@ -24,12 +27,15 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.storage.locations import hide_values
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
+"""HTTP statuses that the next request may not get."""
+_MOST_DOUBLINGS = 60  # more would overflow
 _DENIED = frozenset({401, 403, 407})
 _GONE = frozenset({404, 410})
 _CHANGED = 412
@@ -118,18 +124,7 @@ def as_input_error(
     error: BaseException, *, where: str, options: Mapping[str, Any], attempts: int = 1
 ) -> CkptkitError:
     """Returns the error of ours for a failed read; its text shows no option's value."""
-    text = describe_error(error, options)
-    kind, message, hint = _kind_of(error, text)
-    if kind is StorageError and attempts > 1 and is_transient(error):
-        message = f"cannot be read after {attempts} attempts: {text}"
-    if where.startswith("hf://") and not hint and kind in {AccessError, MissingFileError}:
-        hint = _LOG_IN
-    return kind(message, where=where, hint=hint)
-
-
-def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, str]:
-    """Returns the class of the error, its message, and its hint."""
-    status = status_of(error)
+    text, status = describe_error(error, options), status_of(error)
     is_missing = isinstance(error, FileNotFoundError) or status in _GONE
     is_misused = isinstance(error, (TypeError, ValueError)) and status is None
     cases: tuple[tuple[bool, type[CkptkitError], str, str], ...] = (
@@ -141,7 +136,12 @@ def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, 
         (is_misused, UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS),
         (True, StorageError, f"cannot be read: {text}", ""),
     )
-    return next(case[1:] for case in cases if case[0])
+    kind, message, hint = next(case[1:] for case in cases if case[0])
+    if kind is StorageError and attempts > 1 and is_transient(error):
+        message = f"cannot be read after {attempts} attempts: {text}"
+    if where.startswith("hf://") and not hint and kind in {AccessError, MissingFileError}:
+        hint = _LOG_IN
+    return kind(message, where=where, hint=hint)
 
 
 _GO_ONLINE = "HF_HUB_OFFLINE is set; unset it, or give a local copy"
@@ -236,6 +236,64 @@ def _output_error(error: Exception, location: str, options: Mapping[str, Any]) -
     if isinstance(error, FileNotFoundError):
         hint = "see whether the bucket exists, and whether another run writes to the same place"
     return OutputError(f"cannot be written: {text}", where=location, hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often a request is made, and how long to wait in between.
+
+    Attributes:
+        attempts: The most requests, the first one included.
+        first_wait_seconds: Before the second request; each further wait is twice as long.
+        longest_wait_seconds: Of a single wait.
+        jitter: The random share of each wait, from 0 to 1. Many workers whose requests failed
+            together would otherwise repeat them together.
+    """
+
+    attempts: int = 7
+    first_wait_seconds: float = 0.2
+    longest_wait_seconds: float = 8.0
+    jitter: float = 0.5
+
+    def wait_seconds(self, failures: int) -> float:
+        """Returns how long to wait after so many failures in a row.
+
+        >>> policy = RetryPolicy(first_wait_seconds=2.0, longest_wait_seconds=300.0, jitter=0.0)
+        >>> [policy.wait_seconds(failures) for failures in (1, 2, 3, 20)]
+        [2.0, 4.0, 8.0, 300.0]
+        """
+        doubled = self.first_wait_seconds * 2.0 ** min(failures - 1, _MOST_DOUBLINGS)
+        full = min(doubled, self.longest_wait_seconds)
+        return full * (1.0 - self.jitter * random.random())  # noqa: S311  no secret depends on it
+
+
+def call_with_retries(
+    ask: Callable[[], T],
+    wait_before: Callable[[Exception, int], float | None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Calls `ask` until it succeeds.
+
+    Args:
+        ask: Makes the request; a repetition after a failure must do no harm.
+        wait_before: Takes the error and the number of failures. Returns how many seconds to wait
+            before the next call, or None to raise the error.
+        sleep: Waits.
+
+    Returns:
+        What `ask` returned.
+    """
+    failures = 0
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            failures += 1
+            wait = wait_before(error, failures)
+            if wait is None:
+                raise
+        sleep(wait)
 
 
 def wait_before_retry(

@@ -219,17 +219,14 @@ class StoreChecksum:
         text = answer.get(CHECKSUM)
         if not text:
             return None
-        encode_crc32, _, parts = str(text).partition("-")
+        encoded, _, parts = str(text).partition("-")
         kind = OF_PARTS if parts else str(answer.get("ChecksumType", ""))
-        return cls(decode_crc32(encode_crc32), kind, int(parts) if parts else None)
+        crc = int.from_bytes(base64.b64decode(encoded), "big")
+        return cls(crc, kind, int(parts) if parts else None)
 
 
 def encode_crc32(crc32: int) -> str:
     return base64.b64encode(crc32.to_bytes(_CRC_BYTES, "big")).decode("ascii")
-
-
-def decode_crc32(text: str) -> int:
-    return int.from_bytes(base64.b64decode(text), "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +236,6 @@ class SentPart:
     number: int
     etag: str
     crc32: int | None = None
-
-    def to_request(self) -> dict[str, Any]:
-        said: dict[str, Any] = {"PartNumber": self.number, "ETag": self.etag}
-        return said if self.crc32 is None else said | {CHECKSUM: encode_crc32(self.crc32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,13 +403,17 @@ class S3Uploads:
         proof = {} if whole is None else self._make_checksum(whole)
         if proof:
             proof["ChecksumType"] = WHOLE
-        listed = {"Parts": [part.to_request() for part in parts]}
+        listed = [
+            {"PartNumber": part.number, "ETag": part.etag}
+            | ({} if part.crc32 is None else {CHECKSUM: encode_crc32(part.crc32)})
+            for part in parts
+        ]
         answer = self._call(
             "complete_multipart_upload",
             Bucket=self._bucket,
             Key=key,
             UploadId=upload,
-            MultipartUpload=listed,
+            MultipartUpload={"Parts": listed},
             **proof,
             **conditions,
         )

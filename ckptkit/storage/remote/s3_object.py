@@ -44,25 +44,20 @@ class PartBuffers:
         The bytes of a part are valid until the next one is requested.
         """
         stop = start + data.nbytes
-        for part in self._parts_between(start, stop):
-            low, high = max(start, part.start), min(stop, part.stop)
-            whole = self._put(part, low, data[low - start : high - start])
+        size = self._parts[-1].stop if self._parts else 0
+        if start < 0 or stop > size:
+            raise ValueError(f"bytes [{start}, {stop}) are not in an object of {size} bytes")
+        low, at = start, bisect_right(self._starts, start) - 1
+        while low < stop:
+            part = self._parts[at]
+            if part.copied is not None:
+                raise ValueError(f"bytes from {low} on are not to be sent but copied")
+            whole = self._put(part, low, data[low - start : min(stop, part.stop) - start])
             if whole is not None:
                 yield part, whole
                 with self._lock:
                     self._free.append(whole)
-
-    def _parts_between(self, start: int, stop: int) -> Iterator[ObjectPart]:
-        size = self._parts[-1].stop if self._parts else 0
-        if start < 0 or stop > size:
-            raise ValueError(f"bytes [{start}, {stop}) are not in an object of {size} bytes")
-        at = bisect_right(self._starts, start) - 1
-        while start < stop:
-            part = self._parts[at]
-            if part.copied is not None:
-                raise ValueError(f"bytes from {start} on are not to be sent but copied")
-            yield part
-            start, at = part.stop, at + 1
+            low, at = part.stop, at + 1
 
     def _put(self, part: ObjectPart, start: int, data: memoryview) -> BytesIO | None:
         size = part.stop - part.start
@@ -179,7 +174,9 @@ class S3Object:
         self._store = store
         self._begun = begun
         self._is_small = size_bytes <= SMALL_BYTES and not copies
-        self._parts = _parts(size_bytes, copies, in_one=self._is_small)
+        self._parts = cut_into_parts(size_bytes, copies)
+        if self._is_small:
+            self._parts = (ObjectPart(1, 0, size_bytes),) if size_bytes else ()
         # If a copied range is cut in two, the checksums of the halves are unknown.
         self._is_split = any(
             part.copied is not None and part.copied is other.copied
@@ -248,7 +245,15 @@ class S3Object:
         whole = None if self._sums_parts else expected.whole
         complete_upload(self._store, self._whole_upload, parts, whole)
         self._is_visible = True
-        self._check(expected)
+        head = check_object(self._store, self._whole_upload, expected)
+        self.etag = head.etag
+        if head.checksum is None and self.copied_parts:
+            raise OutputError(
+                "the store reports no CRC-32 of what it copied, so the bytes cannot be verified",
+                where=self._store.url(self.key),
+                hint="copy the bytes through this machine: --dst-option"
+                " config_kwargs.request_checksum_calculation=when_required",
+            )
 
     def publish_new(self) -> None:
         """Makes it visible unless there is an object of that name; a large one in any case."""
@@ -286,33 +291,13 @@ class S3Object:
             return self._upload
 
     def _expected(self) -> ObjectSums:
-        sums = ObjectSums.of(self._checksums())
-        return replace(sums, of_parts=None, parts=len(self._parts)) if self._is_split else sums
-
-    def _checksums(self) -> Iterator[tuple[int, int]]:
+        checksums: list[tuple[int, int]] = []
         last = None
         for part in self._parts:
             if part.copied is None:
-                yield self._sums[part.number], part.stop - part.start
+                checksums.append((self._sums[part.number], part.stop - part.start))
             elif part.copied is not last:
-                yield part.copied.crc32, part.copied.size_bytes
+                checksums.append((part.copied.crc32, part.copied.size_bytes))
             last = part.copied
-
-    def _check(self, expected: ObjectSums) -> None:
-        head = check_object(self._store, self._whole_upload, expected)
-        self.etag = head.etag
-        if head.checksum is None and self.copied_parts:
-            raise OutputError(
-                "the store reports no CRC-32 of what it copied, so the bytes cannot be verified",
-                where=self._store.url(self.key),
-                hint="copy the bytes through this machine: --dst-option"
-                " config_kwargs.request_checksum_calculation=when_required",
-            )
-
-
-def _parts(
-    size_bytes: int, copies: Sequence[CopiedRange], *, in_one: bool
-) -> tuple[ObjectPart, ...]:
-    if in_one:
-        return (ObjectPart(1, 0, size_bytes),) if size_bytes else ()
-    return cut_into_parts(size_bytes, copies)
+        sums = ObjectSums.of(checksums)
+        return replace(sums, of_parts=None, parts=len(self._parts)) if self._is_split else sums

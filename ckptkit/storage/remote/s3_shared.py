@@ -25,6 +25,14 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
+from ckptkit.storage.base import (
+    Cut,
+    OutputAttempt,
+    SentRows,
+    encode_plan_note,
+    parse_plan,
+    parse_seen,
+)
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.remote.errors import ErrorTranslator, clean_up
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
@@ -41,14 +49,6 @@ from ckptkit.storage.remote.s3_target import (
     encode_mark,
     parse_uploads,
     sweep_uploads,
-)
-from ckptkit.storage.shared import (
-    Cut,
-    OutputAttempt,
-    SentRows,
-    encode_plan_note,
-    parse_plan,
-    parse_seen,
 )
 
 _ATTEMPTS = 10
@@ -76,9 +76,10 @@ class S3Notes:
         """Writes a note unless there is one of that name; returns the content of the note."""
         if self.why_no_conditions():
             raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
+        key = self._prefix + name
         for _ in range(_ATTEMPTS):
             with self._translate_errors():
-                self._put_new(name, data)
+                self._store.put_new(key, data, crc32(data), in_parts=bool(self._in_parts))
             content = self.get(name)
             if content is not None:
                 return content
@@ -115,10 +116,6 @@ class S3Notes:
                     return ""
             return "the store writes over an object that is to be written only if there is none"
         return ""
-
-    def _put_new(self, name: str, data: bytes) -> None:
-        key = self._prefix + name
-        self._store.put_new(key, data, crc32(data), in_parts=bool(self._in_parts))
 
     def _is_refused(self, *, in_parts: bool) -> bool:
         key, data = f"{self._prefix}probe-{os.urandom(8).hex()}", b"probe"
@@ -213,28 +210,21 @@ class S3SharedTarget:
     def __init__(self, place: S3Prefix, attempt: OutputAttempt, cut: Cut) -> None:
         """Looks at the place; `cut` cuts a file into parts, alike in all processes."""
         store = S3Uploads(place.store.store, place.store.root, writer=attempt.nonce)
-        self._place, self._attempt, self._cut = replace(place, store=store), attempt, cut
+        self.location = place.location
+        self._attempt, self._cut = attempt, cut
         self._store = store
         self._translate_errors = place.translate_errors
         self._folder = f"{store.prefix}{WORK_INFIX}{attempt.nonce}/"
         self._common = S3Notes(self._store, self._folder, self._translate_errors)
-        self._notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._translate_errors)
+        self.notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._translate_errors)
         self._objects: dict[str, S3SharedObject] = {}
-        self._commit = S3Commit(self._place, overwrite=attempt.overwrite)
+        self._commit = S3Commit(replace(place, store=store), overwrite=attempt.overwrite)
         if attempt.seen is not None:
             self._commit.seen = attempt.seen
 
     @property
-    def location(self) -> str:
-        return self._place.location
-
-    @property
     def removal(self) -> str:
         return f"aws s3 rm '{self._store.url(self._folder + _PLAN)}'"
-
-    @property
-    def notes(self) -> S3Notes:
-        return self._notes
 
     def plan(self) -> bytes | None:
         note = self._common.get(_PLAN)
@@ -325,28 +315,28 @@ class S3SharedTarget:
     def _has_uploads(self) -> bool:
         """Says whether the notes of the uploads exist: another run removes both together."""
         with_parts = [path for path, item in self._objects.items() if item.rows()]
-        return not with_parts or self._notes.get(_note_name(with_parts[0])) is not None
+        return not with_parts or self.notes.get(_note_name(with_parts[0])) is not None
 
     def _plan_one(self, path: str) -> None:
         """Notes an upload that is about to begin, for the next run after a kill."""
         key = self._store.prefix + path
-        self._notes.leave(f"{_note_name(path)}{_PLANNED}", encode_mark([], [key]))
+        self.notes.leave(f"{_note_name(path)}{_PLANNED}", encode_mark([], [key]))
 
     def _begin_one(self, path: str) -> None:
         with self._translate_errors():
             key = self._store.prefix + path
             self._plan_one(path)
             upload = self._store.begin(key)
-            self._notes.leave(_note_name(path), encode_mark([(key, upload)]))
+            self.notes.leave(_note_name(path), encode_mark([(key, upload)]))
 
     def _join_upload(self, path: str) -> str:
         """Returns the upload of a file, which the first process that needs it begins."""
-        note = self._notes.get(_note_name(path))
+        note = self.notes.get(_note_name(path))
         if note is None and self._attempt.is_agreed:
             key = self._store.prefix + path
             self._plan_one(path)
             mine = self._store.begin(key)
-            note = self._notes.put(_note_name(path), encode_mark([(key, mine)]))
+            note = self.notes.put(_note_name(path), encode_mark([(key, mine)]))
             if note != encode_mark([(key, mine)]):
                 self._store.abort(key, mine)
         for _, upload in parse_uploads(note or b""):

@@ -54,13 +54,6 @@ def encode_mark(uploads: Sequence[tuple[str, str]], planned: Collection[str] = (
     return json.dumps({UPLOADS: list(uploads), _PLANNED: sorted(planned)}).encode()
 
 
-def _parse_planned(mark: bytes) -> frozenset[str]:
-    try:
-        return frozenset(str(key) for key in json.loads(mark)[_PLANNED])
-    except (ValueError, TypeError, KeyError):
-        return frozenset()
-
-
 def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
     """Yields key and name of the uploads in a mark; none if it is damaged."""
     try:
@@ -136,7 +129,11 @@ def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
         if key.startswith(prefix):
             logger.info("removing an unfinished upload of an earlier run: %s", key)
             store.abort(key, upload)
-    return frozenset(key for key in _parse_planned(data) if key.startswith(prefix))
+    try:
+        planned = frozenset(str(key) for key in json.loads(data)[_PLANNED])
+    except (ValueError, TypeError, KeyError):
+        return frozenset()
+    return frozenset(key for key in planned if key.startswith(prefix))
 
 
 _PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
@@ -388,20 +385,15 @@ def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
         store.delete([key])
     except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
         logger.debug("the store was asked for a copy: %s", type(error).__name__)
-        _abort(store, key, upload)
+        try:
+            if upload:
+                store.abort(key, upload)
+        except Exception as left:  # noqa: BLE001  it holds next to nothing
+            logger.debug("an upload of %s was left: %s", key, type(left).__name__)
         return f"the store does not copy parts of objects ({type(error).__name__})"
     if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
         return "the store reports no CRC-32 of what it copied"
     return ""
-
-
-def _abort(store: S3Uploads, key: str, upload: str) -> None:
-    if not upload:
-        return
-    try:
-        store.abort(key, upload)
-    except Exception as error:  # noqa: BLE001  it holds next to nothing
-        logger.debug("an upload of %s was left: %s", key, type(error).__name__)
 
 
 class S3Target:
@@ -410,7 +402,7 @@ class S3Target:
     def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
         """Looks at the place, and removes the uploads that killed runs left there."""
         store = place.store
-        self._store, self._location = store, place.location
+        self._store, self.location = store, place.location
         self._translate_errors = place.translate_errors
         self._objects: dict[str, S3Object] = {}
         self._mark = f"{store.prefix}{WORK_INFIX}{store.writer}"
@@ -419,10 +411,6 @@ class S3Target:
         self._lock = threading.Lock()
         self._commit = S3Commit(place, overwrite=overwrite)
         self._commit.sweep()
-
-    @property
-    def location(self) -> str:
-        return self._location
 
     def free_bytes(self) -> int | None:
         """Returns None: a bucket has no limit that could be queried."""
@@ -433,9 +421,9 @@ class S3Target:
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
         """Prepares a file of which `copy` lets the store copy ranges, which are not written."""
-        check_relative(path, self._location)
+        check_relative(path, self.location)
         if path in self._objects:
-            raise OutputError(f"the file {path!r} is there already", where=self._location)
+            raise OutputError(f"the file {path!r} is there already", where=self.location)
         key = self._store.prefix + path
         self._objects[path] = S3Object(self._store, key, size_bytes, copies, begun=self._note)
 

@@ -42,13 +42,20 @@ class RemoteSource(Closing):
     The files come from one listing; a file that it lacks is looked up by its name, since the
     listing of a store may lag behind what was written. Every read requires the listed version of
     the object, where the store has such conditions.
+
+    Attributes:
+        location: The URL as the user named it; a place has no secrets in its URL.
+        is_distant: Whether a read costs a round trip, so that many are better asked for together.
     """
+
+    is_distant = True
 
     def __init__(
         self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
     ) -> None:
         """Opens the prefix, which is listed when that is needed, unless its objects are given."""
         self.place = place
+        self.location = place.location
         self._store = get_store(place)
         self._root = root or self._ask_store("", lambda: self._store.path_of(place))
         self._listed = listed
@@ -56,16 +63,6 @@ class RemoteSource(Closing):
         self._kept = _KeptRanges()
         self._lock = threading.Lock()
         self._crew: ThreadPoolExecutor | None = None
-
-    @property
-    def location(self) -> str:
-        """The URL as the user named it; a place has no secrets in its URL."""
-        return self.place.location
-
-    @property
-    def is_distant(self) -> bool:
-        """Whether a read costs a round trip, so that many are better asked for together."""
-        return True
 
     def walk(self, depth: int) -> Iterator[str]:
         yield from sorted(path for path in self._objects() if path.count("/") <= depth)
@@ -187,11 +184,14 @@ class RemoteSource(Closing):
                 where=self.location,
                 hint="wait for that run, or run its command again with --overwrite",
             )
-        return {
-            path: entry
-            for path, entry in listed.items()
-            if _is_ours(path) and not path.startswith(begun)
-        }
+        kept = {}
+        for path, entry in listed.items():
+            parts = path.split("/")
+            # Without outputs that are being staged, and keys that no path could have.
+            is_hidden = any(is_work_folder(part) or part in {"", ".", ".."} for part in parts)
+            if not is_hidden and not path.startswith(begun):
+                kept[path] = entry
+        return kept
 
     def _get_entry(self, path: str) -> ObjectInfo:
         check_relative(path, self.location)
@@ -282,9 +282,3 @@ class _KeptRanges:
             while self._size_bytes > _KEPT_TOGETHER_BYTES:
                 _, oldest = self._by_file.popitem(last=False)
                 self._size_bytes -= len(oldest)
-
-
-def _is_ours(path: str) -> bool:
-    """Leaves out outputs that are being staged, and keys that no path could have."""
-    parts = path.split("/")
-    return not any(is_work_folder(part) or part in {"", ".", ".."} for part in parts)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.core.retries import RetryPolicy, call_with_retries
 from ckptkit.storage.local.names import check_below
 from ckptkit.storage.remote.errors import (
+    RetryPolicy,
+    call_with_retries,
     describe_error,
     is_without_bucket,
     status_of,

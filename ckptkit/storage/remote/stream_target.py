@@ -147,7 +147,7 @@ class StreamTarget:
         # A client of its own: the files of a transaction are those of its file system.
         self._store = RemoteStore(place.protocol, place.options, place.location)
         self._filesystem = self._store.filesystem
-        self._location = place.location
+        self.location = place.location
         self._translate_errors: ErrorTranslator = error_translator(
             place.location, self._store.options
         )
@@ -159,16 +159,12 @@ class StreamTarget:
             self._path = self._store.path_of(place.location)
             # Not by the client of the transaction, which shows nothing before its end.
             self._claim = OutputClaim(
-                get_store(place), self._path, self._location, self._translate_errors
+                get_store(place), self._path, self.location, self._translate_errors
             )
             self._claim.refuse_taken()
             self._seen = self._objects()
             self._refuse_filled(self._seen)
         self._filesystem.start_transaction()
-
-    @property
-    def location(self) -> str:
-        return self._location
 
     def free_bytes(self) -> int | None:
         """Returns None: the room of a store is not known."""
@@ -176,9 +172,9 @@ class StreamTarget:
 
     def create(self, path: str, size_bytes: int) -> None:
         """Prepares a file of that size; it is opened with its first bytes."""
-        check_relative(path, self._location)
+        check_relative(path, self.location)
         if path in self._streams:
-            raise OutputError(f"the file {path!r} is there already", where=self._location)
+            raise OutputError(f"the file {path!r} is there already", where=self.location)
         self._streams[path] = Stream(lambda: self._open(path), size_bytes, self._room)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
@@ -261,17 +257,17 @@ class StreamTarget:
 
     def _refuse_filled(self, paths: Collection[str]) -> None:
         if paths and not self._overwrite:
-            raise output_exists_error(self._location)
+            raise output_exists_error(self.location)
 
     def _refuse_changed(self, objects: Mapping[str, ObjectInfo], last: str) -> set[str]:
         """Refuses what must not be replaced; returns the files that are removed with it."""
         self._refuse_filled(objects)
-        refuse_newer(objects.get(last), self._seen.get(last), self._location)
+        refuse_newer(objects.get(last), self._seen.get(last), self.location)
         if objects and last == MANIFEST_NAME:
             path = f"{self._path}/{last}"
             data = self._store.get_small(path) if last in objects else None
-            earlier = EarlierOutput.from_manifest(data, self._location)
-            refuse_unnamed(set(objects), earlier, self._location, self._claim.names)
+            earlier = EarlierOutput.from_manifest(data, self.location)
+            refuse_unnamed(set(objects), earlier, self.location, self._claim.names)
             return earlier.removable(set(objects), self._claim.names)
         return set(objects)
 

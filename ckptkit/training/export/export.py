@@ -33,9 +33,10 @@ from ckptkit.options import (
     parse_size,
 )
 from ckptkit.plan.plan import Plan
+from ckptkit.storage.base import Row
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.manifests import refuse_unnamed_in
-from ckptkit.storage.shared import Row, find_filesystem_type, why_not_shared
+from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.export.export_commit import (

@@ -21,8 +21,8 @@ from ckptkit.options import changed_options
 from ckptkit.plan.load_report import EXPORT
 from ckptkit.plan.plan import Literal, OutputFile, Plan, Segment
 from ckptkit.plan.side_files import CONFIG
+from ckptkit.storage.base import Row
 from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.shared import Row
 from ckptkit.training.agree.peers import name_ranks, poll_until
 from ckptkit.training.export.output_plan import ExportRequest, digest_of_plan
 from ckptkit.version import __version__

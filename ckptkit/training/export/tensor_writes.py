@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.checksums import ChecksumShare, compute_share
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
@@ -33,7 +34,6 @@ from ckptkit.engine.casts import Caster, overflow_error
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.lora.dialects import AdapterNames
 from ckptkit.plan.plan import Literal, Plan, TensorSpec
-from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.shared_target import PartFile, SharedTarget
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES

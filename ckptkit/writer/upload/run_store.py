@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError, TruncatedFileError
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
-from ckptkit.core.retries import RetryPolicy
-from ckptkit.storage.remote.errors import describe_error, is_transient, status_of
+from ckptkit.storage.remote.errors import RetryPolicy, describe_error, is_transient, status_of
 from ckptkit.storage.remote.s3 import S3Uploads
 from ckptkit.storage.remote.s3_object import S3Object
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptkit.storage.buffers import HUGE_PAGE_BYTES, address_of, aligned_buffer
+from ckptkit.core.arrays import HUGE_PAGE_BYTES, address_of, aligned_buffer
 from ckptkit.storage.local.disk import (
     BLOCK_BYTES,
     PAGE_BYTES,

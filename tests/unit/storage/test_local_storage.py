@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.errors import (
     InputError,
     MissingFileError,
@@ -18,7 +19,6 @@ from ckptkit.core.errors import (
     OutputExistsError,
     UnsafePathError,
 )
-from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local import target as staged_files
 from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.storage.local.source import LocalSource

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ckptkit.storage import place_identity
-from ckptkit.storage import shared as filesystems
 from ckptkit.storage.locations import Place
 from ckptkit.storage.place_identity import (
     PlaceRelation,
@@ -170,7 +169,7 @@ def test_a_folder_that_is_mounted_twice_is_one(
         f"30 22 8:2 / {disk} rw - ext4 /dev/sdb1 rw\n"
         f"31 22 8:2 /runs {escaped} rw - ext4 /dev/sdb1 rw\n"
     )
-    found = filesystems.read_mounts(table)
+    found = place_identity.read_mounts(table)
     monkeypatch.setattr(place_identity, "read_mounts", lambda: found)
     out = mounted / "a" / "new"
     assert find_overlap(Place(out), Place(disk / "runs" / "a")) is PlaceRelation.INSIDE

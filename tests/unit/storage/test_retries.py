@@ -13,8 +13,13 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.core.retries import RetryPolicy, call_with_retries
-from ckptkit.storage.remote.errors import as_input_error, is_transient, wait_before_retry
+from ckptkit.storage.remote.errors import (
+    RetryPolicy,
+    as_input_error,
+    call_with_retries,
+    is_transient,
+    wait_before_retry,
+)
 
 
 class AnswerError(Exception):

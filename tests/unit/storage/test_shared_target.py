@@ -10,7 +10,7 @@ from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
 from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.storage.local.shared_target import SharedTarget, why_no_ranges
 from ckptkit.storage.local.target import LocalTarget
-from ckptkit.storage.shared import find_filesystem_type, why_not_shared
+from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
 
 NONCE = "0123456789abcdef"
 NATIVE = Disk()
