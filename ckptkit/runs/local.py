@@ -1,4 +1,4 @@
-"""The store of a run, and its implementation for a local or mounted file system."""
+"""`RunStore` lists, holds and removes the steps of a run; `LocalRun` is that of a folder."""
 
 from __future__ import annotations
 

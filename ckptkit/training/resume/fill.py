@@ -1,4 +1,4 @@
-"""Fills the state of one rank from one step."""
+"""Loads a step on one rank: checks that it fits, allocates, reads tensors, restores all else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entries of the user's mapping: what each value is, and its place in a step."""
+"""Sorts the state that `save` and `resume` get: models, optimizers, others, and their file names."""
 
 from __future__ import annotations
 
