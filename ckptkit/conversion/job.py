@@ -1,4 +1,4 @@
-"""Carrying out a conversion, for the library and for the commands."""
+"""Runs a conversion job for the library and the commands: plans, then writes by a strategy."""
 
 from __future__ import annotations
 

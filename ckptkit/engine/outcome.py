@@ -1,4 +1,4 @@
-"""Results of an execution: digests and open checksums, proofs of finished files, and events.
+"""What an execution returns (digests, open checksums, proofs of files), and its progress events.
 
 An `Outcome` is what the process that completes an output needs of each part: plain values that
 processes exchange and join. `is_proven` compares a file of an earlier run with the digests that

@@ -322,8 +322,7 @@ _REFUSALS: tuple[tuple[Refused, str, str], ...] = (
     (
         lambda error, status: status == _TOO_LARGE or _LFS_ERRORS in str(error),
         "a file, or all of them together, is larger than the Hub takes",
-        "write smaller files with `ckptkit consolidate --max-shard-size 5GB`; where the repository is"
-        " full, push to another one",
+        "write smaller files (`consolidate --max-shard-size 5GB`), or use another repository",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Tensors that are rearranged in thought: which elements they would have, and where from.
+"""Traces reshapes, splits and permutations, to know the live element behind each element on disk.
 
 An arrangement starts as a live tensor and goes through the operations of a conversion, which
 move elements and compute nothing. It stays exact: an operation whose outcome it cannot express

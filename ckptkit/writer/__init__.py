@@ -1,1 +1,1 @@
-"""The process that persists saves: standard library only, never torch or numpy."""
+"""The processes that write, commit and upload saves; only `upload` needs more than Python."""

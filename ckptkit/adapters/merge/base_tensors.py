@@ -1,4 +1,4 @@
-"""The tensors of a base, and the kernels that apply the changes of adapters to them."""
+"""Makes the product of each base tensor from its changes: a copy, a cast or a merge kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The updates of a weight applied in order, a few rows at a time, and the norms that DoRA takes.
+"""Applies updates to rows of a weight: LoRA, biases, trained tokens; takes the norms of DoRA.
 
 Sources: PEFT 0.21 `tuners/lora/layer.py` (`merge`, `unmerge`, `_unmerged_base_weight`),
 `tuners/lora/variants.py` (DoRA), `utils/other.py` (trained tokens).

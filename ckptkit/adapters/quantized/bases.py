@@ -1,4 +1,4 @@
-"""The packed weights of a checkpoint and of a base model, as operands that a merge adds to.
+"""Decides for a merge how each packed weight is unpacked; refuses what cannot be proven.
 
 `trained` are the weights that the adapter was trained on, as the checkpoint holds them; `original`
 are those of `--base`. Either may be packed, or be absent; names are those of the plain model. Where

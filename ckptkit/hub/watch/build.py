@@ -1,4 +1,4 @@
-"""Decides which steps of a run are pushed, and builds the folders: a model or an adapter."""
+"""Decides which steps of a run are pushed, and writes the folders: a model or an adapter."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The bytes of an output's files around its tensors."""
+"""A module for each layout: which files an output has, and the bytes around their tensors."""

@@ -1,7 +1,7 @@
 """Restores the values of an optimizer: hyperparameters, states, and values of its own.
 
-The tensors of its parameters' states are filled in place. Everything else is read first, and put in
-place when every rank has read its own.
+`load_pieces` fills the tensors of its parameters' states in place. Everything else is read first
+and is set when every rank has read its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sorts the state that `save` and `resume` get: models, optimizers, others, and their file names."""
+"""Sorts the state that `save` and `resume` get: models, optimizers, others; names their files."""
 
 from __future__ import annotations
 
