@@ -10,10 +10,10 @@ from ckptkit.options import DEFAULT_MAX_FILE_BYTES, DTypeLike, Resources, parse_
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.source.open import PathLike
     from ckptkit.core.manifest import Manifest
     from ckptkit.engine.outcome import Listener
     from ckptkit.lora.changes import MergeDType, MergeNames, MergeRequest, QloraBase
+    from ckptkit.storage.places import PathLike
 
 
 class AdapterOptions(TypedDict, total=False):

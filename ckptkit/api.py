@@ -24,13 +24,13 @@ from ckptkit.storage.locations import Sources, place_of
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
-    from ckptkit.conversion.source.open import PathLike
     from ckptkit.conversion.source.read import Checkpoint
     from ckptkit.conversion.verify import Verification
     from ckptkit.core.manifest import Manifest
     from ckptkit.engine.outcome import Listener
     from ckptkit.runs.listing import RunListing
     from ckptkit.runs.pruning import Pruned
+    from ckptkit.storage.places import PathLike
 
 
 class Options(TypedDict, total=False):

@@ -17,8 +17,7 @@ from ckptkit.adapters.merge.base_model import BaseSource, open_base, take_weight
 from ckptkit.adapters.merge.report import SourceAdapter
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.places import make_absolute, resolve_path
+from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, resolve_path
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import RUN_FACTS

@@ -14,7 +14,7 @@ import numpy as np
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.quantized.requantize import find_packings
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.places import make_absolute
+from ckptkit.conversion.source.open import make_absolute
 from ckptkit.core.checksums import RangeChecksum
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import InputError

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.merge.base_model import BaseSource, open_base, place_on_disk
 from ckptkit.conversion.names_on_disk import find_disk_names
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
-from ckptkit.conversion.source.places import is_folder
+from ckptkit.conversion.source.open import OpenedCheckpoint, is_folder, open_checkpoint
 from ckptkit.conversion.source.read import find_ties
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
@@ -34,13 +33,13 @@ from ckptkit.engine.outcome import BytesWritten, Listener
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.options import ConsolidateRequest, matches
-from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.packed_weights import PACKED_WEIGHT, looks_packed
 from ckptkit.plan.peft_names import find_adapter, own_adapters, title_of
 from ckptkit.plan.plan import SOURCE, name_order
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import find_absent_tied_names
-from ckptkit.storage.places import place_of
+from ckptkit.storage.places import PathLike, place_of
 
 Matrix = NDArray[np.float32]
 EXACT = 512
@@ -359,9 +358,7 @@ def _open_tuned(stack: ExitStack, path: PathLike, select: str | None) -> BaseSou
     checkpoint = stack.enter_context(open_checkpoint(path, select=select))
     request = ConsolidateRequest(select=checkpoint.select)
     entries = select_model(checkpoint.index, request, location=checkpoint.path)
-    problem = next(find_problems(checkpoint.index, entries), None)
-    if problem is not None:
-        raise error_of(problem, checkpoint.path)
+    refuse_problems(checkpoint.index, entries, checkpoint.path)
     folders = SideFolders(stack, checkpoint, None)
     return BaseSource(
         checkpoint,

@@ -10,8 +10,7 @@ from typing import Any
 
 from ckptkit.adapters.base_records import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG
-from ckptkit.conversion.source.open import PathLike
+from ckptkit.conversion.source.adapters import ADAPTER_CONFIG
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
@@ -38,7 +37,7 @@ from ckptkit.plan.plan import (
     lay_out_file,
 )
 from ckptkit.plan.side_files import CONFIG
-from ckptkit.storage.places import open_target
+from ckptkit.storage.places import PathLike, open_target
 
 _KIND = "adapter"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model

@@ -25,7 +25,6 @@ from ckptkit.adapters.compare_models import (
     approximate,
     open_models,
 )
-from ckptkit.conversion.source.open import PathLike
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
@@ -60,7 +59,7 @@ from ckptkit.plan.plan import (
     lay_out_file,
 )
 from ckptkit.plan.vocabulary import is_embedding, is_head
-from ckptkit.storage.places import open_target
+from ckptkit.storage.places import PathLike, open_target
 
 _CONFIG = "adapter_config.json"
 _POOR = 0.9  # of the changes' energy: less is noted

@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge.merged_ties import find_resized_embeddings
-from ckptkit.conversion.source.adapter_records import AdapterRecord, AdapterRecords, read_record
-from ckptkit.conversion.source.adapters import Choice, choose_adapter, find_base, sort_trees
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
+from ckptkit.conversion.source.adapters import (
+    AdapterRecord,
+    AdapterRecords,
+    Choice,
+    choose_adapter,
+    find_base,
+    read_record,
+    sort_trees,
+)
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
@@ -36,6 +43,7 @@ from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.peft_names import LORA
 from ckptkit.plan.plan import SOURCE
+from ckptkit.storage.places import PathLike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

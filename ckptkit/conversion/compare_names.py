@@ -6,23 +6,25 @@ are copied. Without it, the headers of the base model or the counts in the confi
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.conversion.naming_program import (
-    LoadQuestion,
+    AnswerCache,
     NamingProgram,
     find_transformers_version,
     list_missing_libraries,
 )
 from ckptkit.conversion.source.model_folders import read_names, read_shapes_if_any
-from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.errors import CkptkitError, InputError, error_from_json
 from ckptkit.core.index import Shape
 from ckptkit.core.text import without_url_secrets
-from ckptkit.engine.outcome import Event, Listener, Planned, Waiting
+from ckptkit.engine.outcome import Listener, Planned, Waiting
 from ckptkit.hub_names.known_models import (
     compare_packed_parts,
     compare_with_base,
@@ -32,6 +34,7 @@ from ckptkit.hub_names.known_models import (
 from ckptkit.plan.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, make_refusal
 
 LIVE_NAMES = "names and shapes are not compared with the model of config.json: --names live"
+_DTYPES = ("dtype", "torch_dtype")  # of which names and shapes are independent
 _OLDEST = 5  # the first transformers whose loading can be asked
 _TIMEOUT_SECONDS = 120  # after all is copied
 _SILENT_SECONDS = 1.0  # before `Waiting` is reported
@@ -78,19 +81,34 @@ class Subject:
 
 
 class Comparison:
-    """A comparison that may still wait for its answer."""
+    """A comparison with what transformers reports, which answers during other work."""
 
-    def __init__(
-        self, subject: Subject | None = None, question: LoadQuestion | None = None
-    ) -> None:
-        """Takes what is compared, and the question to transformers; None compares nothing."""
+    def __init__(self, subject: Subject, program: NamingProgram) -> None:
+        """Takes what is compared, and the process that answers."""
+        request = subject.request
+        config = {key: value for key, value in request.config.items() if key not in _DTYPES}
+        self._question = json.dumps({"loading": {**request.to_json(), "config": config}}).encode()
+        self._cache = AnswerCache(request.config)
         self._subject = subject
-        self._question = question
+        self._program = program
+        self._answer: Future[bytes] | None = None
 
-    def begin(self) -> None:
-        """Asks transformers; does not wait."""
-        if self._question is not None:
-            self._question.begin()
+    def read_cached(self) -> LoadReport | None:
+        """Returns the cached answer, or None."""
+        cached = self._cache.read(self._question)
+        if cached is None:
+            return None
+        try:
+            return LoadReport.from_json(cached)
+        except (LookupError, TypeError, ValueError):
+            self._cache.forget(self._question)
+            return None
+
+    def begin(self) -> Future[bytes]:
+        """Asks transformers unless that was done; does not wait."""
+        if self._answer is None:
+            self._answer = self._program.ask(self._question)
+        return self._answer
 
     def finish(self, listener: Listener) -> None:
         """Waits for the answer, and refuses an output that would not load.
@@ -98,20 +116,31 @@ class Comparison:
         Args:
             listener: Receives `Waiting`, and a note if there is no answer.
         """
-        if self._subject is None or self._question is None:
-            return
-        question, self._question = self._question, None
-        if not question.is_answered(_SILENT_SECONDS):
+        if not wait([self.begin()], _SILENT_SECONDS).done:
             listener(Waiting("transformers has compared the names with the model"))
-        notes = _ask(self._subject, question)
+        notes = self.judge_answer()
         if notes:
             listener(Planned(notes))
 
+    def judge_answer(self) -> tuple[str, ...]:
+        """Waits for the answer; refuses an output that would not load, or returns notes."""
+        try:
+            document = self._program.wait(self.begin(), "", _TIMEOUT_SECONDS)
+            if "error" in document:
+                raise error_from_json(document["error"])
+            report = LoadReport.from_json(document)
+        except CkptkitError as error:
+            return _judge_without_asking(self._subject, error.message)
+        except (LookupError, TypeError, ValueError):
+            reason = "the program that asks transformers gave no answer"
+            return _judge_without_asking(self._subject, reason)
+        self._cache.keep(self._question, document)
+        return judge(self._subject, report)
 
-NO_COMPARISON = Comparison()
 
-
-def plan_comparison(subject: Subject, program: NamingProgram) -> tuple[Comparison, tuple[str, ...]]:
+def plan_comparison(
+    subject: Subject, program: NamingProgram
+) -> tuple[Comparison | None, tuple[str, ...]]:
     """Compares what can be compared without waiting, and prepares the rest.
 
     Args:
@@ -119,59 +148,34 @@ def plan_comparison(subject: Subject, program: NamingProgram) -> tuple[Compariso
         program: The process that answers later.
 
     Returns:
-        The rest, and notes for the user.
+        The rest, if there is any, and notes for the user.
     """
     if subject.config is None:
-        return NO_COMPARISON, ()
-    why = _why_not_ask(subject)
+        return None, ()
+    why, missing, installed = "", list_missing_libraries(), find_transformers_version()
+    digits = re.match(r"\d+", installed[0]) if installed is not None else None
+    if missing:
+        why = f"{' and '.join(missing)} cannot be imported"
+    elif not isinstance(subject.config.get("model_type"), str):
+        why = "config.json names no model type"
+    elif installed is not None and digits is not None and int(digits[0]) < _OLDEST:
+        why = f"transformers {installed[0]} is too old"
     if why:
-        return NO_COMPARISON, _judge_without_asking(subject, why)
-    question = LoadQuestion(subject.request, program)
-    report = question.read_cached()
+        return None, _judge_without_asking(subject, why)
+    comparison = Comparison(subject, program)
+    report = comparison.read_cached()
     if report is not None:
-        return NO_COMPARISON, judge(subject, report)
-    if _looks_wrong(subject):  # then the answer is awaited before anything is written
-        return NO_COMPARISON, _ask(subject, question)
-    return Comparison(subject, question), ()
+        return None, judge(subject, report)
+    if any(not report.is_clean for report in _compare_without_asking(subject)):
+        return None, comparison.judge_answer()  # it is awaited before anything is written
+    return comparison, ()
 
 
 def compare_now(subject: Subject) -> tuple[str, ...]:
     """Compares, waits for the answer, and returns notes for the user."""
-    late: list[str] = []
-
-    def listen(event: Event) -> None:
-        late.extend(event.notes if isinstance(event, Planned) else ())
-
     with NamingProgram() as program:
         comparison, notes = plan_comparison(subject, program)
-        comparison.finish(listen)
-    return (*notes, *late)
-
-
-def _looks_wrong(subject: Subject) -> bool:
-    return any(not report.is_clean for report in _compare_without_asking(subject))
-
-
-def _why_not_ask(subject: Subject) -> str:
-    """Returns why transformers cannot be asked; empty where it can."""
-    missing = list_missing_libraries()
-    if missing:
-        return f"{' and '.join(missing)} cannot be imported"
-    if not isinstance((subject.config or {}).get("model_type"), str):
-        return "config.json names no model type"
-    installed = find_transformers_version()
-    digits = re.match(r"\d+", installed[0]) if installed is not None else None
-    if installed is not None and digits is not None and int(digits[0]) < _OLDEST:
-        return f"transformers {installed[0]} is too old"
-    return ""
-
-
-def _ask(subject: Subject, question: LoadQuestion) -> tuple[str, ...]:
-    try:
-        report = question.finish(_TIMEOUT_SECONDS)
-    except CkptkitError as error:
-        return _judge_without_asking(subject, error.message)
-    return judge(subject, report)
+        return notes if comparison is None else comparison.judge_answer()
 
 
 def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:

@@ -15,15 +15,18 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from ckptkit.conversion.existing_output import read_output_manifest, verify_existing_output
-from ckptkit.conversion.source.open import SOURCE_IDENTITY, describe_sources, open_checkpoint
-from ckptkit.conversion.source.places import resolve_path
+from ckptkit.conversion.resume import read_output_manifest, verify_existing_output
+from ckptkit.conversion.source.open import (
+    SOURCE_IDENTITY,
+    describe_sources,
+    open_checkpoint,
+    resolve_path,
+)
 from ckptkit.conversion.verify import run_verification
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import (
@@ -130,26 +133,28 @@ class SourceRemoval:
     def _remove(self, manifest: Manifest) -> None:
         name = _record_name(self.out)
         if not self.manifest:
-            put_record(self.root, name, self._record(manifest))
+            record = {
+                "out": resolve_path(self.out),
+                "request": self.request,
+                "manifest": _digest(manifest.to_json()),
+                "identity": self.identity,
+                "values": self.values,
+                "markers": self.markers,
+                "files": [[file.path, file.size_bytes, file.identity] for file in self.files],
+            }
+            put_record(self.root, name, json.dumps(record).encode())
         remove_files(self.root, [file.path for file in self.files], last=name)
-
-    def _record(self, manifest: Manifest) -> bytes:
-        files = [[file.path, file.size_bytes, file.identity] for file in self.files]
-        record = {
-            "out": resolve_path(self.out),
-            "request": self.request,
-            "manifest": _digest(manifest.to_json()),
-            "identity": self.identity,
-            "values": self.values,
-            "markers": self.markers,
-            "files": files,
-        }
-        return json.dumps(record).encode()
 
     def _verify(self, manifest: Manifest, listener: Listener) -> None:
         where = os.fspath(self.out)
-        if not is_url(self.out):
-            _drop_from_cache(local_path(self.out), manifest)
+        for path in () if is_url(self.out) else manifest.files:
+            # The system reads it from the disk next, where it supports that.
+            with suppress(OSError):  # reading it reports the error
+                file = LOCAL_DISK.open_for_reading(local_path(self.out) / path)
+                try:
+                    file.forget()
+                finally:
+                    file.close()
         with open_source(self.out) as output:
             size = output.stat(MANIFEST_NAME).size_bytes
             is_same = output.read(MANIFEST_NAME, 0, size) == manifest.to_json()
@@ -214,22 +219,18 @@ def plan_removal(job: ConversionJob) -> SourceRemoval:
     Returns:
         All of them, or those that an earlier run that was killed has recorded.
     """
-    _refuse_several(job)
-    refuse_linked(job.src)
-    unfinished = _find_unfinished(job)
-    if unfinished is not None:
-        return unfinished
-    with job.plan_output() as planned:
-        return _removal_of(planned, job)
-
-
-def _refuse_several(job: ConversionJob) -> None:
     if job.also:
         raise UsageError(
             "cannot be combined with --also: files in several places are not removed",
             where=_OPTION,
             hint="leave it out, and remove the files by hand",
         )
+    refuse_linked(job.src)
+    unfinished = _find_unfinished(job)
+    if unfinished is not None:
+        return unfinished
+    with job.plan_output() as planned:
+        return _removal_of(planned, job)
 
 
 def refuse_linked(src: PathLike) -> None:
@@ -275,8 +276,12 @@ def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
     """Returns the removal that a killed run of the same command has begun, or None."""
     src, name = place_of(job.src), _record_name(job.out)
     for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
-        record = _read_record(root, name)
-        if record is None or record["out"] != resolve_path(job.out):
+        try:
+            with open_source(root) as source:
+                record = json.loads(source.read(name, 0, source.stat(name).size_bytes))
+        except (MissingFileError, NotACheckpointError, ValueError, OSError):
+            continue
+        if record["out"] != resolve_path(job.out):
             continue
         if record["request"] != _request_of(job):
             raise OutputExistsError(
@@ -297,15 +302,6 @@ def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
             manifest=record["manifest"],
         )
     return None
-
-
-def _read_record(root: Place, name: str) -> Any:
-    try:
-        with open_source(root) as source:
-            size = source.stat(name).size_bytes
-            return json.loads(source.read(name, 0, size))
-    except (MissingFileError, NotACheckpointError, ValueError, OSError):
-        return None
 
 
 def _find_finished(job: ConversionJob, listener: Listener) -> Manifest | None:
@@ -363,15 +359,28 @@ def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     folder = checkpoint.source.folders[0]
     root = place_of(job.src).beside(folder.location)
     read = _read_keys(planned.plan)
-    holding = _files_by_key(checkpoint.index)
+    index = checkpoint.index
+    holding = {
+        key: {index.files[int(n)].path for n in np.unique(index.records.file[entry.chunks.record])}
+        for key, entry in index.tensors.items()
+    }
     used = {path for key in read for path in holding.get(key, ())}
     units = [unit for unit in checkpoint.units if used & set(unit.candidate.files)]
     paths = {path for unit in units for path in unit.candidate.files}
-    lost = [entry for entry in checkpoint.index.tensors.values() if paths & holding[entry.key]]
-    _refuse_lost(list(_not_written(lost, planned, read)), root)
+    held = [entry for entry in index.tensors.values() if paths & holding[entry.key]]
+    _refuse_lost(held, planned, read, root)
     ordered = dict.fromkeys([*_first(folder, units), *sorted(paths)])
-    files = tuple(_stat(folder, path) for path in ordered)
-    _refuse_unknown([file for file in files if file.path in paths], checkpoint.index, root)
+    files: tuple[FileRef, ...] = ()
+    for path in ordered:
+        try:
+            files += (folder.stat(path),)
+        except InputError as error:
+            raise RefusedError(
+                f"{path!r} is merged from other files",
+                where=f"{_OPTION} {folder.location}",
+                hint="remove the checkpoint by hand",
+            ) from error
+    _refuse_unknown([file for file in files if file.path in paths], index, root)
     refuse_unremovable(root, ordered)
     _refuse_step_in_use(root, files)
     return SourceRemoval(
@@ -380,7 +389,7 @@ def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
         files=files,
         markers=tuple(marker(unit.candidate) for unit in units),
         identity=describe_sources(planned.sources)[SOURCE_IDENTITY],
-        values=len(checkpoint.index.values),
+        values=len(index.values),
         request=_request_of(job),
     )
 
@@ -395,36 +404,24 @@ def _read_keys(plan: Plan) -> set[Key]:
     return read
 
 
-def _files_by_key(index: TensorIndex) -> Mapping[Key, set[str]]:
-    return {
-        key: {
-            index.files[int(number)].path
-            for number in np.unique(index.records.file[entry.chunks.record])
-        }
-        for key, entry in index.tensors.items()
-    }
+def _best(entry: TensorEntry) -> Key:
+    return entry.key if entry.master is None else entry.master.key
 
 
-def _not_written(
-    entries: list[TensorEntry], planned: PlannedOutput, read: set[Key]
-) -> Iterator[TensorEntry]:
-    """Yields tensors whose values, as precise as they are stored, are not in the output."""
+def _refuse_lost(
+    entries: list[TensorEntry], planned: PlannedOutput, read: set[Key], root: Place
+) -> None:
+    """Refuses tensors whose values, as precise as they are stored, are not in the output."""
     index = planned.checkpoint.index
     tied = {str(name) for name in planned.plan.dropped}
     kept = {key for group in index.aliases if group & read for key in group}
     # Another model can have a tensor of the same name that was not compared.
     trees = {entry.tree for entry in index.tensors.values() if _best(entry) in read}
+    lost = []
     for entry in entries:
         is_tied = entry.part == "model" and entry.tree in trees and str(entry.name) in tied
         if entry.elements and _best(entry) not in read and entry.key not in kept and not is_tied:
-            yield entry
-
-
-def _best(entry: TensorEntry) -> Key:
-    return entry.key if entry.master is None else entry.master.key
-
-
-def _refuse_lost(lost: list[TensorEntry], root: Place) -> None:
+            lost.append(entry)
     if not lost:
         return
     first = lost[0]
@@ -463,35 +460,24 @@ def _first(folder: Folder, units: list[CheckpointUnit]) -> Iterator[str]:
     yield from (marker(unit.candidate) for unit in units)
 
 
-def _stat(folder: Folder, path: str) -> FileRef:
-    try:
-        return folder.stat(path)
-    except InputError as error:
-        raise RefusedError(
-            f"{path!r} is merged from other files",
-            where=f"{_OPTION} {folder.location}",
-            hint="remove the checkpoint by hand",
-        ) from error
-
-
 def _refuse_step_in_use(root: Place, files: tuple[FileRef, ...]) -> None:
     """Refuses a step that is being pushed, or is marked at a store as being read."""
     for folder in sorted({posixpath.join(root.location, file.path) for file in files}):
         parts = folder.split("/")
         named = [at for at, part in enumerate(parts[:-1]) if parse_step(part) is not None]
-        if named:
-            _refuse_used(root.beside("/".join(parts[: named[-1]])), parts[named[-1]])
-            return
-
-
-def _refuse_used(run: Place, name: str) -> None:
-    pushes = read_pushes(run, None)
-    if any(push.state == "pushing" and push.step == parse_step(name) for push in pushes):
-        raise RefusedError(
-            "its push has begun and is not done", where=run.location, hint="wait until it is done"
-        )
-    if is_url(run) and open_run(run).in_use(name, ()):
-        raise _in_use(run.beside(f"{run}/{name}"))
+        if not named:
+            continue
+        run, name = root.beside("/".join(parts[: named[-1]])), parts[named[-1]]
+        pushes = read_pushes(run, None)
+        if any(push.state == "pushing" and push.step == parse_step(name) for push in pushes):
+            raise RefusedError(
+                "its push has begun and is not done",
+                where=run.location,
+                hint="wait until it is done",
+            )
+        if is_url(run) and open_run(run).in_use(name, ()):
+            raise _in_use(run.beside(f"{run}/{name}"))
+        return
 
 
 def _in_use(place: Place) -> RefusedError:
@@ -500,14 +486,3 @@ def _in_use(place: Place) -> RefusedError:
         where=place.location,
         hint="wait until it has ended, and run the same command again",
     )
-
-
-def _drop_from_cache(out: Path, manifest: Manifest) -> None:
-    """Makes the system read the output from the disk next, where it supports that."""
-    for path in manifest.files:
-        with suppress(OSError):  # reading it reports the error
-            file = LOCAL_DISK.open_for_reading(out / path)
-            try:
-                file.forget()
-            finally:
-                file.close()

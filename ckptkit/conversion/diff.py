@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ckptkit.conversion.source.open import PathLike, open_checkpoint
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.read import leaf_span, same_bytes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
@@ -21,9 +21,15 @@ from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import find_tie_candidates
+from ckptkit.storage.places import PathLike
+
+_NAMES_DIFFER = (
+    "a training checkpoint of this type of model has other names than a model folder; to"
+    " compare the two, consolidate it first and compare the output"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +90,7 @@ class _Side:
         checkpoint = stack.enter_context(open_checkpoint(path))
         request = ConsolidateRequest(select=checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
-        problem = next(find_problems(checkpoint.index, entries), None)
-        if problem is not None:
-            raise error_of(problem, checkpoint.path)
+        refuse_problems(checkpoint.index, entries, checkpoint.path)
         self.path = checkpoint.path
         self.entries = {entry.name: entry for entry in entries}
         self.origin = Origin(name, checkpoint.source, checkpoint.index)
@@ -135,6 +139,8 @@ def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> D
             tuple(name for name in first if name not in second),
             tuple(name for name in second if name not in first),
         )
+        # Names in training differ from those on disk where transformers has to be asked.
+        is_renamed = any(determine_need(s.config, has_base=True).kind == "ask" for s in sides)
         return Difference(
             a=sides[0].path,
             b=sides[1].path,
@@ -143,19 +149,8 @@ def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> D
             only_in_b=only[1],
             reshaped=reshaped,
             changed=changed,
-            note=_note_on_names(sides) if all(only) else "",
+            note=_NAMES_DIFFER if all(only) and is_renamed else "",
         )
-
-
-def _note_on_names(sides: Iterable[_Side]) -> str:
-    """Returns a note for models whose names in training differ from those on disk."""
-    needs = [determine_need(side.config, has_base=True) for side in sides]
-    if not any(need.kind == "ask" for need in needs):
-        return ""
-    return (
-        "a training checkpoint of this type of model has other names than a model folder; to"
-        " compare the two, consolidate it first and compare the output"
-    )
 
 
 def _extent(entry: TensorEntry) -> str:
@@ -176,7 +171,7 @@ class _Comparison:
         self._differences: dict[Fqn, TensorDifference] = {}
 
     def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
-        named = {name: _renamed(entry, name) for name, entry in self._first.items()}
+        named = {name: replace(entry, name=name) for name, entry in self._first.items()}
         result = scan(
             origin,
             list(named.values()),
@@ -190,7 +185,10 @@ class _Comparison:
         return tuple(self._differences[name] for name in named if name in self._differences)
 
     def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
-        other = self._read(self._second[entry.name], leaf, len(view))
+        if not hasattr(self._local, "reader"):
+            self._local.reader = TensorReader(self._origin)
+        other, second = memoryview(bytearray(len(view))), self._second[entry.name]
+        self._local.reader.fill(second.key, leaf_span(second, leaf), other)
         if same_bytes(view, other):
             return
         elements, largest = _count(entry, view, other)
@@ -200,17 +198,6 @@ class _Comparison:
             self._differences[entry.name] = TensorDifference(
                 entry.name, before.elements + elements, max(values, default=None)
             )
-
-    def _read(self, entry: TensorEntry, leaf: int, size_bytes: int) -> memoryview:
-        if not hasattr(self._local, "reader"):
-            self._local.reader = TensorReader(self._origin)
-        buffer = memoryview(bytearray(size_bytes))
-        self._local.reader.fill(entry.key, leaf_span(entry, leaf), buffer)
-        return buffer
-
-
-def _renamed(entry: TensorEntry, name: Fqn) -> TensorEntry:
-    return entry if entry.name == name else replace(entry, name=name)
 
 
 def _count(entry: TensorEntry, first: memoryview, second: memoryview) -> tuple[int, float | None]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ckptkit.conversion.existing_output import find_written_output
+from ckptkit.conversion.resume import find_written_output
 from ckptkit.conversion.write import (
     PlannedOutput,
     WriteStrategy,
@@ -231,8 +231,14 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
             self._check_place(target)
         agreed = target.agree(data)
         if agreed != data:
+            count = json.loads(agreed)["slices"]
+            difference = (
+                "of another plan: the source, an option or the version of ckptkit is another one"
+                if count == self._share.count
+                else f"of {count:,}, and this one is of {self._share.count:,}"
+            )
             raise RefusedError(
-                f"other slices of this output are {_difference(own, json.loads(agreed))}",
+                f"other slices of this output are {difference}",
                 where=target.location,
                 hint="run all slices with the same options, versions and source; where the others"
                 f" are left over from an earlier attempt, remove them: {target.removal}",
@@ -296,12 +302,6 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
             self._target.leave()
 
 
-def _difference(own: dict[str, Any], agreed: dict[str, Any]) -> str:
-    if own["slices"] != agreed["slices"]:
-        return f"of {agreed['slices']:,}, and this one is of {own['slices']:,}"
-    return "of another plan: the source, an option or the version of ckptkit is another one"
-
-
 def _note_name(number: int) -> str:
     return f"slice-{number}"
 
@@ -346,7 +346,10 @@ class NodeStation:
                 )
 
             threads = planned.settings.workers
-            if not self.are_threads_chosen and not _waits_for_a_store(planned, self.out):
+            waits_for_a_store = is_url(self.out) or any(
+                distant(checkpoint.source) is not None for checkpoint in planned.sources
+            )
+            if not self.are_threads_chosen and not waits_for_a_store:
                 threads = min(threads, cores)
             place, cut = SharedPlace(self.out, _RAY_OPTION), _cut_by(planned.plan)
             ready = replace(planned, settings=replace(planned.settings, workers=threads))
@@ -359,10 +362,6 @@ class NodeStation:
                     target.leave()
 
             yield run
-
-
-def _waits_for_a_store(planned: PlannedOutput, out: PathLike) -> bool:
-    return is_url(out) or any(distant(one.source) is not None for one in planned.sources)
 
 
 class RayCluster(WriteStrategy[Manifest]):

@@ -19,12 +19,12 @@ from ckptkit.conversion.source.adapters import (
     find_peft,
     read_config,
 )
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.geometry import distinct
-from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
+from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import FileGroup, group_files
@@ -35,57 +35,9 @@ from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
 from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.steps import parse_metrics
+from ckptkit.storage.places import PathLike
 
 _DESCRIBING = (SIDE_FOLDER, "huggingface")  # folders of side files
-
-
-def list_ignored_files(checkpoint: OpenedCheckpoint) -> tuple[FileGroup, ...]:
-    """Groups the files of a step that are neither read nor copied with the weights."""
-    base = checkpoint.folder
-    inside = [path for path in checkpoint.paths if _is_inside(path, base)]
-    read = {file.path for file in checkpoint.index.files}
-    left = [path for path in inside if path not in read and not _describes(path, base)]
-    return group_files(left, base=base, recognised=read)
-
-
-def _is_inside(path: str, folder: str) -> bool:
-    return not folder or path.startswith(f"{folder}/")
-
-
-def _describes(path: str, base: str) -> bool:
-    """Returns whether a file describes the model or the step, by its name."""
-    first, _, rest = posixpath.relpath(path, base or ".").partition("/")
-    name = posixpath.basename(path)
-    is_known = name == MANIFEST_NAME or name in TAG_FILES or is_side_file(name)
-    return is_known or (rest != "" and first in _DESCRIBING)
-
-
-def read_saved_mesh(checkpoint: OpenedCheckpoint) -> tuple[tuple[str, int], ...]:
-    """Returns the mesh of the first model of a step that ckptkit saved; empty where unknown."""
-    if checkpoint.manifest is None:
-        return ()
-    step = step_folder(checkpoint.units[0].candidate.folder)
-    path = posixpath.join(step, RUN_FACTS)
-    try:
-        size = checkpoint.source.stat(path).size_bytes
-        data = checkpoint.source.read(path, 0, min(size, MAX_JSON_BYTES))
-        return _first_mesh(json.loads(data))
-    except (InputError, ValueError, RecursionError):
-        return ()
-
-
-def _first_mesh(facts: Any) -> tuple[tuple[str, int], ...]:
-    models = facts.get("models") if isinstance(facts, Mapping) else None
-    first = next(iter(models.values()), None) if isinstance(models, Mapping) else None
-    match first:
-        case {"mesh": {"names": [*names], "shape": [*shape]}} if all(map(_is_size, shape)):
-            padded = [*map(str, names), *[""] * len(shape)]
-            return tuple(zip(padded, shape, strict=False))
-    return ()
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
 
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
@@ -228,7 +180,7 @@ def run_inspection(
         return replace(
             report,
             adapter=describe_adapters(checkpoint, folders),
-            mesh=_mesh(checkpoint),
+            mesh=_read_mesh(checkpoint),
             peft=peft,
             refusals=_refusals(report.tensors, peft, config),
         )
@@ -251,11 +203,23 @@ def _refusals(
 def _report(
     checkpoint: OpenedCheckpoint, config: Mapping[str, Any], tied: tuple[TieLine, ...]
 ) -> Inspection:
-    index = checkpoint.index
+    index, base = checkpoint.index, checkpoint.folder
     saved = checkpoint.manifest.source if checkpoint.manifest is not None else {}
     entries = list(index.tensors.values())
     if checkpoint.select is not None:
         entries = [entry for entry in entries if entry.tree == checkpoint.select]
+    totals: Counter[int] = Counter()
+    for entry in entries:
+        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
+        for rank in distinct(entry.chunks.rank).tolist():
+            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
+        architectures = []
+    metrics = parse_metrics(saved.get("metrics"))
+    keys, read = {entry.key for entry in entries}, {file.path for file in index.files}
+    inside = [path for path in checkpoint.paths if not base or path.startswith(f"{base}/")]
+    ignored = [path for path in inside if path not in read and not _describes(path, base)]
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -263,49 +227,26 @@ def _report(
         writer=index.run.writer,
         world_size=index.run.world_size,
         step=index.run.step,
-        files=len({file.path for file in index.files}),
+        files=len(read),
         size_bytes=sum(max(file.size_bytes, 0) for file in index.files),
-        bytes_per_rank=_bytes_per_rank(entries),
+        bytes_per_rank=tuple(totals[rank] for rank in range(max(totals, default=-1) + 1)),
         model_type=_text(config.get("model_type")),
-        architectures=_texts(config.get("architectures")),
+        architectures=tuple(architectures),
         trees=tuple(_trees(entries)),
-        tensors=tuple(_line(entry) for entry in entries),
+        tensors=tuple(map(_line, entries)),
         objects=tuple(".".join(map(str, path)) for path in index.values),
         tied=tied,
-        problems=tuple(_problems(index, entries)),
+        problems=(
+            *find_problems(index, entries),
+            *(problem for problem in index.problems if problem.where not in keys),
+        ),
         notes=(*checkpoint.notes, *index.run.notes),
         layout=_text(saved.get("layout")),
-        metrics=_metrics(saved.get("metrics")),
+        metrics={name: value for name, value in metrics.items() if value is not None},
         saved_at=_text(saved.get("saved_at")),
         version=index.run.version,
-        ignored=list_ignored_files(checkpoint),
+        ignored=group_files(ignored, base=base, recognised=read),
     )
-
-
-def _mesh(checkpoint: OpenedCheckpoint) -> tuple[MeshDimension, ...]:
-    mesh = checkpoint.index.run.mesh or read_saved_mesh(checkpoint)
-    return tuple(MeshDimension(name, size) for name, size in mesh)
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _metrics(document: object) -> Mapping[str, float]:
-    metrics = parse_metrics(document)
-    return {name: value for name, value in metrics.items() if value is not None}
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        return ()
-    return tuple(value)
-
-
-def _problems(index: TensorIndex, entries: Sequence[TensorEntry]) -> Iterator[Problem]:
-    yield from find_problems(index, entries)
-    keys = {entry.key for entry in entries}
-    yield from (problem for problem in index.problems if problem.where not in keys)
 
 
 def _line(entry: TensorEntry) -> TensorLine:
@@ -318,6 +259,18 @@ def _line(entry: TensorEntry) -> TensorLine:
         chunks=len(entry.chunks),
         size_bytes=entry.size_bytes,
     )
+
+
+def _describes(path: str, base: str) -> bool:
+    """Returns whether a file describes the model or the step, by its name."""
+    first, _, rest = posixpath.relpath(path, base or ".").partition("/")
+    name = posixpath.basename(path)
+    is_known = name == MANIFEST_NAME or name in TAG_FILES or is_side_file(name)
+    return is_known or (rest != "" and first in _DESCRIBING)
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _trees(entries: Sequence[TensorEntry]) -> Iterator[TreeLine]:
@@ -353,16 +306,6 @@ def _split(entry: TensorEntry) -> str:
             parts = len(distinct(entry.chunks.offsets[full][:, axis]))
             ways.append(f"dimension {axis} over {parts}")
     return " and ".join(ways) or "whole"
-
-
-def _bytes_per_rank(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
-    totals: Counter[int] = Counter()
-    for entry in entries:
-        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
-        for rank in distinct(entry.chunks.rank).tolist():
-            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
-    ranks = [rank for rank in totals if rank >= 0]
-    return tuple(totals[rank] for rank in range(max(ranks) + 1)) if ranks else ()
 
 
 def _ties(checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None) -> tuple[TieLine, ...]:
@@ -420,3 +363,25 @@ def _contents(locator: Locator, entry: TensorEntry) -> dict[bytes, _Content]:
         content = _Content(at.crc32, at.origin - at.start, at.strides)
         contents[boxes[row].tobytes()] = content
     return contents
+
+
+def _read_mesh(checkpoint: OpenedCheckpoint) -> tuple[MeshDimension, ...]:
+    """Returns the mesh: of a step that ckptkit saved, that of its first model; empty if unknown."""
+    if checkpoint.index.run.mesh:
+        return tuple(MeshDimension(name, size) for name, size in checkpoint.index.run.mesh)
+    if checkpoint.manifest is None:
+        return ()
+    path = posixpath.join(step_folder(checkpoint.units[0].candidate.folder), RUN_FACTS)
+    try:
+        size = checkpoint.source.stat(path).size_bytes
+        facts = json.loads(checkpoint.source.read(path, 0, min(size, MAX_JSON_BYTES)))
+    except (InputError, ValueError, RecursionError):
+        return ()
+    models = facts.get("models") if isinstance(facts, Mapping) else None
+    first = next(iter(models.values()), None) if isinstance(models, Mapping) else None
+    match first:
+        case {"mesh": {"names": [*names], "shape": [*shape]}}:
+            if all(type(size) is int and size > 0 for size in shape):
+                padded = [*map(str, names), *[""] * len(shape)]
+                return tuple(map(MeshDimension, padded, shape))
+    return ()

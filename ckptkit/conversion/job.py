@@ -7,11 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.resume import Resumable, refuse_resuming
+from ckptkit.conversion.resume import Resumable, refuse_resuming, verify_existing_output
 from ckptkit.conversion.write import SingleProcess, WriteStrategy, write_output
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Listener, ignore
-from ckptkit.plan.shares import Share
 from ckptkit.storage.places import is_url, local_path, open_target
 
 if TYPE_CHECKING:
@@ -47,42 +46,35 @@ def run_job(job: ConversionJob, listener: Listener = ignore) -> JobResult:
         manifest, removal = write_and_remove(job, partial(_write, job, listener), listener)
         return JobResult(manifest, removal=removal)
     if job.if_exists == "verify":
-        from ckptkit.conversion.existing_output import verify_existing_output
-
         existing = verify_existing_output(job, listener)
         if existing is not None:
             return JobResult(existing)
     if job.share is None:
         return JobResult(_write(job, listener))
-    return _write_slice(job, job.share, listener)
+    from ckptkit.conversion.distribute import Slice
+
+    job.check_places()
+    with (
+        Slice(job.out, job.share, listener, overwrite=job.overwrite) as strategy,
+        job.plan_output() as planned,
+    ):
+        written = write_output(planned, strategy, listener)
+    return JobResult(None, written) if isinstance(written, tuple) else JobResult(written)
 
 
 def _write(job: ConversionJob, listener: Listener) -> Manifest:
     job.check_places()
     if job.resume:
         refuse_resuming(job.out, job.resources)
-    with _choose_strategy(job, listener) as strategy, job.plan_output() as planned:
-        return write_output(planned, strategy, listener)
-
-
-def _choose_strategy(job: ConversionJob, listener: Listener) -> WriteStrategy[Manifest]:
+    strategy: WriteStrategy[Manifest]
     if job.resources.engine == "ray":
         from ckptkit.conversion.distribute import RayCluster
 
-        return RayCluster(job, job.out, job.resources, listener, overwrite=job.overwrite)
-    if is_url(job.out):
-        return SingleProcess(open_target(job.out, overwrite=job.overwrite), listener)
-    out = local_path(job.out)
-    return Resumable(out, listener, overwrite=job.overwrite, resume=job.resume)
-
-
-def _write_slice(job: ConversionJob, share: Share, listener: Listener) -> JobResult:
-    from ckptkit.conversion.distribute import Slice
-
-    job.check_places()
-    with (
-        Slice(job.out, share, listener, overwrite=job.overwrite) as strategy,
-        job.plan_output() as planned,
-    ):
-        written = write_output(planned, strategy, listener)
-    return JobResult(None, written) if isinstance(written, tuple) else JobResult(written)
+        strategy = RayCluster(job, job.out, job.resources, listener, overwrite=job.overwrite)
+    elif is_url(job.out):
+        strategy = SingleProcess(open_target(job.out, overwrite=job.overwrite), listener)
+    else:
+        out = local_path(job.out)
+        strategy = Resumable(out, listener, overwrite=job.overwrite, resume=job.resume)
+    with strategy, job.plan_output() as planned:
+        return write_output(planned, strategy, listener)

@@ -12,7 +12,7 @@ import logging
 import subprocess
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, b
 from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, error_from_json
+from ckptkit.core.errors import NoSpaceError, RefusedError, error_from_json
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.core.text import Closing
 from ckptkit.core.threads import memory_in_use_bytes
@@ -168,7 +168,17 @@ class Converter(Closing):
         answer = self._ask(group, gathered, outputs)
         for path in gathered:
             path.unlink()
-        self._check(group, answer)
+        where = f"tensor {group.outputs[0].name!r}"
+        if "error" in answer:
+            raise error_from_json(answer["error"]).located(where)
+        actual = {name: (dtype, tuple(shape)) for name, dtype, shape in answer["outputs"]}
+        expected = {str(spec.name): (spec.dtype.name, spec.shape) for spec in group.outputs}
+        if actual != expected:
+            raise RefusedError(
+                f"transformers made {actual} of a group, against {expected} that it announced",
+                where=where,
+                hint=_LIVE,
+            )
         return outputs
 
     def _gather(self, spec: TensorSpec, operand: Operand, reading: Reading) -> Path:
@@ -202,7 +212,15 @@ class Converter(Closing):
                 process.stdout.readline() if process.stdout else b""
             )
         except (OSError, ValueError) as error:
-            raise self._failure(process, group) from error
+            status = process.wait()
+            log = self._log.read_text(errors="replace").strip()
+            logger.debug("the program that converts tensors said: %s", log)
+            last = log.splitlines()[-1] if log else f"it ended with status {status}"
+            raise RefusedError(
+                f"transformers could not convert a group of {group.size_bytes:,} bytes: {last}",
+                where=f"tensor {group.outputs[0].name!r}",
+                hint=_LIVE,
+            ) from error
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -217,32 +235,6 @@ class Converter(Closing):
     @property
     def _log(self) -> Path:
         return self._folder / "log"
-
-    def _failure(self, process: subprocess.Popen[bytes], group: Conversion) -> RefusedError:
-        status = process.wait()
-        log = self._log.read_text(errors="replace").strip()
-        logger.debug("the program that converts tensors said: %s", log)
-        last = log.splitlines()[-1] if log else f"it ended with status {status}"
-        return RefusedError(
-            f"transformers could not convert a group of {group.size_bytes:,} bytes: {last}",
-            where=f"tensor {group.outputs[0].name!r}",
-            hint=_LIVE,
-        )
-
-    def _check(self, group: Conversion, answer: dict[str, Any]) -> None:
-        """Refuses outputs that differ from the planned ones."""
-        where = f"tensor {group.outputs[0].name!r}"
-        if "error" in answer:
-            error: CkptkitError = error_from_json(answer["error"])
-            raise error.located(where)
-        actual = {name: (dtype, tuple(shape)) for name, dtype, shape in answer["outputs"]}
-        expected = {str(spec.name): (spec.dtype.name, spec.shape) for spec in group.outputs}
-        if actual != expected:
-            raise RefusedError(
-                f"transformers made {actual} of a group, against {expected} that it announced",
-                where=where,
-                hint=_LIVE,
-            )
 
 
 def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
@@ -400,7 +392,14 @@ def _find_names(
         return _left_live(reason, choice)
     # One of two tied tensors is written, or a note says that they differ.
     tied = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs)}
-    return DiskNames(names, tuple(_differences(names, names_of_base, base, tied)), request)
+    notes: tuple[str, ...] = ()
+    new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
+    differing = sorted(name for name in new if not set(names.tensors[name].sources) <= tied)
+    if differing:
+        listed = ", ".join(map(repr, differing[:_LISTED]))
+        more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
+        notes = (f"{base} has no tensor {listed}{more}, which transformers {names.library} writes",)
+    return DiskNames(names, notes, request)
 
 
 def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> DiskNames:
@@ -409,18 +408,6 @@ def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> D
     # Another note says that without a configuration the output cannot be loaded.
     note = f"names are written as training holds them: {reason}"
     return DiskNames(None, (note,) if has_config else ())
-
-
-def _differences(
-    names: HubNames, names_of_base: Sequence[Fqn], base: str | None, tied: Collection[Fqn]
-) -> Iterator[str]:
-    """Yields a note where the names differ from those of the model that training began from."""
-    new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
-    differing = sorted(name for name in new if not set(names.tensors[name].sources) <= set(tied))
-    if differing:
-        listed = ", ".join(map(repr, differing[:_LISTED]))
-        more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
-        yield f"{base} has no tensor {listed}{more}, which transformers {names.library} writes"
 
 
 class _Maker:
@@ -475,7 +462,7 @@ class _Maker:
             spec = replace(product.spec, name=tensor.name, shape=tensor.shape)
             return Product(spec, product.body)
         sources = tensor.sources
-        kernel = _rearranged(tensor, [_operand(live[source]) for source in sources])
+        kernel = rearrange(tensor, [_operand(live[source]) for source in sources])
         dtype = live[sources[0]].spec.dtype  # that of all: joining others is refused
         return Product(TensorSpec(tensor.name, dtype, tensor.shape), Compute(kernel, kernel.reads))
 
@@ -495,7 +482,8 @@ class _Maker:
         return group
 
 
-def _rearranged(tensor: HubTensor, operands: Sequence[Operand]) -> RearrangeKernel:
+def rearrange(tensor: HubTensor, operands: Sequence[Operand]) -> RearrangeKernel:
+    """Returns the kernel of a tensor that is made of others, in the order of its sources."""
     number = {source: i for i, source in enumerate(tensor.sources)}
     return RearrangeKernel(
         grid=tensor.grid,

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
@@ -32,7 +32,6 @@ from typing import IO, Any
 from ckptkit.core.errors import RefusedError, error_from_json
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
-from ckptkit.plan.load_report import LoadReport, LoadRequest
 from ckptkit.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -48,18 +47,30 @@ _NESTING = 4  # real configurations nest twice
 
 
 class AnswerCache:
-    """The answers to questions about one model."""
+    """The answers to questions about one model, in files of the user's cache folder."""
 
-    def __init__(self, config: Mapping[str, Any], program: str) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         self._library = _library(config)
-        self._program = program
 
     def read(self, question: bytes) -> dict[str, Any] | None:
         """Returns the cached answer to a question, or None."""
         path = self._path(question)
+        if path is None:
+            return None
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            data = None if path is None else _read(path)
-            answer = None if data is None else json.loads(data)
+            with os.fdopen(os.open(path, flags), "rb") as file:
+                status = os.fstat(file.fileno())
+                is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+                if not stat.S_ISREG(status.st_mode) or not is_own or status.st_size > _MOST_BYTES:
+                    return None
+                packed = file.read(_MOST_BYTES)
+            size = hashlib.sha256().digest_size
+            unpacking = zlib.decompressobj()
+            data = unpacking.decompress(packed[size:], _MOST_ANSWER_BYTES)
+            if not unpacking.eof or hashlib.sha256(data).digest() != packed[:size]:
+                return None
+            answer = json.loads(data)
         except (OSError, ValueError, RecursionError, MemoryError, zlib.error):
             return None
         return answer if isinstance(answer, dict) else None
@@ -83,39 +94,17 @@ class AnswerCache:
                 path.unlink()
 
     def _path(self, question: bytes) -> Path | None:
-        folder = _folder()
-        if folder is None or self._library is None:
+        """Returns the file of an answer in the user's cache folder by the XDG specification."""
+        if self._library is None:
             return None
-        versions = json.dumps([_FORMAT, __version__, self._program, self._library]).encode()
-        name = hashlib.sha256(versions + b"\n" + question).hexdigest()
-        return folder / name
-
-
-def _folder() -> Path | None:
-    """Returns the user's cache folder by the XDG specification."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if Path(named).is_absolute():
-        return Path(named, _FOLDER)
-    try:
-        return Path.home() / ".cache" / _FOLDER
-    except RuntimeError:  # a user without a home
-        return None
-
-
-def _read(path: Path) -> bytes | None:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with os.fdopen(os.open(path, flags), "rb") as file:
-        status = os.fstat(file.fileno())
-        is_own = status.st_uid == os.geteuid() and not status.st_mode & 0o022
-        if not stat.S_ISREG(status.st_mode) or not is_own or status.st_size > _MOST_BYTES:
-            return None
-        packed = file.read(_MOST_BYTES)
-    size = hashlib.sha256().digest_size
-    unpacking = zlib.decompressobj()
-    data = unpacking.decompress(packed[size:], _MOST_ANSWER_BYTES)
-    if not unpacking.eof or hashlib.sha256(data).digest() != packed[:size]:
-        return None
-    return data
+        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not folder.is_absolute():
+            try:
+                folder = Path.home() / ".cache"
+            except RuntimeError:  # a user without a home
+                return None
+        versions = json.dumps([_FORMAT, __version__, _PROGRAM, self._library]).encode()
+        return folder / _FOLDER / hashlib.sha256(versions + b"\n" + question).hexdigest()
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -181,7 +170,6 @@ _PROGRAM = (
 )
 _NEEDED = ("torch", "transformers")
 _SECONDS = 600  # the largest models take ten, and importing from a slow disk a minute
-_DTYPES = ("dtype", "torch_dtype")  # of which names and shapes are independent
 _LAYOUT = "call `ckptkit.training.write_flat_layout` in the training script instead"
 _LIVE = "pass --names live to write the names that training holds, which Transformers 5 loads too"
 
@@ -251,8 +239,15 @@ class NamingProgram(Closing):
             raise RefusedError(
                 f"transformers gave no answer within {seconds:g} s", hint=hint
             ) from error
-        if not line:
-            raise self._failure(hint)
+        if not line:  # the process ended
+            status, log = 0 if self._process is None else self._process.wait(), ""
+            if self._log is not None:
+                self._log.seek(0)
+                log = self._log.read().decode(errors="replace").strip()
+            self.close()
+            logger.debug("the program that asks transformers said: %s", log)
+            last = log.splitlines()[-1] if log else f"it ended with status {status}"
+            raise RefusedError(f"transformers could not answer: {last}", hint=hint)
         try:
             document = json.loads(line)
         except ValueError:
@@ -261,19 +256,6 @@ class NamingProgram(Closing):
             self.close()
             raise RefusedError("the program that asks transformers gave no answer", hint=hint)
         return document
-
-    def _failure(self, hint: str) -> RefusedError:
-        """Returns the error for a process that ended."""
-        status, log = 0, ""
-        if self._process is not None:
-            status = self._process.wait()
-        if self._log is not None:
-            self._log.seek(0)
-            log = self._log.read().decode(errors="replace").strip()
-        self.close()
-        logger.debug("the program that asks transformers said: %s", log)
-        last = log.splitlines()[-1] if log else f"it ended with status {status}"
-        return RefusedError(f"transformers could not answer: {last}", hint=hint)
 
 
 def _exchange(process: subprocess.Popen[bytes], question: bytes, answer: Future[bytes]) -> None:
@@ -301,7 +283,7 @@ def ask_transformers(request: NamingRequest, program: NamingProgram | None = Non
             f" and {' and '.join(missing)}, which know them, cannot be imported",
             hint=f"run `pip install {' '.join(missing)}`, or {_LIVE}",
         )
-    cache, question = AnswerCache(request.config, _PROGRAM), request.to_json()
+    cache, question = AnswerCache(request.config), request.to_json()
     cached = cache.read(question)
     if cached is not None:
         try:
@@ -320,53 +302,6 @@ def ask_transformers(request: NamingRequest, program: NamingProgram | None = Non
         )
     cache.keep(question, document)
     return names_from_json(document)
-
-
-class LoadQuestion:
-    """The question what loading would report; the process answers during other work."""
-
-    def __init__(self, request: LoadRequest, program: NamingProgram) -> None:
-        """Takes the question, and the process that answers it."""
-        config = {key: value for key, value in request.config.items() if key not in _DTYPES}
-        self._question = json.dumps({"loading": {**request.to_json(), "config": config}}).encode()
-        self._cache = AnswerCache(request.config, _PROGRAM)
-        self._program = program
-        self._answer: Future[bytes] | None = None
-
-    def read_cached(self) -> LoadReport | None:
-        """Returns the cached answer, or None."""
-        cached = self._cache.read(self._question)
-        if cached is None:
-            return None
-        try:
-            return LoadReport.from_json(cached)
-        except (LookupError, TypeError, ValueError):
-            self._cache.forget(self._question)
-            return None
-
-    def begin(self) -> None:
-        """Asks; does not wait."""
-        if self._answer is None:
-            self._answer = self._program.ask(self._question)
-
-    def is_answered(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether there is an answer, or the process ended."""
-        self.begin()
-        return bool(self._answer and wait([self._answer], seconds).done)
-
-    def finish(self, seconds: float | None = None) -> LoadReport:
-        """Waits for the answer."""
-        self.begin()
-        assert self._answer is not None  # noqa: S101  begun
-        document = self._program.wait(self._answer, "", seconds)
-        if "error" in document:
-            raise error_from_json(document["error"])
-        try:
-            report = LoadReport.from_json(document)
-        except (LookupError, TypeError, ValueError) as error:
-            raise RefusedError("the program that asks transformers gave no answer") from error
-        self._cache.keep(self._question, document)
-        return report
 
 
 def list_missing_libraries() -> list[str]:

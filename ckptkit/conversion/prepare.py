@@ -11,7 +11,6 @@ from typing import Any
 
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
-    NO_COMPARISON,
     Comparison,
     Subject,
     plan_comparison,
@@ -32,10 +31,10 @@ from ckptkit.conversion.source.adapters import (
 from ckptkit.conversion.source.model_folders import (
     check_reach,
     plan_optimizer_files,
-    read_dtypes,
+    read_entries,
     read_file_map,
 )
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import (
@@ -44,13 +43,14 @@ from ckptkit.conversion.write import (
     choose_settings,
     estimate_plan,
 )
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import CastKernel, first_rows, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.options import ConsolidateRequest, IfExists, Resources, changed_options, matches
-from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.dcp import layout_dcp
 from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_torch_full
@@ -75,6 +75,7 @@ from ckptkit.plan.side_files import (
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.vocabulary import Trim, count_tokens, plan_trim, refuse_cut_tokenizer, trim_config
+from ckptkit.storage.places import PathLike
 
 _LISTED = 3
 _KINDS = {"hf": "model", "torch": "torch", "dcp": "dcp"}
@@ -131,23 +132,8 @@ class ConversionJob:
         Yields:
             The plan, with its sources open.
         """
-        request = self.request
         with ExitStack() as stack:
-            checkpoint = stack.enter_context(
-                open_checkpoint(
-                    self.src,
-                    select=request.select,
-                    also=self.also,
-                    limit_bytes=self.resources.memory_limit_bytes,
-                    model_config=request.model_config,
-                )
-            )
-            folders = SideFolders(stack, checkpoint, self.base)
-            if request.names != "live":
-                _refuse_adapters(self, checkpoint, folders)
-            options = OutputOptions(request, self.base, checkpoint.path)
-            program = stack.enter_context(NamingProgram())
-            yield _Planner(self, checkpoint, folders, options, program).plan()
+            yield _Planner(stack, self).plan()
 
 
 def _refuse_adapters(
@@ -185,148 +171,49 @@ def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: S
     return f"for the merged model run `{facts.merge(source, out, chosen=chosen)}`{alone}{remark}"
 
 
-class OutputOptions:
-    """What `--dtype base`, `--vocab-size` and `--like` make of the tensors that are written.
+class _Planner:
+    """Plans one output.
 
-    They apply to the names that are written, which can differ from those of the source.
-
-    Attributes:
-        notes: Notes for the user.
-        facts: Entries of the manifest's `source`.
-        before_names: The request without options that need the names on disk.
+    `--dtype base`, `--vocab-size` and `--like` apply to the names that are written, which can
+    differ from those of the source.
     """
 
-    def __init__(self, request: ConsolidateRequest, base: str | None, location: str) -> None:
-        """Reads the headers of the model folders that the options name.
-
-        Args:
-            request: The options.
-            base: The base model's folder, or None.
-            location: The source, for messages.
-        """
-        self.notes: list[str] = []
+    def __init__(self, stack: ExitStack, job: ConversionJob) -> None:
+        """Opens the source, and reads the headers of the model folders that the options name."""
+        request = job.request
+        self._job = job
         self._request = request
-        self._base = base
-        self._location = location
-        self._trim: Trim | None = None
-        self._tokens = 0
-        wanted = request.dtype == "base" and base is not None
-        self._dtypes = read_dtypes(str(base), option="--base") if wanted else None
-        self.facts = {} if self._dtypes is None else {"base": base}
-        is_of_base = request.dtype == "base"
-        self.before_names = replace(request, dtype="keep") if is_of_base else request
+        self._checkpoint = stack.enter_context(
+            open_checkpoint(
+                job.src,
+                select=request.select,
+                also=job.also,
+                limit_bytes=job.resources.memory_limit_bytes,
+                model_config=request.model_config,
+            )
+        )
+        self._folders = SideFolders(stack, self._checkpoint, job.base)
+        if request.names != "live":
+            _refuse_adapters(job, self._checkpoint, self._folders)
+        self._dtypes: dict[Fqn, DType] | None = None
+        if request.dtype == "base" and job.base is not None:
+            entries = read_entries(job.base, option="--base")
+            self._dtypes = {entry.name: entry.dtype for entry in entries}
         like = request.like
         self._files = None if like is None else read_file_map(like, option="--like")
-
-    def check_casts(self, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None) -> None:
-        """Refuses to cast packed numbers as if they were weights."""
-        refuse_casting_quantized(
-            entries, self._request, config, location=self._location, base=self._dtypes
-        )
-
-    def count_tokens(self, tokenizer: Mapping[str, Any] | None) -> None:
-        self._tokens = 0 if tokenizer is None else count_tokens(tokenizer)
-
-    def apply(
-        self, products: Sequence[Product], config: Mapping[str, Any] | None
-    ) -> Sequence[Product]:
-        """Returns the tensors with the rows and the element types that were asked for."""
-        if self._request.vocab_size is not None:
-            products = self._cut_rows(products, self._request.vocab_size, config)
-        return self._cast_to_base(products) if self._request.dtype == "base" else products
-
-    def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        return config if self._trim is None else trim_config(config, self._trim)
-
-    def layout(
-        self,
-        products: Sequence[Product],
-        config: Mapping[str, Any] | None,
-        dropped: Mapping[Fqn, Fqn],
-    ) -> list[OutputFile]:
-        """Returns the weight files.
-
-        Args:
-            products: The tensors to be written.
-            config: The model's configuration, or None.
-            dropped: Names that are not written because another tensor has their bytes.
-        """
-        request = self._request
-        if self._files is None:
-            return _LAYOUTS[request.layout](products, request.max_file_bytes)
-        names = {product.spec.name for product in products}
-        tied = {*dropped, *find_absent_tied_names(config, names)}
-        files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
-        self.notes += files.notes
-        return layout_hf_files(files.groups)
-
-    def _cut_rows(
-        self, products: Sequence[Product], size: int, config: Mapping[str, Any] | None
-    ) -> list[Product]:
-        specs = [product.spec for product in products]
-        self._trim = trim = plan_trim(specs, size, config, location=self._location)
-        refuse_cut_tokenizer(trim, self._tokens, location=self._location)
-        if trim.rows == size:
-            self.notes.append(f"embeddings and heads have {size:,} rows already: none was cut")
-        else:
-            listed = ", ".join(sorted(map(repr, trim.names)))
-            self.notes.append(f"the rows {size:,} to {trim.rows - 1:,} were cut from {listed}")
-        return [first_rows(product, trim.shape(product.spec)) for product in products]
-
-    def _cast_to_base(self, products: Sequence[Product]) -> list[Product]:
-        policy = DTypePolicy("base", self._request.keep_dtype, self._dtypes)
-        cast = [recast(product, policy.target(product.spec)) for product in products]
-        lacking = [
-            product.spec.name
-            for product in products
-            if product.spec.dtype.kind == "float"
-            and product.spec.name not in (self._dtypes or {})
-            and not matches(product.spec.name, self._request.keep_dtype)
-        ]
-        if lacking and len(lacking) == len(products):
-            raise RefusedError(
-                f"has none of the {len(products):,} tensors that are to be written, such as"
-                f" {lacking[0]!r}",
-                where=f"--base {self._base}",
-                hint="name the folder of the model that the run was started from",
-            )
-        if lacking:
-            listed = ", ".join(map(repr, lacking[:_LISTED]))
-            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
-            self.notes.append(
-                f"{self._base} has no tensor {listed}{more}: written in the element type that the"
-                " source has"
-            )
-        return cast
-
-
-class _Planner:
-    """Plans one output."""
-
-    def __init__(
-        self,
-        job: ConversionJob,
-        checkpoint: OpenedCheckpoint,
-        folders: SideFolders,
-        options: OutputOptions,
-        program: NamingProgram,
-    ) -> None:
-        self._job = job
-        self._request = job.request
-        self._checkpoint = checkpoint
-        self._folders = folders
-        self._options = options
-        self._program = program
-        self._notes = list(checkpoint.notes)
+        self._program = stack.enter_context(NamingProgram())
+        self._trim: Trim | None = None
+        self._notes = list(self._checkpoint.notes)
+        self._option_notes: list[str] = []
 
     def plan(self) -> PlannedOutput:
-        checkpoint, request, options = self._checkpoint, self._request, self._options
+        checkpoint, request = self._checkpoint, self._request
         entries = self._select_entries()
         side, code = self._folders.choose(allow_code=request.allow_code)
         config = self._read_config(side)
-        options.check_casts(entries, config)
-        if request.vocab_size is not None:
-            options.count_tokens(self._folders.tokenizer(side))
+        refuse_casting_quantized(
+            entries, request, config, location=checkpoint.path, base=self._dtypes
+        )
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
@@ -335,11 +222,13 @@ class _Planner:
             absent, note = find_absent_twins(config, {entry.name for entry in entries})
             entries = add_tied_names(entries, absent)
             self._notes += filter(None, [note])
-        live = make_products(entries, options.before_names, ties.dropped, CastKernel)
+        is_of_base = request.dtype == "base"  # which has the names that are written
+        before_names = replace(request, dtype="keep") if is_of_base else request
+        live = make_products(entries, before_names, ties.dropped, CastKernel)
         self._notes += filter(None, [describe_masters(entries, live)])
         names = self._name_on_disk(live, config, ties)
-        products = options.apply(names.products, config)
-        weights = options.layout(products, config, names.dropped)
+        products = self._apply_options(names.products, config, side)
+        weights = self._lay_out(products, config, names.dropped)
         config = self._config_to_write(config, products, ties)
         files = self._folders.outputs(side, config, allow_code=request.allow_code)
         if code:
@@ -348,13 +237,13 @@ class _Planner:
             )
         comparison = self._compare_names(config, side, products, names)
         states = plan_optimizer_files(checkpoint, request, entries)
-        self._notes += (*names.notes, *options.notes, *states.notes)
+        self._notes += (*names.notes, *self._option_notes, *states.notes)
         plan = Plan((*weights, *states.files, *files), names.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
         return self._planned(plan, names, comparison, read + states.bytes_read)
 
     def _planned(
-        self, plan: Plan, names: NamedProducts, comparison: Comparison, bytes_read: int
+        self, plan: Plan, names: NamedProducts, comparison: Comparison | None, bytes_read: int
     ) -> PlannedOutput:
         checkpoint, out = self._checkpoint, self._job.out
         resources = reserve_for_conversions(self._job.resources, names.conversion_bytes)
@@ -374,7 +263,7 @@ class _Planner:
             ),
             kind=_KINDS[self._request.layout],
             options=changed_options(self._request),
-            facts=self._options.facts,
+            facts={} if self._dtypes is None else {"base": self._job.base},
             versions=names.versions,
             comparison=comparison,
         )
@@ -385,9 +274,7 @@ class _Planner:
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
         if request.names != "live":
             refuse_packed(entries, location=checkpoint.path)
-        problem = next(find_problems(checkpoint.index, entries), None)
-        if problem is not None:
-            raise error_of(problem, checkpoint.path)
+        refuse_problems(checkpoint.index, entries, checkpoint.path)
         models = {"--base": self._folders.base, "--like": request.like}
         self._notes += check_reach(checkpoint, entries, models)
         return entries
@@ -421,6 +308,72 @@ class _Planner:
             program=self._program,
         )
 
+    def _apply_options(
+        self,
+        products: Sequence[Product],
+        config: Mapping[str, Any] | None,
+        side: Sequence[SideFile],
+    ) -> Sequence[Product]:
+        """Returns the tensors with the rows and the element types that were asked for."""
+        size, location = self._request.vocab_size, self._checkpoint.path
+        if size is not None:
+            specs = [product.spec for product in products]
+            self._trim = trim = plan_trim(specs, size, config, location=location)
+            tokenizer = self._folders.tokenizer(side)
+            tokens = 0 if tokenizer is None else count_tokens(tokenizer)
+            refuse_cut_tokenizer(trim, tokens, location=location)
+            listed = ", ".join(sorted(map(repr, trim.names)))
+            self._option_notes.append(
+                f"embeddings and heads have {size:,} rows already: none was cut"
+                if trim.rows == size
+                else f"the rows {size:,} to {trim.rows - 1:,} were cut from {listed}"
+            )
+            products = [first_rows(product, trim.shape(product.spec)) for product in products]
+        return self._cast_to_base(products) if self._request.dtype == "base" else products
+
+    def _cast_to_base(self, products: Sequence[Product]) -> list[Product]:
+        policy = DTypePolicy("base", self._request.keep_dtype, self._dtypes)
+        cast = [recast(product, policy.target(product.spec)) for product in products]
+        lacking = [
+            product.spec.name
+            for product in products
+            if product.spec.dtype.kind == "float"
+            and product.spec.name not in (self._dtypes or {})
+            and not matches(product.spec.name, self._request.keep_dtype)
+        ]
+        base = self._job.base
+        if lacking and len(lacking) == len(products):
+            raise RefusedError(
+                f"has none of the {len(products):,} tensors that are to be written, such as"
+                f" {lacking[0]!r}",
+                where=f"--base {base}",
+                hint="name the folder of the model that the run was started from",
+            )
+        if lacking:
+            listed = ", ".join(map(repr, lacking[:_LISTED]))
+            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
+            self._option_notes.append(
+                f"{base} has no tensor {listed}{more}: written in the element type that the"
+                " source has"
+            )
+        return cast
+
+    def _lay_out(
+        self,
+        products: Sequence[Product],
+        config: Mapping[str, Any] | None,
+        dropped: Mapping[Fqn, Fqn],
+    ) -> list[OutputFile]:
+        """Returns the weight files; another tensor has the bytes of the `dropped` names."""
+        request = self._request
+        if self._files is None:
+            return _LAYOUTS[request.layout](products, request.max_file_bytes)
+        names = {product.spec.name for product in products}
+        tied = {*dropped, *find_absent_tied_names(config, names)}
+        files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
+        self._option_notes += files.notes
+        return layout_hf_files(files.groups)
+
     def _config_to_write(
         self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
     ) -> dict[str, Any] | None:
@@ -439,7 +392,7 @@ class _Planner:
                 f"the configuration ties {target!r} to {source!r}, but they differ: both are"
                 f" written{consequence}"
             )
-        return self._options.config(untied)
+        return untied if self._trim is None else trim_config(untied, self._trim)
 
     def _compare_names(
         self,
@@ -447,13 +400,13 @@ class _Planner:
         side: Sequence[SideFile],
         products: Sequence[Product],
         names: NamedProducts,
-    ) -> Comparison:
+    ) -> Comparison | None:
         """Compares names and shapes with the model that the configuration describes."""
         if config is None:
-            return NO_COMPARISON
+            return None
         if self._request.names == "live":
             self._notes.append(LIVE_NAMES)
-            return NO_COMPARISON
+            return None
         specs = {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
         if names.left_out:
             self._notes.append(

@@ -1,7 +1,8 @@
-"""Outputs on a disk that can be resumed: a journal records which files were finished.
+"""Outputs that an earlier run left: whole ones, and those of a run that was interrupted.
 
-Every file is recorded when its last byte is written, so that any run that was killed can be
-resumed. A resumed run reads recorded files again and compares them with what was written.
+A whole output is compared with the one that a job would write. Of an interrupted run on a disk, a
+journal records every file when its last byte is written. A resumed run reads recorded files again
+and compares them with what was written.
 """
 
 from __future__ import annotations
@@ -13,15 +14,27 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ckptkit.conversion.source.open import SOURCE_IDENTITY, describe_sources
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
     refuse_changed_sources,
     refuse_full_disk,
 )
-from ckptkit.core.errors import CkptkitError, RefusedError
+from ckptkit.core.checksums import leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    MissingFileError,
+    NotACheckpointError,
+    OutputExistsError,
+    RefusedError,
+    VerificationError,
+)
 from ckptkit.core.index import Key
+from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.decompress import decoding_bytes
@@ -31,6 +44,7 @@ from ckptkit.engine.outcome import (
     Digests,
     Listener,
     Outcome,
+    OutputKept,
     Planned,
     Started,
     WorkKept,
@@ -38,11 +52,16 @@ from ckptkit.engine.outcome import (
     is_proven,
 )
 from ckptkit.options import Resources
-from ckptkit.plan.plan import OutputFile
+from ckptkit.plan.plan import Literal, OutputFile, RawCopy
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.local.workdir import Entry, Journal, read_journal
-from ckptkit.storage.places import PathLike, is_url
+from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import PathLike, is_url, open_source
+
+if TYPE_CHECKING:
+    from ckptkit.conversion.prepare import ConversionJob
+
 
 _PLAN, _FILE, _OUTCOME = "plan", "file", "outcome"
 
@@ -86,8 +105,9 @@ class Resumable(SingleProcess):
         self._planned = planned
         self._fingerprint = planned.fingerprint()
         if self._resume:
-            run = _InterruptedRun(planned, self._target, self._fingerprint)
-            self._finished = run.check_files(self._listener)
+            self._finished = _find_finished_files(
+                planned, self._target, self._fingerprint, self._listener
+            )
         self._listener(Planned((*planned.plan.notes, *self._finished.notes)))
 
     def execute(self) -> None:
@@ -136,80 +156,61 @@ class _FinishedFiles:
     notes: tuple[str, ...] = ()
 
 
-class _InterruptedRun:
-    """The journal of an interrupted run, and the files that it recorded."""
+def _find_finished_files(
+    planned: PlannedOutput, target: LocalTarget, fingerprint: str, listener: Listener
+) -> _FinishedFiles:
+    """Reads the files that an interrupted run recorded; returns those that are as it wrote them."""
+    entries = read_journal(target.journal)
+    if not entries:
+        return _FinishedFiles(notes=("--resume found no interrupted run: all is written",))
+    if entries[0].get(_PLAN) != fingerprint:
+        return _FinishedFiles(notes=(_OTHER_PLAN,))
+    recorded = {entry[_FILE]: entry[_OUTCOME] for entry in entries if _FILE in entry}
+    outcomes = {path: Outcome.from_json(value) for path, value in recorded.items()}
+    files = [file for file in planned.plan.files if file.path in outcomes and can_be_proven(file)]
+    listener(Started(sum(file.size_bytes for file in files)))
+    intact: set[str] = set()
 
-    def __init__(self, planned: PlannedOutput, target: LocalTarget, fingerprint: str) -> None:
-        self._planned = planned
-        self._target = target
-        entries = read_journal(target.journal)
-        self._has_journal = bool(entries)
-        self._is_same_plan = self._has_journal and entries[0].get(_PLAN) == fingerprint
-        recorded = {entry[_FILE]: entry[_OUTCOME] for entry in entries if _FILE in entry}
-        is_usable = recorded and self._is_same_plan
-        self._last = Outcome.from_json(entries[-1][_OUTCOME]) if is_usable else None
-        self._outcomes = {path: Outcome.from_json(value) for path, value in recorded.items()}
+    def work(shared: Iterator[OutputFile]) -> None:
+        for file in shared:
+            if _is_intact(file, outcomes[file.path].digests, target):
+                intact.add(file.path)
+            listener(BytesWritten(file.size_bytes))
 
-    def check_files(self, listener: Listener) -> _FinishedFiles:
-        """Reads the recorded files, and returns those that are as they were written."""
-        if not self._has_journal:
-            return _FinishedFiles(notes=("--resume found no interrupted run: all is written",))
-        if not self._is_same_plan:
-            return _FinishedFiles(notes=(_OTHER_PLAN,))
-        files = [
-            file
-            for file in self._planned.plan.files
-            if file.path in self._outcomes and can_be_proven(file)
-        ]
-        listener(Started(sum(file.size_bytes for file in files)))
-        intact: set[str] = set()
+    run_crew(planned.settings.workers, iter(files), work)
+    joined = Outcome()
+    for path, outcome in outcomes.items():
+        if path in intact:
+            joined.digests.update(outcome.digests)
+        for origin, keys in outcome.unverified.items():
+            joined.unverified.setdefault(origin, set()).update(keys)
+    if recorded:  # of open source records only the newest entry counts
+        joined.open_records = Outcome.from_json(entries[-1][_OUTCOME]).open_records
+    size = sum(file.size_bytes for file in files if file.path in intact)
+    proven = (
+        f"{len(intact):,} of {len(planned.plan.files):,} files ({size_text(size)}) were finished by"
+        " the interrupted run, and are proven to be as it wrote them"
+    )
+    damaged = (
+        f"{file.path!r} is not as the interrupted run wrote it, and is written again"
+        for file in files
+        if file.path not in intact
+    )
+    return _FinishedFiles(frozenset(intact), joined, (proven, *damaged))
 
-        def work(shared: Iterator[OutputFile]) -> None:
-            for file in shared:
-                if self._is_intact(file):
-                    intact.add(file.path)
-                listener(BytesWritten(file.size_bytes))
 
-        run_crew(self._planned.settings.workers, iter(files), work)
-        notes = tuple(self._notes(files, intact))
-        return _FinishedFiles(frozenset(intact), self._join_outcomes(intact), notes)
-
-    def _is_intact(self, file: OutputFile) -> bool:
-        try:
-            staged = LOCAL_DISK.open_for_reading(self._target.staged(file.path))
-        except OSError:
-            return False
-        try:
-            has_size = staged.status().st_size == file.size_bytes
-            digests = self._outcomes[file.path].digests
-            return has_size and is_proven(file, digests, staged.read_at)
-        except OSError:  # the disk cannot read it back
-            return False
-        finally:
-            staged.close()
-
-    def _join_outcomes(self, intact: set[str]) -> Outcome:
-        """Joins digests of the files; of open source records only the newest entry counts."""
-        joined = Outcome()
-        for path, outcome in self._outcomes.items():
-            if path in intact:
-                joined.digests.update(outcome.digests)
-            for origin, keys in outcome.unverified.items():
-                joined.unverified.setdefault(origin, set()).update(keys)
-        if self._last is not None:
-            joined.open_records = self._last.open_records
-        return joined
-
-    def _notes(self, files: list[OutputFile], intact: set[str]) -> Iterator[str]:
-        count = len(self._planned.plan.files)
-        size = sum(file.size_bytes for file in files if file.path in intact)
-        yield (
-            f"{len(intact):,} of {count:,} files ({size_text(size)}) were finished by the"
-            " interrupted run, and are proven to be as it wrote them"
-        )
-        for file in files:
-            if file.path not in intact:
-                yield f"{file.path!r} is not as the interrupted run wrote it, and is written again"
+def _is_intact(file: OutputFile, digests: Digests, target: LocalTarget) -> bool:
+    try:
+        staged = LOCAL_DISK.open_for_reading(target.staged(file.path))
+    except OSError:
+        return False
+    try:
+        has_size = staged.status().st_size == file.size_bytes
+        return has_size and is_proven(file, digests, staged.read_at)
+    except OSError:  # the disk cannot read it back
+        return False
+    finally:
+        staged.close()
 
 
 _OTHER_PLAN = (
@@ -262,3 +263,130 @@ def _entry(file: OutputFile, digests: Digests, inputs: Inputs) -> Entry:
         unverified={name: {*map(str, origin.unverified.copy())} for name, origin in origins},
     )
     return {_FILE: file.path, _OUTCOME: outcome.to_json()}
+
+
+def verify_existing_output(job: ConversionJob, listener: Listener) -> Manifest | None:
+    """Verifies an output that exists: it has the same source and options, and no damage.
+
+    The source's headers are read, and all of the output, which is compared with its digests.
+
+    Returns:
+        Its manifest, or None where there is no output of ckptkit.
+    """
+    manifest = read_output_manifest(job.out)
+    if manifest is None:
+        return None
+    with job.plan_output() as planned:
+        difference = next(_differences(planned, manifest), "")
+        notes = planned.plan.notes
+    where = os.fspath(job.out)
+    if difference:
+        raise OutputExistsError(
+            f"another output is there: {difference}",
+            where=where,
+            hint="name another directory, or have this one replaced: --overwrite, overwrite=True",
+        )
+    listener(Planned(notes))
+    from ckptkit.conversion.verify import run_verification
+
+    verification = run_verification(job.out, listener=listener)
+    if not verification.ok:
+        problems = verification.problems
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise VerificationError(
+            f"the output that is there is damaged: {problems[0]}{more}",
+            where=where,
+            hint="have it written anew with --overwrite",
+        )
+    listener(OutputKept(where))
+    return manifest
+
+
+def find_written_output(planned: PlannedOutput, out: PathLike) -> Manifest | None:
+    """Returns the manifest of an output that a plan would write, by its manifest and file sizes.
+
+    The content of its files is not read. None where there is another output, or none.
+    """
+    try:
+        manifest = read_output_manifest(out)
+        if manifest is None or next(_differences(planned, manifest), None) is not None:
+            return None
+        with open_source(out) as source:
+            sizes = {path: source.stat(path).size_bytes for path in manifest.files}
+    except (FormatError, MissingFileError):
+        return None
+    whole = all(sizes[path] == record.size_bytes for path, record in manifest.files.items())
+    return manifest if whole else None
+
+
+def read_output_manifest(out: PathLike) -> Manifest | None:
+    """Returns the manifest of an output of ckptkit; None where there is none."""
+    try:
+        with open_source(out) as source:
+            return read_manifest(source)
+    except (MissingFileError, NotACheckpointError):
+        return None
+
+
+def _differences(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
+    """Yields in words how an output differs from the planned one."""
+    if manifest.kind != planned.kind:
+        yield f"its kind is {manifest.kind!r} against {planned.kind!r}"
+    was, asked = manifest.options, planned.options
+    for name in sorted(was.keys() | asked.keys()):
+        if was.get(name) != asked.get(name):
+            value = was.get(name, "left at its default")
+            yield f"option {name} was {value} against {asked.get(name, 'its default')}"
+    # The path of the source may be another one, such as the run's or the step's.
+    read, source = manifest.source, describe_sources(planned.sources)
+    for name in ("format", "step", "world_size"):
+        if read.get(name) != source[name]:
+            yield f"the source's {name} was {read.get(name)} against {source[name]}"
+    if read.get(SOURCE_IDENTITY) != source[SOURCE_IDENTITY]:
+        yield (
+            f"its source {read.get('path')!r} had other files, or was written again since,"
+            f" against {source['path']!r}"
+        )
+    expected = {
+        str(spec.name): (spec.dtype.name, spec.shape, file.path)
+        for file, _, spec in planned.plan.specs()
+    }
+    actual = {name: (t.dtype, t.shape, t.file) for name, t in manifest.tensors.items()}
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
+            ours, theirs = _shown(expected.get(name)), _shown(actual.get(name))
+            yield f"tensor {name!r} is {theirs} against {ours}"
+    yield from _other_files(planned, manifest)
+
+
+def _shown(tensor: tuple[str, tuple[int, ...], str] | None) -> str:
+    return "absent" if tensor is None else f"{tensor[0]} {list(tensor[1])} in {tensor[2]}"
+
+
+def _other_files(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
+    expected = {file.path: file for file in planned.plan.files}
+    for path in sorted(expected.keys() | manifest.files.keys()):
+        if path not in manifest.files or path not in expected:
+            yield f"file {path!r} is {'absent' if path in expected else 'there, not expected'}"
+            continue
+        record, file = manifest.files[path], expected[path]
+        if record.size_bytes != file.size_bytes:
+            yield f"file {path!r} has {record.size_bytes:,} bytes against {file.size_bytes:,}"
+        elif record.digest and record.digest != (_digest(file, planned.inputs) or record.digest):
+            yield f"file {path!r} had another content"
+
+
+def _digest(file: OutputFile, inputs: Inputs) -> str:
+    """Returns the digest of a file that is copied or held by the plan; empty for other files."""
+    if len(file.segments) != 1:
+        return ""
+    body = file.segments[0].body
+    if isinstance(body, Literal):
+        data = body.data
+    elif isinstance(body, RawCopy):
+        source = inputs.folders[body.origin]
+        data = source.read(body.path, body.start, body.start + file.size_bytes)
+    else:
+        return ""
+    view = memoryview(data)
+    return tree_digest([leaf_digest(view[a:b]) for a, b in leaf_ranges(len(view))])

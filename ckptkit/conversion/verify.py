@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.read import scan
 from ckptkit.core.checksums import digest_like, leaf_digest, leaf_ranges, tree_digest
 from ckptkit.core.crc import crc32
@@ -24,7 +25,6 @@ from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
-from ckptkit.formats.parsing import Read
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.pickle.zip_directory import data_start
 from ckptkit.formats.registry import read_index, recognise
@@ -35,7 +35,7 @@ from ckptkit.plan.plan import SOURCE
 from ckptkit.runs.step_manifests import digest_problems, file_problems, step_folder
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import is_url, local_path, open_source, place_of
+from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
 _READ_BYTES = 1 << 20
 
@@ -79,7 +79,10 @@ def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
         if entry.crc32 is None:
             continue
         start = data_start(read, entry, where=where)
-        sums.append((entry, _crc32(read, start, start + entry.size_bytes)))
+        stop, actual = start + entry.size_bytes, 0
+        for at in range(start, stop, _READ_BYTES):
+            actual = crc32(read(at, min(at + _READ_BYTES, stop)), actual)
+        sums.append((entry, actual))
     for entry, actual in sums:
         if actual != entry.crc32:
             raise ChecksumError(
@@ -88,17 +91,6 @@ def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
                 where=where,
             )
     return bool(sums)
-
-
-def _crc32(read: Read, start: int, stop: int) -> int:
-    crc = 0
-    for piece in _pieces(start, stop):
-        crc = crc32(read(*piece), crc)
-    return crc
-
-
-def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    return ((at, min(at + _READ_BYTES, stop)) for at in range(start, stop, _READ_BYTES))
 
 
 _MISMATCH = "digest-mismatch"
@@ -160,24 +152,19 @@ def run_verification(
     place = place_of(path)
     if is_url(place) or local_path(place).is_dir():
         with open_source(place) as source:
-            manifest = _manifest_in(source)
+            manifest = None
+            with suppress(MissingFileError):
+                manifest = read_manifest(source)
             if manifest is not None and manifest.tensors:
                 return _Output(source, manifest, str(place)).verify(listener)
     return _verify_source(path, select, also, listener)
-
-
-def _manifest_in(source: Source) -> Manifest | None:
-    try:
-        return read_manifest(source)
-    except MissingFileError:
-        return None
 
 
 def _verify_source(
     path: PathLike, select: str | None, also: Sequence[PathLike], listener: Listener
 ) -> Verification:
     with open_checkpoint(path, select=select, also=also) as checkpoint:
-        index = checkpoint.index
+        index, manifest = checkpoint.index, checkpoint.manifest
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
             entries = [entry for entry in entries if entry.tree == checkpoint.select]
@@ -186,46 +173,33 @@ def _verify_source(
         origin = Origin(SOURCE, checkpoint.source, index)
         result = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
         failed = [_problem_of(error, key) for key, error in result.failures.items()]
-        files = _FilesBeside(checkpoint)
+        files = [problem for problem in index.problems if problem.where not in index.tensors]
         objects = check_objects(checkpoint.source, index)
+        proven = []
+        if objects.proven:
+            proven.append(f"objects beside the tensors that have their CRC-32: {objects.proven:,}")
+        if objects.unverified:
+            proven.append(f"objects for which no checksum was stored: {objects.unverified:,}")
+        if manifest is not None:  # of a step that ckptkit saved
+            folder = step_folder(checkpoint.units[0].candidate.folder)
+            wrong = {problem.where for problem in files}
+            files += digest_problems(checkpoint.source, folder, manifest, leaving_out=wrong)
+            if not files:
+                records = manifest.files.values()
+                summed = sum(1 for record in records if record.digest)
+                proven.append(
+                    f"files of the manifest that are there with their sizes: {len(records):,}, of"
+                    f" which with their CRC-32: {summed:,}"
+                )
         return Verification(
             path=checkpoint.path,
             kind="source",
-            problems=(*problems.values(), *failed, *objects.problems, *files.problems),
+            problems=(*problems.values(), *failed, *objects.problems, *files),
             tensors=len(whole),
             size_bytes=result.size_bytes,
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),
-            proven=(*_describe_objects(objects), *files.proven),
+            proven=tuple(proven),
         )
-
-
-def _describe_objects(objects: CheckedObjects) -> Iterator[str]:
-    if objects.proven:
-        yield f"objects beside the tensors that have their CRC-32: {objects.proven:,}"
-    if objects.unverified:
-        yield f"objects for which no checksum was stored: {objects.unverified:,}"
-
-
-class _FilesBeside:
-    """Checks the files of a step that ckptkit saved; of other checkpoints there are none."""
-
-    def __init__(self, checkpoint: OpenedCheckpoint) -> None:
-        self.problems: tuple[Problem, ...] = ()
-        self.proven: tuple[str, ...] = ()
-        keys = checkpoint.index.tensors.keys()
-        of_step = [p for p in checkpoint.index.problems if p.where not in keys]
-        if checkpoint.manifest is None:
-            self.problems = tuple(of_step)
-            return
-        folder = step_folder(checkpoint.units[0].candidate.folder)
-        wrong = {problem.where for problem in of_step}
-        other = digest_problems(checkpoint.source, folder, checkpoint.manifest, leaving_out=wrong)
-        self.problems = (*of_step, *other)
-        if not self.problems:
-            records = checkpoint.manifest.files.values()
-            summed = sum(1 for record in records if record.digest)
-            there = f"files of the manifest that are there with their sizes: {len(records):,}"
-            self.proven = (f"{there}, of which with their CRC-32: {summed:,}",)
 
 
 def _problem_of(error: CkptkitError, where: str) -> Problem:
@@ -246,12 +220,21 @@ class _Output:
         self._path = path
 
     def verify(self, listener: Listener) -> Verification:
-        problems = [*self._file_problems(), *self._stray_files()]
+        problems = list(self._file_problems())
         read = 0
         missing = any(problem.code != _MISMATCH for problem in problems)
         if not missing:
-            of_tensors, read = self._tensor_problems(listener)
-            problems += of_tensors
+            try:
+                indexes = self._indexes()
+            except CkptkitError as error:
+                indexes = []
+                problems.append(_problem_of(error, ""))
+            else:
+                problems += self._differences(indexes)
+            for index in indexes:
+                of_digests, size_bytes = self._digest_problems(index, listener)
+                problems += [*of_digests, *check_objects(self._source, index).problems]
+                read += size_bytes
         tensors = self._manifest.tensors
         return Verification(
             path=self._path,
@@ -270,30 +253,13 @@ class _Output:
         for path, record in self._manifest.files.items():
             if not record.digest or path in wrong:
                 continue
-            if self._digest_of_file(path, record.size_bytes) != record.digest:
+            ranges = leaf_ranges(record.size_bytes)
+            pieces = (self._source.read(path, start, stop) for start, stop in ranges)
+            if tree_digest([leaf_digest(memoryview(piece)) for piece in pieces]) != record.digest:
                 yield Problem(_MISMATCH, path, "has another digest than the manifest")
-
-    def _digest_of_file(self, path: str, size: int) -> str:
-        pieces = (self._source.read(path, start, stop) for start, stop in leaf_ranges(size))
-        return tree_digest([leaf_digest(memoryview(piece)) for piece in pieces])
-
-    def _stray_files(self) -> Iterator[Problem]:
         for path in self._source.walk(0):
             if path.endswith(".safetensors") and path not in self._manifest.files:
                 yield Problem("stray-file", path, "is not in the manifest; loaders may read it")
-
-    def _tensor_problems(self, listener: Listener) -> tuple[list[Problem], int]:
-        try:
-            indexes = self._indexes()
-        except CkptkitError as error:
-            return [_problem_of(error, "")], 0
-        problems = list(self._differences(indexes))
-        read = 0
-        for index in indexes:
-            of_digests, size_bytes = self._digest_problems(index, listener)
-            problems += [*of_digests, *check_objects(self._source, index).problems]
-            read += size_bytes
-        return problems, read
 
     def _digest_problems(self, index: TensorIndex, listener: Listener) -> tuple[list[Problem], int]:
         expected = self._manifest.tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,8 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import xxhash
 
-from ckptkit.conversion.compare_names import NO_COMPARISON, Comparison
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, describe_sources
-from ckptkit.conversion.source.places import check_path
+from ckptkit.conversion.compare_names import Comparison
+from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, describe_sources
 from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, SourceChangedError
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.core.object_parts import choose_part_bytes
@@ -48,7 +47,7 @@ from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_empty
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
-from ckptkit.storage.places import Place, is_url, local_path, place_of
+from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.version import __version__
 
@@ -98,7 +97,7 @@ class PlannedOutput:
     options: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    comparison: Comparison = NO_COMPARISON
+    comparison: Comparison | None = None
 
     @property
     def checkpoint(self) -> OpenedCheckpoint:
@@ -110,30 +109,29 @@ class PlannedOutput:
         Files of a source count with their identity (inode and time on a disk, ETag in a store), so
         replaced files give another digest. Their location and the settings do not count.
         """
+        lines: list[Any] = [
+            [__version__, self.kind, dict(self.versions)],
+            [dict(self.options), dict(self.facts)],
+        ]
+        for source in self.sources:
+            lines.append(source.index.format)
+            lines += ([file.path, file.size_bytes, file.identity] for file in source.index.files)
+        for file in self.plan.files:
+            lines.append([file.path, file.size_bytes])
+            for segment in file.segments:
+                spec, body = segment.spec, segment.body
+                tensor = None if spec is None else [spec.name, spec.dtype.name, spec.shape]
+                described = repr(body)
+                if isinstance(body, Compute):
+                    # What a kernel computes follows from the options and the sources.
+                    described = f"{type(body.kernel).__name__} of {body.reads!r}"
+                lines.append([segment.start, segment.stop, tensor, described])
+        lines.append(sorted(map(list, self.plan.dropped.items())))
         digest = xxhash.xxh3_128()
-        for line in self._described():
+        for line in lines:
             digest.update(json.dumps(line, sort_keys=True, default=str).encode())
             digest.update(b"\n")
         return digest.hexdigest()
-
-    def _described(self) -> Iterator[Any]:
-        yield [__version__, self.kind, dict(self.versions)]
-        yield [dict(self.options), dict(self.facts)]
-        for source in self.sources:
-            yield source.index.format
-            yield from ([file.path, file.size_bytes, file.identity] for file in source.index.files)
-        for file in self.plan.files:
-            yield [file.path, file.size_bytes]
-            for segment in file.segments:
-                spec = segment.spec
-                tensor = None if spec is None else [spec.name, spec.dtype.name, spec.shape]
-                body = segment.body
-                # What a kernel computes follows from the options and the sources.
-                described = repr(body)
-                if isinstance(body, Compute):
-                    described = f"{type(body.kernel).__name__} of {body.reads!r}"
-                yield [segment.start, segment.stop, tensor, described]
-        yield sorted(map(list, self.plan.dropped.items()))
 
 
 def estimate_plan(
@@ -187,7 +185,13 @@ def choose_settings(
         sent = max((choose_part_bytes(file.size_bytes) for file in plan.files), default=0)
         needed += sent
         is_s3 = place_of(out).protocol in S3_PROTOCOLS
-        if is_far and is_s3 and not _computes(plan, sources):
+        # Whether anything is computed from what is read, which takes memory.
+        bodies = (segment.body for file in plan.files for segment in file.segments)
+        entries = (entry for source in sources for entry in source.index.tensors.values())
+        computes = any(isinstance(body, Compute) for body in bodies) or any(
+            entry.rounded_from is not None for entry in entries
+        )
+        if is_far and is_s3 and not computes:
             # What was fetched in addition to a block is dropped before anything is sent.
             needed = STRAIGHT_WORKER_BYTES + max(READ_AHEAD_BYTES, sent)
             task_bytes = STRAIGHT_TASK_BYTES
@@ -200,15 +204,6 @@ def choose_settings(
         worker_bytes=needed,
     )
     return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
-
-
-def _computes(plan: Plan, sources: Sequence[OpenedCheckpoint]) -> bool:
-    """Reports whether anything is computed from what is read, which takes memory."""
-    bodies = (segment.body for file in plan.files for segment in file.segments)
-    entries = (entry for source in sources for entry in source.index.tensors.values())
-    return any(isinstance(body, Compute) for body in bodies) or any(
-        entry.rounded_from is not None for entry in entries
-    )
 
 
 class WriteStrategy(ABC, Generic[R]):
@@ -262,13 +257,16 @@ def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: L
     existing = strategy.start(planned)
     if existing is not None:
         return existing
-    planned.comparison.begin()
+    comparison = planned.comparison
+    if comparison is not None:
+        comparison.begin()
     # Steps on a disk are marked as being read while they are open; those at a URL from here on.
     saved = [source for source in planned.sources if source.manifest is not None]
     with hold_at_stores([place_of(s.location).beside(s.path) for s in saved]):
         strategy.execute()
         try:
-            planned.comparison.finish(listener)
+            if comparison is not None:
+                comparison.finish(listener)
         except CkptkitError as error:
             strategy.reject(error)
             raise
@@ -410,8 +408,19 @@ def check_destination(
         )
 
         check_remote_target(place_of(out), overwrite=overwrite)
-    else:
-        _check_local(local_path(out), overwrite=overwrite)
+        return
+    target, here = local_path(out).resolve(), Path.cwd()
+    if not target.is_dir() or is_empty(target):
+        return
+    if not overwrite:
+        raise output_exists_error(local_path(out))
+    if target == here or target in here.parents:
+        raise RefusedError(
+            "the output would replace the directory that this command runs in",
+            where=os.fspath(out),
+            hint="name a directory below it",
+        )
+    refuse_unnamed_in(target, os.fspath(out))
 
 
 def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> None:
@@ -442,17 +451,3 @@ def _refuse_around(out: Place, what: str) -> NoReturn:
         where=out.location,
         hint="choose another place",
     )
-
-
-def _check_local(out: Path, *, overwrite: bool) -> None:
-    target, here = out.resolve(), Path.cwd()
-    if overwrite and (target == here or target in here.parents) and not is_empty(target):
-        raise RefusedError(
-            "the output would replace the directory that this command runs in",
-            where=os.fspath(out),
-            hint="name a directory below it",
-        )
-    if not overwrite and target.is_dir() and not is_empty(target):
-        raise output_exists_error(out)
-    if overwrite and target.is_dir():
-        refuse_unnamed_in(target, os.fspath(out))

@@ -68,6 +68,13 @@ def error_of(problem: Problem, location: str) -> InputError:
     )
 
 
+def refuse_problems(index: TensorIndex, entries: Iterable[TensorEntry], location: str) -> None:
+    """Refuses tensors of the checkpoint at `location` that cannot be read whole."""
+    problem = next(find_problems(index, entries), None)
+    if problem is not None:
+        raise error_of(problem, location)
+
+
 def _file_problem(index: TensorIndex, entry: TensorEntry, sizes: np.ndarray) -> Problem | None:
     records = index.records
     rows = entry.chunks.record

@@ -97,7 +97,8 @@ def _show_plan(job: ConversionJob, output: Output) -> None:
     job.check_places()
     out = os.fspath(job.out)
     with job.plan_output() as planned:
-        planned.comparison.finish(partial(_warn, output))
+        if planned.comparison is not None:
+            planned.comparison.finish(partial(_warn, output))
         output.document(plan_json(planned, out) | removal_json(removal))
         output.lines(plan_page(output, planned, out))
         output.lines(planned_page(output, removal))

@@ -14,12 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.adapters.merge.base_tensors import BaseTensor, rearrange
+from ckptkit.adapters.merge.base_tensors import BaseTensor, join_sources
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
 from ckptkit.conversion.source.model_folders import read_pretrained_index
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
-from ckptkit.conversion.source.places import is_anything, is_folder
+from ckptkit.conversion.source.open import OpenedCheckpoint, is_anything, is_folder, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -30,13 +29,13 @@ from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.layers import build_table
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.packed_weights import looks_packed
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.storage.overlay import OverlaySource
-from ckptkit.storage.places import open_source, place_of
+from ckptkit.storage.places import PathLike, open_source, place_of
 
 BASE = "base"
 """The origin of a base that was given."""
@@ -106,9 +105,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             hint="name the folder of one model, such as the one that the run was started from; a"
             " run that keeps its base is merged without --base, as the source",
         ) from error
-    problem = next(find_problems(checkpoint.index, entries), None)
-    if problem is not None:
-        raise error_of(problem, checkpoint.path)
+    refuse_problems(checkpoint.index, entries, checkpoint.path)
     plain = _name_plainly(entries, checkpoint.path)
     folders = SideFolders(stack, checkpoint, None)
     side, _ = folders.choose(allow_code=False)
@@ -244,7 +241,7 @@ def make_base_tensors(
         if placed.part is not None:
             _refuse_packed_part(entry, base.opened.path)
         if placed.part is not None and not placed.is_stored_so:
-            operand, shape = rearrange(placed.part, operands), placed.part.shape
+            operand, shape = join_sources(placed.part, operands), placed.part.shape
         else:
             operand, shape = operands[0], quantized.shapes.get(first, entry.shape)
         dtype = quantized.dtypes.get(first, operand.dtype)

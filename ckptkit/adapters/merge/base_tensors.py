@@ -9,11 +9,12 @@ from ckptkit.adapters.merge import low_rank
 from ckptkit.adapters.merge.fold import NormOf, Rounding
 from ckptkit.adapters.merge.kernel import MergeKernel
 from ckptkit.adapters.merge.low_rank import Factor
+from ckptkit.conversion.names_on_disk import rearrange
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import CastOperand, Operand, OperandKernel, StoredOperand, recast
-from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
+from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubTensor, Window, find_window
 from ckptkit.lora.changes import BiasChange, Change, LowRankChange, Replacement, TokenRowsChange
 from ckptkit.plan.plan import Copy, Product, TensorSpec
@@ -70,17 +71,9 @@ class MergeRules:
         return dtype if fixed else dtype_named(self.dtype)
 
 
-def rearrange(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
+def join_sources(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
     """Returns a tensor that is made of others, in the order of `tensor.sources`, as an operand."""
-    number = {source: i for i, source in enumerate(tensor.sources)}
-    kernel = RearrangeKernel(
-        grid=tensor.grid,
-        stretches=tuple(
-            StridedBox(piece.box, number[piece.source], piece.start, piece.steps)
-            for piece in tensor.pieces
-        ),
-        operands=tuple(sources),
-    )
+    kernel = rearrange(tensor, sources)
     spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
     return ComputedOperand(kernel, spec, kernel.reads)
 
@@ -130,7 +123,7 @@ def _replace(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> Base
     shape = entry.shape
     operand: Operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
     if tensor.part is not None:
-        shape, operand = tensor.shape, rearrange(tensor.part, [operand])
+        shape, operand = tensor.shape, join_sources(tensor.part, [operand])
     is_held = rules.dtype == "keep" or rules.rounding is Rounding.PEFT
     if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
         operand = CastOperand(operand, tensor.dtype)

@@ -11,15 +11,14 @@ from ckptkit.adapters.merge.base_model import open_base
 from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.conversion.source.open import PathLike
-from ckptkit.conversion.source.places import resolve_path
+from ckptkit.conversion.source.open import resolve_path
 from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destination, write_output
 from ckptkit.core.errors import AmbiguousSourceError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import Resources
-from ckptkit.storage.places import open_target
+from ckptkit.storage.places import PathLike, open_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

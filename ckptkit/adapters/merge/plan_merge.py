@@ -43,7 +43,6 @@ from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_q
 from ckptkit.adapters.quantized.requantize import requantize
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
-    NO_COMPARISON,
     Comparison,
     Subject,
     plan_comparison,
@@ -457,13 +456,13 @@ class MergePreparation:
 
     def _compare_names(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
-    ) -> Comparison:
+    ) -> Comparison | None:
         """Compares names and shapes with the model that the configuration describes."""
         if config is None:
-            return NO_COMPARISON
+            return None
         if self._request.names == "live":
             self._notes.append(LIVE_NAMES)
-            return NO_COMPARISON
+            return None
         # If an adapter has another head, that of the base is in the output too, and is not used.
         is_headed = config.get("architectures") != (self._config or {}).get("architectures")
         heads = {str(p.spec.name) for p in products if is_headed and is_head(p.spec.name)}

@@ -14,7 +14,7 @@ from ckptkit.adapters.merge.base_model import BaseSource
 from ckptkit.adapters.merge.base_tensors import BaseTensor
 from ckptkit.adapters.quantized.bases import QuantizedBase, measure_quantization
 from ckptkit.adapters.sources import OpenedAdapter
-from ckptkit.conversion.source.places import resolve_path
+from ckptkit.conversion.source.open import resolve_path
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest

@@ -1,4 +1,4 @@
-"""Finds the adapters of PEFT in a checkpoint, chooses one, and proposes commands for it."""
+"""Finds adapters of PEFT in a checkpoint, chooses one, and proposes commands for it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG, AdapterRecords
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike
-from ckptkit.conversion.source.places import is_folder, make_absolute
+from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, is_folder, make_absolute
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -20,23 +19,28 @@ from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
     IncompleteCheckpointError,
+    InputError,
+    MissingFileError,
     RefusedError,
 )
-from ckptkit.core.index import Fqn, TensorEntry, TensorIndex
-from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
+from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
 from ckptkit.plan.packed_weights import random_weights_message
 from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, own_adapters, title_of
 from ckptkit.plan.selection import model_trees
-from ckptkit.storage.base import is_there
+from ckptkit.plan.side_files import MAX_JSON_BYTES
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import place_of
+from ckptkit.storage.places import PathLike, open_source, place_of
 
 if TYPE_CHECKING:
     from ckptkit.lora.quantized import Quantization
     from ckptkit.lora.recorded_base import BaseRecord
+
 
 _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
 _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trainer
@@ -108,8 +112,10 @@ def choose_adapter(
         may_be_empty: Whether to accept an adapter that was saved without a tensor.
     """
     adapters = list_adapters(trees, recorded)
-    if not adapters and may_be_empty and _was_saved_empty(checkpoint):
-        return Choice(wanted or next(iter(recorded), DEFAULT), "", is_named=False)
+    if not adapters and may_be_empty:
+        holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
+        if not holds_model and not all(map(is_optimizer_folder, _folders(checkpoint))):
+            return Choice(wanted or next(iter(recorded), DEFAULT), "", is_named=False)
     if not adapters:
         raise _no_adapter_error(checkpoint)
     if wanted is not None:
@@ -164,43 +170,32 @@ def list_adapters(trees: Mapping[str, SortedTensors], recorded: Sequence[str]) -
     """Returns all adapters of a checkpoint; arguments as for `choose_adapter`."""
     live = [Choice(name, tree, is_named=True) for tree in trees for name in trees[tree].live]
     left = [name for name in recorded if name not in {choice.name for choice in live}]
-    unnamed = [
-        choice
-        for tree, contents in trees.items()
-        if contents.stripped
-        for choice in _name_adapter(tree, left)
-    ]
+    unnamed: list[Choice] = []
+    for tree, contents in trees.items():
+        folder = posixpath.basename(tree)
+        if not contents.stripped:
+            continue
+        if folder and "." not in folder and not is_unit_folder(folder):
+            # PEFT names the folder of an adapter by the adapter.
+            unnamed.append(Choice(folder, tree, is_named=True))
+        elif left:
+            unnamed += (Choice(name, tree, is_named=True) for name in left)
+        else:
+            unnamed.append(Choice(DEFAULT, tree, is_named=False))
     return [*unnamed, *live]
-
-
-def _name_adapter(tree: str, left: Sequence[str]) -> list[Choice]:
-    """Returns the possible names of an adapter whose tensors have none.
-
-    Args:
-        tree: Its state dict; PEFT names the folder of an adapter by the adapter.
-        left: Names that the run recorded and no other adapter has.
-    """
-    folder = posixpath.basename(tree)
-    if folder and "." not in folder and not is_unit_folder(folder):
-        return [Choice(folder, tree, is_named=True)]
-    if left:
-        return [Choice(name, tree, is_named=True) for name in left]
-    return [Choice(DEFAULT, tree, is_named=False)]
 
 
 def _listed(choices: Sequence[Choice]) -> str:
     return ", ".join(dict.fromkeys(repr(choice.name) for choice in choices))
 
 
-def _was_saved_empty(checkpoint: OpenedCheckpoint) -> bool:
-    """Returns whether an adapter without tensors may have been saved there."""
-    holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
-    return not holds_model and not all(map(is_optimizer_folder, _folders(checkpoint)))
-
-
 def _no_adapter_error(checkpoint: OpenedCheckpoint) -> RefusedError | IncompleteCheckpointError:
     index = checkpoint.index
-    moments = _moments(index)
+    moments = {
+        (match.string[: match.start()], match[2])
+        for entry in index.of_part("optimizer")
+        if (match := _FACTOR.search(entry.key)) is not None
+    }
     count = sum(1 for _ in index.of_part("model"))
     if not count and all(map(is_optimizer_folder, _folders(checkpoint))):
         return IncompleteCheckpointError(
@@ -212,7 +207,7 @@ def _no_adapter_error(checkpoint: OpenedCheckpoint) -> RefusedError | Incomplete
     if moments and not count:
         return IncompleteCheckpointError(
             "the adapter was saved without a single tensor; only the optimizer's moments of"
-            f" {moments:,} of its tensors are left, which do not have their values",
+            f" {len(moments):,} of its tensors are left, which do not have their values",
             where=checkpoint.path,
             hint="PEFT 0.21 saves empty adapters under FSDP1: train with FSDP2, with PEFT 0.20,"
             " or with ckptkit's hooks, and take a checkpoint from there; --allow-untrained takes it"
@@ -237,16 +232,6 @@ def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
     root = make_absolute(checkpoint.location)
     paths = (posixpath.join(root, unit.candidate.folder) for unit in checkpoint.units)
     return [posixpath.basename(path.rstrip("/")) for path in paths]
-
-
-def _moments(index: TensorIndex) -> int:
-    """Counts the factors that an optimizer has moments of."""
-    factors = {
-        (match.string[: match.start()], match[2])
-        for entry in index.of_part("optimizer")
-        if (match := _FACTOR.search(entry.key)) is not None
-    }
-    return len(factors)
 
 
 _SCALES = ".absmax"
@@ -371,7 +356,13 @@ def find_peft(
     select = checkpoint.select
     model = [e.name for e in checkpoint.index.of_part("model") if select in {None, e.tree}]
     names = [name for name in model if wants is None or wants(name)]
-    folder = _folder_of_peft(checkpoint)
+    folder = ""  # the only one, if it holds nothing but PEFT's files
+    files = {file for unit in checkpoint.units for file in unit.candidate.files}
+    homes = {unit.candidate.folder for unit in checkpoint.units}
+    is_peft = all(_OF_PEFT.fullmatch(posixpath.basename(file)) for file in files)
+    if files and is_peft and len(homes) == 1:
+        root = checkpoint.source.folders[0].location
+        folder = posixpath.join(root, *homes).rstrip("/")
     sign = find_adapter(names)
     if sign is None and not folder:
         return None
@@ -393,16 +384,6 @@ def read_config(folders: SideFolders) -> Mapping[str, Any] | None:
         return folders.config(folders.choose(allow_code=False)[0])
     except CkptkitError:
         return None
-
-
-def _folder_of_peft(checkpoint: OpenedCheckpoint) -> str:
-    """Returns the folder of a checkpoint whose only files are PEFT's `adapter_model.*`."""
-    files = {file for unit in checkpoint.units for file in unit.candidate.files}
-    if not files or not all(_OF_PEFT.fullmatch(posixpath.basename(file)) for file in files):
-        return ""
-    folders = {unit.candidate.folder for unit in checkpoint.units}
-    root = checkpoint.source.folders[0].location
-    return posixpath.join(root, *folders).rstrip("/") if len(folders) == 1 else ""
 
 
 def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
@@ -433,16 +414,23 @@ def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Ada
         records = AdapterRecords(folders)
         adapters = list_adapters(trees, records.names())
         names = sorted({choice.name for choice in adapters}, key=lambda n: (n != DEFAULT, n))
-        if not names or len(names) < len(adapters) or _has_other_models(trees, adapters):
+        holders = {adapter.tree for adapter in adapters}
+        own = {tree.replace(_MODEL, _BASE_UNIT, 1) for tree in holders if tree.startswith(_MODEL)}
+        # A model that neither has an adapter nor is the base of one is not handled.
+        if not names or len(names) < len(adapters) or not (holders | own).issuperset(trees):
             return None
         record = records.find(names[0], is_only_one=len(names) == 1)
         packing = read_record_of_base(checkpoint).quantization
     except CkptkitError:
         return None  # the commands report the error
     units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
+    rest = {name: entry for tree in trees.values() for name, entry in tree.rest.items()}
+    weights = [entry for name, entry in rest.items() if name.endswith(f"{BASE_LAYER}.weight")]
+    packed = any(entry.shape[1:] == (1,) for entry in weights)
+    scales = any(name.endswith(_SCALES) for name in rest)
     return AdapterFacts(
         tuple(names),
-        holds_base=_holds_base([tree.rest for tree in trees.values()]),
+        holds_base=bool(rest) and (scales or not packed),
         configured=record is not None,
         is_ready=record is not None and all(map(_OF_PEFT.fullmatch, units)),
         packing=packing,
@@ -477,17 +465,95 @@ def build_selection_options(select: str | None, also: Sequence[PathLike]) -> lis
     return [*chosen, *(text for folder in also for text in ("--also", os.fspath(folder)))]
 
 
-def _has_other_models(trees: Iterable[str], adapters: Iterable[Choice]) -> bool:
-    """Returns whether a model neither has an adapter nor is the base of one."""
-    holders = {adapter.tree for adapter in adapters}
-    bases = {tree.replace(_MODEL, _BASE_UNIT, 1) for tree in holders if tree.startswith(_MODEL)}
-    return not holders.union(bases).issuperset(trees)
+ADAPTER_CONFIG = "adapter_config.json"
+_NAMED = "adapters"  # where the training hooks keep those of adapters that have a name
+_OPTION = "--adapter-config"
 
 
-def _holds_base(parts: Iterable[Mapping[Fqn, TensorEntry]]) -> bool:
-    """Returns whether the weights of the base are there, with their scales if they are packed."""
-    rest = {name: entry for part in parts for name, entry in part.items()}
-    weights = [entry for name, entry in rest.items() if name.endswith(f"{BASE_LAYER}.weight")]
-    packed = any(entry.shape[1:] == (1,) for entry in weights)
-    scales = any(name.endswith(_SCALES) for name in rest)
-    return bool(rest) and (scales or not packed)
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """The configuration of an adapter.
+
+    Attributes:
+        document: Its content.
+        path: Its path.
+        is_own: Whether the run wrote it into the step itself, with the weights.
+    """
+
+    document: Mapping[str, Any]
+    path: str
+    is_own: bool = False
+
+
+class AdapterRecords:
+    """The configurations of adapters in the side folders of a checkpoint."""
+
+    def __init__(self, folders: SideFolders) -> None:
+        self._folders = folders
+
+    def find(
+        self, adapter: str, *, is_only_one: bool, others: Container[str] = ()
+    ) -> AdapterRecord | None:
+        """Returns the configuration of one adapter; None where there is none.
+
+        Args:
+            adapter: Its name.
+            is_only_one: Whether a configuration without a name belongs to it.
+            others: The names of folders that belong to other adapters.
+        """
+        unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
+        named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]
+        for location, source in self._folders.sources.items():
+            own = [ADAPTER_CONFIG] if Path(location).name == adapter else []
+            own += [] if Path(location).name in others else unnamed
+            for path in dict.fromkeys([*named, *own]):
+                document = _read(source, path)
+                if document is not None:
+                    is_own = Path(location).name == SIDE_FOLDER
+                    return AdapterRecord(document, posixpath.join(location, path), is_own)
+        return None
+
+    def names(self) -> list[str]:
+        """Returns the names of the adapters that the run recorded, the default one first."""
+        names: dict[str, None] = {}
+        for location, source in self._folders.sources.items():
+            if Path(location).name == SIDE_FOLDER:
+                for path in source.walk(2):
+                    folder, _, name = path.rpartition("/")
+                    if name == ADAPTER_CONFIG and not folder:
+                        names[DEFAULT] = None
+                    elif name == ADAPTER_CONFIG and posixpath.dirname(folder) == _NAMED:
+                        names[posixpath.basename(folder)] = None
+        return sorted(names, key=lambda name: (name != DEFAULT, name))
+
+
+def read_record(path: PathLike) -> AdapterRecord:
+    """Returns the configuration that the user named: a file, or the folder that holds it."""
+    check_path(path, _OPTION)
+    place = place_of(path)
+    name = ADAPTER_CONFIG
+    if not is_folder(place):
+        folder, name = posixpath.split(place)
+        place = place.beside(folder or ".")
+    text, document = f"{_OPTION} {path}", None
+    if is_folder(place):
+        with open_source(place) as source:
+            if not is_there(source, name):
+                raise MissingFileError(
+                    "no such file", where=text, hint="name the run's adapter_config.json"
+                )
+            document = _read(source, name)
+    if document is None:
+        raise MissingFileError("cannot be read", where=text)
+    return AdapterRecord(document, posixpath.join(place, name))
+
+
+def _read(source: Source, path: str) -> dict[str, Any] | None:
+    try:
+        size_bytes = source.stat(path).size_bytes
+    except InputError:
+        return None
+    where = posixpath.join(source.location, path)
+    if size_bytes > MAX_JSON_BYTES:
+        raise InputError(f"{size_bytes:,} bytes are no configuration of an adapter", where=where)
+    return parse_json_object(source.read(path, 0, size_bytes), where=where)

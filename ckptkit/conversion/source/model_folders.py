@@ -11,9 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
-from ckptkit.conversion.source.places import open_folder
-from ckptkit.core.dtypes import DType
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, open_folder
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
@@ -34,7 +32,7 @@ from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.dcp import layout_optimizer_folder
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
 from ckptkit.plan.layouts.torch import layout_optimizer_file
@@ -47,26 +45,11 @@ from ckptkit.plan.optimizer_states import (
 from ckptkit.plan.plan import OutputFile
 from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.storage.base import Source
-from ckptkit.storage.places import open_source
+from ckptkit.storage.places import PathLike, open_source
 
 # What `from_pretrained` looks for, in its order. A folder can have other weights, such as
 # `consolidated.safetensors` in Mistral's repositories, or a model in both formats.
 _WEIGHTS = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-def read_dtypes(folder: PathLike, *, option: str) -> Mapping[Fqn, DType]:
-    """Returns the element type of every tensor of a model, by the headers of its files.
-
-    Args:
-        folder: A model folder, or any checkpoint.
-        option: The option that names it, for messages.
-    """
-    return {entry.name: entry.dtype for entry in _model_of(folder, option)}
-
-
-def read_shapes(folder: PathLike, *, option: str) -> Mapping[str, Shape]:
-    """Returns the shape of every tensor of a model; see `read_dtypes`."""
-    return {str(entry.name): entry.shape for entry in _model_of(folder, option)}
 
 
 def read_shapes_if_any(folder: PathLike) -> Mapping[str, Shape]:
@@ -76,7 +59,13 @@ def read_shapes_if_any(folder: PathLike) -> Mapping[str, Shape]:
     return {} if index is None else {str(e.name): e.shape for e in index.of_part("model")}
 
 
-def _model_of(folder: PathLike, option: str) -> list[TensorEntry]:
+def read_entries(folder: PathLike, *, option: str) -> list[TensorEntry]:
+    """Returns the tensors of a model by the headers of its files.
+
+    Args:
+        folder: A model folder, or any checkpoint.
+        option: The option that names it, for messages.
+    """
     with ExitStack() as stack:
         source = open_folder(stack, folder, option)
         index = read_pretrained_index(source)
@@ -159,36 +148,30 @@ def check_reach(
         return ()
     notes = [note for note in checkpoint.index.run.notes if note == UNPROVEN]
     for option, folder in models.items():
-        shapes = {} if folder is None else _shapes_of_model(folder, option)
+        shapes = {}
+        try:
+            stored = [] if folder is None else read_entries(folder, option=option)
+            shapes = {entry.name: entry.shape for entry in stored}
+        except InputError:  # of --like there may be an index without its files
+            if option == "--base":
+                raise
         shared = [entry for entry in entries if entry.name in shapes]
         for entry in shared:
-            _check_reach_of(entry, shapes[entry.name], f"{option} {folder}", is_sized=not notes)
+            expected = shapes[entry.name]
+            # The vocabulary may differ if a configuration has its size.
+            may_differ = not notes and (is_embedding(entry.name) or is_head(entry.name))
+            if may_differ or len(expected) != len(entry.shape):
+                continue
+            if any(size < other for size, other in zip(entry.shape, expected, strict=True)):
+                raise IncompleteCheckpointError(
+                    f"the shards of {entry.name!r} reach to {list(entry.shape)}, there it has"
+                    f" {list(expected)}: a shard after the last one is missing",
+                    where=f"{option} {folder}",
+                    hint="give the directory that holds the shards of every rank, or name the"
+                    " model that the run was started from",
+                )
         notes = [] if shared else notes
     return tuple(notes)
-
-
-def _shapes_of_model(folder: str, option: str) -> Mapping[str, Shape]:
-    try:
-        return read_shapes(folder, option=option)
-    except InputError:
-        if option == "--base":
-            raise
-        return {}  # there may be an index without its files
-
-
-def _check_reach_of(entry: TensorEntry, expected: Shape, where: str, *, is_sized: bool) -> None:
-    """Refuses a shorter tensor; the vocabulary may differ if a configuration has its size."""
-    may_differ = is_sized and (is_embedding(entry.name) or is_head(entry.name))
-    if may_differ or len(expected) != len(entry.shape):
-        return
-    if any(size < other for size, other in zip(entry.shape, expected, strict=True)):
-        raise IncompleteCheckpointError(
-            f"the shards of {entry.name!r} reach to {list(entry.shape)}, there it has"
-            f" {list(expected)}: a shard after the last one is missing",
-            where=where,
-            hint="give the directory that holds the shards of every rank, or name the model that"
-            " the run was started from",
-        )
 
 
 _MAX_BLOB_BYTES = 64 << 20
@@ -225,11 +208,14 @@ def plan_optimizer_files(
     if not request.optimizer:
         return OptimizerOutput()
     tree = model[0].tree if model else ""
-    _raise_ignored_error(checkpoint)
+    if next(checkpoint.index.of_part("optimizer"), None) is None:
+        for unit in checkpoint.units:  # raises the error that is ignored without --optimizer
+            if unit.candidate.format == TorchOptimizerReader.name:
+                read_optimizer_file(checkpoint.source, unit.candidate)
     stored, entries = select_optimizer_states(
         checkpoint.index, tree, request, location=checkpoint.path
     )
-    _check_whole(checkpoint, entries)
+    refuse_problems(checkpoint.index, entries, checkpoint.path)
     states, notes = _with_plain_values(stored, checkpoint.source)
     values = drop_unwanted_members(states.values, states.unwrapped, request)
     states = replace(states, values=restore_groups(values, request.wants))
@@ -240,21 +226,6 @@ def plan_optimizer_files(
         files = [layout_optimizer_file(states)]
     notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
     return OptimizerOutput(tuple(files), sum(entry.size_bytes for entry in entries), tuple(notes))
-
-
-def _raise_ignored_error(checkpoint: OpenedCheckpoint) -> None:
-    """Raises the error in the optimizer's file, which is ignored without --optimizer."""
-    if next(checkpoint.index.of_part("optimizer"), None) is not None:
-        return
-    for unit in checkpoint.units:
-        if unit.candidate.format == TorchOptimizerReader.name:
-            read_optimizer_file(checkpoint.source, unit.candidate)
-
-
-def _check_whole(checkpoint: OpenedCheckpoint, entries: Sequence[TensorEntry]) -> None:
-    problem = next(find_problems(checkpoint.index, entries), None)
-    if problem is not None:
-        raise error_of(problem, checkpoint.path)
 
 
 def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from ckptkit.conversion.source.places import (
-    check_path,
-    make_absolute,
-    open_folder,
-    open_others,
-    open_root,
-)
-from ckptkit.conversion.source.unite import LeftoverShards, unite
+from ckptkit.conversion.source.unite import LeftoverShards, join_indexes, unite
 from ckptkit.core.errors import (
     FormatError,
     InputError,
@@ -29,12 +23,6 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.index import (
-    Key,
-    KeyPath,
-    Problem,
-    RecordTable,
-    RunFacts,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
@@ -76,11 +64,12 @@ from ckptkit.runs.run_paths import hold_candidates
 from ckptkit.runs.save_order import left_behind
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Folder, is_there
+from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.overlay import OverlaySource
-from ckptkit.storage.places import PathLike, is_url, place_of
+from ckptkit.storage.place_identity import PlaceRelation, find_overlaps
+from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
-__all__ = ["OpenedCheckpoint", "PathLike", "open_checkpoint"]
 _MARKS = {"trainer_state.json": "Transformers Trainer"}
 _ACCELERATE = "pytorch_model_fsdp_"
 _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
@@ -169,20 +158,6 @@ def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
     # Late, since it is needed with --model-config only.
     from ckptkit.conversion.naming_program import ask_parameters
 
-    config = _read_config(folder)
-    alone = {entry.name for entry in index.of_part("model") if not is_flat(entry)}
-    slices = {str(path[-1]): value for path, value in index.values.items() if path[:1] == SLICES}
-    parameters = (
-        ModelParameter(tuple(parameter["names"]), tuple(parameter["shape"]))
-        for parameter in ask_parameters(config, sorted({*alone, *slices}))
-    )
-    missing = [p for p in parameters if alone.isdisjoint(p.names)]
-    lengths = {str(entry.name): entry.elements for entry in flat}
-    vectors = compute_vectors(missing, lengths, index.run.world_size or 1, slices)
-    return unflatten(index, flat, vectors, f"--model-config {folder}")
-
-
-def _read_config(folder: PathLike) -> dict[str, object]:
     with ExitStack() as stack:
         source = open_folder(stack, folder, "--model-config")
         where = posixpath.join(source.location, CONFIG)
@@ -196,7 +171,17 @@ def _read_config(folder: PathLike) -> dict[str, object]:
             ) from error
         if size > MAX_JSON_BYTES:
             raise FormatError(f"has {size:,} bytes, more than any configuration", where=where)
-        return parse_model_config(source.read(CONFIG, 0, size), where=where)
+        config = parse_model_config(source.read(CONFIG, 0, size), where=where)
+    alone = {entry.name for entry in index.of_part("model") if not is_flat(entry)}
+    slices = {str(path[-1]): value for path, value in index.values.items() if path[:1] == SLICES}
+    parameters = (
+        ModelParameter(tuple(parameter["names"]), tuple(parameter["shape"]))
+        for parameter in ask_parameters(config, sorted({*alone, *slices}))
+    )
+    missing = [p for p in parameters if alone.isdisjoint(p.names)]
+    lengths = {str(entry.name): entry.elements for entry in flat}
+    vectors = compute_vectors(missing, lengths, index.run.world_size or 1, slices)
+    return unflatten(index, flat, vectors, f"--model-config {folder}")
 
 
 SOURCE_IDENTITY = "identity"
@@ -204,21 +189,10 @@ SOURCE_IDENTITY = "identity"
 
 
 def describe_sources(sources: Sequence[OpenedCheckpoint]) -> dict[str, Any]:
-    """Returns the `source` of a manifest; the output is made from the first of the sources."""
-    checkpoint = sources[0]
-    return {
-        "path": checkpoint.path,
-        "format": checkpoint.index.format,
-        "step": checkpoint.index.run.step,
-        "world_size": checkpoint.index.run.world_size,
-        SOURCE_IDENTITY: _digest_of_files(sources),
-    }
+    """Returns the `source` of a manifest; the output is made from the first of the sources.
 
-
-def _digest_of_files(sources: Sequence[OpenedCheckpoint]) -> str:
-    """Returns a digest of the sizes and times, or ETags, of all files, without their paths.
-
-    A path can name the run or the step in it, and a copy of the same files is the same source.
+    Its identity digests the sizes and times, or ETags, of all files, without their paths: a path
+    can name the run or the step in it, and a copy of the same files is the same source.
     """
     digest = xxhash.xxh3_128()
     for source in sources:
@@ -231,7 +205,14 @@ def _digest_of_files(sources: Sequence[OpenedCheckpoint]) -> str:
                 identity = identity.partition("-")[2] or identity
             lines.append(f"{identity} {file.size_bytes}")
         digest.update("".join(f"{line}\n" for line in sorted(lines)).encode())
-    return digest.hexdigest()
+    checkpoint = sources[0]
+    return {
+        "path": checkpoint.path,
+        "format": checkpoint.index.format,
+        "step": checkpoint.index.run.step,
+        "world_size": checkpoint.index.run.world_size,
+        SOURCE_IDENTITY: digest.hexdigest(),
+    }
 
 
 class _Search:
@@ -267,7 +248,7 @@ class _Search:
         shards = LeftoverShards(self._source, self._location, candidates, self._index)
         found = shards.compare(found, select)
         self._check_parts(found)
-        index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
+        index = join_indexes(found.units, [self._index(unit.candidate) for unit in found.units])
         index = name_states(index, in_order=index.format == TorchFileReader.name)
         step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
@@ -289,30 +270,39 @@ class _Search:
 
     def _left_behind(self, folders: Sequence[str]) -> frozenset[str]:
         """Returns the steps of one run that training went back from, by their folders."""
-        abandoned: set[str] = set()
         series: dict[str, list[RunStep]] = {}
         for folder in folders:
-            place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
             step = parse_step(folder)
-            if step is not None and len(folders) > 1:
-                series.setdefault("/".join(place), []).append(self._run_step(folder, step))
-        for steps in series.values():
-            abandoned |= left_behind(self._source, steps)
-        return frozenset(abandoned)
-
-    def _run_step(self, folder: str, step: int) -> RunStep:
-        manifest = self._steps.manifest(folder)
-        if manifest is not None:
-            return RunStep(step, folder, save_number=save_number_of(manifest))
-        names = (path for path in self._paths if posixpath.dirname(path) == folder)
-        times = [self._source.stat(path).modified for path in names]
-        return RunStep(step, folder, has_manifest=False, modified=max(times, default=0.0))
+            if step is None or len(folders) == 1:
+                continue
+            manifest = self._steps.manifest(folder)
+            if manifest is not None:
+                saved = RunStep(step, folder, save_number=save_number_of(manifest))
+            else:
+                names = (path for path in self._paths if posixpath.dirname(path) == folder)
+                times = [self._source.stat(path).modified for path in names]
+                saved = RunStep(step, folder, has_manifest=False, modified=max(times, default=0.0))
+            place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
+            series.setdefault("/".join(place), []).append(saved)
+        return frozenset[str]().union(*(left_behind(self._source, own) for own in series.values()))
 
     def _candidates(self) -> list[Candidate]:
         """Recognises checkpoints; steps in parts are replaced by the whole that the parts make."""
         self._paths = list_files(self._source)
         candidates = recognise(self._paths)
-        _check_places(self._source.folders)
+        folders = self._source.folders
+        recognised = [recognise(list_files(folder)) for folder in folders if len(folders) > 1]
+        steps = [{step_folder(c.folder) for c in own} for own in recognised]
+        for number, own in enumerate(steps):
+            others = set().union(*(paths for i, paths in enumerate(steps) if i != number))
+            if number and own.isdisjoint(others):
+                raise NotACheckpointError(
+                    "holds no part of a checkpoint under a path that is also in"
+                    f" {folders[0].location}",
+                    where=f"--also {folders[number].location}",
+                    hint="name the directory that corresponds to SRC: files that belong together"
+                    " have the same paths in both",
+                )
         united = unite(self._source, [step_folder(candidate.folder) for candidate in candidates])
         if united.files:
             self._source.lay_over(united.files, without=united.without)
@@ -386,90 +376,114 @@ def _step_named(found: ResolvedSource, location: str) -> int | None:
     return parse_step(found.folder or location)
 
 
-def _check_places(folders: Sequence[Folder]) -> None:
-    """Refuses a directory if none of its steps has the same path in another directory."""
-    if len(folders) == 1:
+_DEEP = 64  # folders below a prefix; more than any path has
+
+
+def check_path(text: PathLike, what: str) -> None:
+    """Refuses paths that no system call would take, before one fails on them."""
+    if not os.fspath(text):
+        raise UsageError("is empty, where a path was expected", where=what)
+    if is_url(text):
         return
-    recognised = [recognise(list_files(folder)) for folder in folders]
-    steps = [{step_folder(c.folder) for c in candidates} for candidates in recognised]
-    for number, folder in enumerate(folders[1:], 1):
-        others = set().union(*(paths for i, paths in enumerate(steps) if i != number))
-        if steps[number].isdisjoint(others):
-            raise NotACheckpointError(
-                f"holds no part of a checkpoint under a path that is also in {folders[0].location}",
-                where=f"--also {folder.location}",
-                hint="name the directory that corresponds to SRC: files that belong together have"
-                " the same paths in both",
-            )
+    try:
+        Path(text).resolve()
+        Path(text).is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        shown = os.fspath(text)[:80]
+        raise UsageError(f"is no usable path: {reason}", where=f"{what} {shown!r}") from error
 
 
-def _merge(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> TensorIndex:
-    """Joins the indexes of units; trees are named by unit where several units hold models."""
-    if len(indexes) == 1:
-        return indexes[0]
-    several = sum(1 for unit in units if not unit.is_optimizer) > 1
-    tensors: dict[Key, TensorEntry] = {}
-    problems: list[Problem] = []
-    aliases: list[frozenset[Key]] = []
-    first_record = 0
-    for unit, index in zip(units, indexes, strict=True):
-        trees = {entry.tree for entry in index.of_part("model")}
-        taken = tensors.keys() & index.tensors.keys()
-        keys = {key: Key(f"{unit.label}/{key}") if taken else key for key in index.tensors}
-        for key, entry in index.tensors.items():
-            label = entry.tree
-            master = entry.master
-            if master is not None:
-                master = replace(master, key=keys[master.key])
-            if several:
-                label = f"{unit.label}/{entry.tree}" if len(trees) > 1 else unit.label
-            chunks = entry.chunks.shifted(first_record)
-            tensors[keys[key]] = replace(
-                entry, key=keys[key], tree=label, chunks=chunks, master=master
-            )
-        first_record += len(index.records)
-        problems += [
-            replace(problem, where=keys.get(Key(problem.where), problem.where))
-            for problem in index.problems
-        ]
-        aliases += [frozenset(keys[key] for key in group) for group in index.aliases]
-    values: dict[KeyPath, Any] = {}
-    for unit, index in zip(units, indexes, strict=True):  # two optimizers have equal keys
-        for path, value in index.values.items():
-            values[path if path not in values else (unit.label, *path)] = value
-    pairs = zip(units, indexes, strict=True)
-    formats = [index.format for unit, index in pairs if not unit.is_optimizer]
-    return TensorIndex(
-        format=" + ".join(dict.fromkeys(formats or [index.format for index in indexes])),
-        files=tuple(file for index in indexes for file in index.files),
-        records=_merged_records(indexes),
-        tensors=tensors,
-        values=values,
-        aliases=tuple(aliases),
-        run=_merged_run([index.run for index in indexes]),
-        problems=tuple(problems),
-    )
+def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
+    """Opens a directory, or a prefix that holds something.
+
+    Args:
+        stack: Closes it.
+        place: The place as the user named it.
+        option: The option, for messages.
+    """
+    check_path(place, option)
+    if not is_url(place):
+        if not local_path(place).is_dir():
+            raise NotACheckpointError("no such directory", where=f"{option} {place}")
+        return stack.enter_context(LocalSource(local_path(place)))
+    source = stack.enter_context(open_source(place))
+    if not _holds_something(source):
+        raise NotACheckpointError("nothing is there", where=f"{option} {place}")
+    return source
 
 
-def _merged_records(indexes: Sequence[TensorIndex]) -> RecordTable:
-    first_file = np.cumsum([0, *(len(index.files) for index in indexes)])
-    tables = [index.records for index in indexes]
-    return RecordTable(
-        np.concatenate([t.file + first for t, first in zip(tables, first_file, strict=False)]),
-        np.concatenate([t.start for t in tables]),
-        np.concatenate([t.stop for t in tables]),
-        np.concatenate([t.container for t in tables]),
-        np.concatenate([t.crc32 for t in tables]),
-    )
+def open_root(stack: ExitStack, place: PathLike) -> tuple[Folder, str | None]:
+    """Opens the folder to search; returns it with the name of the file if the place is a file."""
+    if is_url(place):
+        return _open_remote_root(stack, place_of(place))
+    path = local_path(place)
+    if path.is_dir():
+        return stack.enter_context(LocalSource(path)), None
+    if path.is_file():
+        return stack.enter_context(LocalSource(path.parent)), path.name
+    there = "neither a file nor a directory" if path.exists() else "no such file or directory"
+    raise NotACheckpointError(there, where=os.fspath(place))
 
 
-def _merged_run(runs: Sequence[RunFacts]) -> RunFacts:
-    sizes = [run.world_size for run in runs if run.world_size is not None]
-    return RunFacts(
-        world_size=max(sizes, default=None),
-        step=next((run.step for run in runs if run.step is not None), None),
-        writer=next((run.writer for run in runs if run.writer), ""),
-        version=next((run.version for run in runs if run.version), ""),
-        mesh=next((run.mesh for run in runs if run.mesh), ()),
-        notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
-    )
+def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | None]:
+    source = stack.enter_context(open_source(place))
+    if _holds_something(source):
+        return source, None
+    parent, name = posixpath.split(place)
+    if not parent.endswith("/"):  # nothing is above `s3://bucket`
+        above = stack.enter_context(open_source(place.beside(parent)))
+        if is_there(above, name):
+            return above, name
+    raise NotACheckpointError("there is no object at or below this URL", where=place)
+
+
+def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Iterator[Folder]:
+    """Opens the further directories of a checkpoint, each place once.
+
+    Places are compared by what they name: a URL may be written with another endpoint or protocol.
+
+    Yields:
+        Folders that are neither the first one nor yielded before.
+    """
+    for place in also:
+        check_path(place, "--also")
+    pairs = find_overlaps([first, *also]) if also else ()
+    repeated = {max(pair) for *pair, how in pairs if how is PlaceRelation.SAME}
+    for number, place in enumerate(also, 1):
+        if number not in repeated:
+            yield open_folder(stack, place, "--also")
+
+
+def is_folder(place: PathLike) -> bool:
+    """Returns whether a place is a directory, or a prefix that holds something."""
+    if not is_url(place):
+        return local_path(place).is_dir()
+    with open_source(place) as source:
+        return _holds_something(source)
+
+
+def is_anything(place: PathLike) -> bool:
+    """Returns whether there is a directory or a file."""
+    if not is_url(place):
+        return local_path(place).exists()
+    try:
+        with ExitStack() as stack:
+            _open_remote_root(stack, place_of(place))
+    except NotACheckpointError:
+        return False
+    return True
+
+
+def make_absolute(place: PathLike) -> str:
+    """Returns a path from the root of its file system on; a URL is absolute."""
+    return os.fspath(place) if is_url(place) else str(local_path(place).absolute())
+
+
+def resolve_path(place: PathLike) -> str:
+    """Returns a path with its links followed; object stores have none."""
+    return os.fspath(place) if is_url(place) else str(local_path(place).resolve())
+
+
+def _holds_something(source: Folder) -> bool:
+    return next(iter(source.walk(_DEEP)), None) is not None or is_there(source, MANIFEST_NAME)

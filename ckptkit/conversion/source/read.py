@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.conversion.naming_program import ask_parameters
-from ckptkit.conversion.source.open import PathLike, open_checkpoint
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
@@ -27,7 +27,7 @@ from ckptkit.core.threads import run_crew
 from ckptkit.engine.outcome import BytesWritten, Listener, Started
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import (
@@ -37,6 +37,7 @@ from ckptkit.plan.ties import (
     find_tie_candidates,
     find_tie_conflicts,
 )
+from ckptkit.storage.places import PathLike
 
 if TYPE_CHECKING:
     import torch
@@ -120,9 +121,7 @@ class Checkpoint(Closing):
 
         """
         entry = self._entry(name)
-        problem = next(find_problems(self._opened.index, [entry]), None)
-        if problem is not None:
-            raise error_of(problem, self.path)
+        refuse_problems(self._opened.index, [entry], self.path)
         data = bytearray(entry.size_bytes)
         origin = Origin(SOURCE, self._opened.source, self._opened.index)
         TensorReader(origin).fill(entry.key, Span(0, entry.elements), memoryview(data))

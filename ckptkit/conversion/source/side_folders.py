@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.places import make_absolute, open_folder
+from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, open_folder
 from ckptkit.core.errors import FormatError, InputError
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.formats.discovery import is_unit_folder, parse_step
@@ -26,7 +25,7 @@ from ckptkit.plan.side_files import (
     is_side_file,
     rewrite_side_file,
 )
-from ckptkit.storage.base import Folder, Source, StoreFolder
+from ckptkit.storage.base import Folder, StoreFolder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url, place_of
 
@@ -51,18 +50,30 @@ class SideFolders:
         self.base = None if base is None else place_of(base)
         self.sources: dict[str, Folder] = {}
         base_folder = None if base is None else open_folder(stack, base, "--base")
-        for folder in checkpoint.source.folders:
-            opener = _Opener(stack, folder)
-            for path in _side_folders_of(checkpoint, folder.location):
-                source = None if path in self.sources else opener.open(path)
-                if source is not None:
-                    self.sources[path] = source
+        models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
+        for root in checkpoint.source.folders:
+            above: dict[str, StoreFolder | None] = {}
+            step = _in(root.location, checkpoint.folder)
+            units = [_in(root.location, folder) for folder in models]
+            homes = [*(unit for unit in units if unit != step), step, *_above(step)]
+            for path in dict.fromkeys(_in(home, name) for home in homes for name in (*_NESTED, "")):
+                if path not in self.sources:
+                    source = _open_if_there(stack, root, path, above)
+                    if source is not None:
+                        self.sources[path] = source
         self._base_location = None if base_folder is None else base_folder.location
         if base_folder is not None:
             self.sources.setdefault(base_folder.location, base_folder)
 
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
-        listed = [(origin, _list_side_files(source)) for origin, source in self.sources.items()]
+        """Chooses side files by their sizes; returns them, and the python files left out."""
+        listed = []
+        for origin, source in self.sources.items():
+            sizes = {}
+            for path in filter(is_side_file, source.walk(1)):
+                with suppress(InputError):  # what cannot be read is no side file
+                    sizes[path] = source.stat(path).size_bytes
+            listed.append((origin, sizes))
         return choose_side_files(listed, allow_code=allow_code)
 
     def read(self, file: SideFile) -> bytes:
@@ -119,55 +130,36 @@ class SideFolders:
         return parse_model_config(self.read(file), where=where)
 
 
-class _Opener:
-    """Opens folders in and above an open one, if they exist."""
+def _open_if_there(
+    stack: ExitStack, root: Folder, path: str, above: dict[str, StoreFolder | None]
+) -> Folder | None:
+    """Opens a folder in or above an open one.
 
-    def __init__(self, stack: ExitStack, folder: Folder) -> None:
-        self._stack = stack
-        self._folder = folder
-        self._above: dict[str, StoreFolder | None] = {}
-
-    def open(self, path: str) -> Folder | None:
-        if isinstance(self._folder, StoreFolder):
-            return self._remote(self._folder, path)
-        if not Path(path).is_dir():
-            return None
-        return self._stack.enter_context(LocalSource(Path(path)))
-
-    def _remote(self, root: StoreFolder, path: str) -> Folder | None:
-        """Returns a part of a listing; above the root, only side folders are listed."""
-        inside = _rest_of(path, root.location)
-        if inside is None:
-            run = next((run for run in self._above if _rest_of(path, run) is not None), path)
-            above = self._listed(root, run)
-            if above is None:
-                return None
-            root, inside = above, _rest_of(path, run) or ""
-        folder = root.below(inside) if inside else root
-        return folder if next(iter(folder.walk(1)), None) is not None else None
-
-    def _listed(self, root: StoreFolder, run: str) -> StoreFolder | None:
-        if run not in self._above:
+    Of a store it is a part of a listing. Above the root, only side folders are listed; `above` has
+    these listings.
+    """
+    if not isinstance(root, StoreFolder):
+        return stack.enter_context(LocalSource(Path(path))) if Path(path).is_dir() else None
+    inside = _rest_of(path, root.location)
+    if inside is None:
+        run = next((run for run in above if _rest_of(path, run) is not None), path)
+        if run not in above:
             try:
-                self._above[run] = root.above(run, folders=_SHALLOW)
+                above[run] = root.above(run, folders=_SHALLOW)
             except InputError:
-                self._above[run] = None  # a step may be readable while its run is not
-        return self._above[run]
+                above[run] = None  # a step may be readable while its run is not
+        listed = above[run]
+        if listed is None:
+            return None
+        root, inside = listed, _rest_of(path, run) or ""
+    folder = root.below(inside) if inside else root
+    return folder if next(iter(folder.walk(1)), None) is not None else None
 
 
 def _rest_of(path: str, root: str) -> str | None:
     if path == root:
         return ""
     return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
-
-
-def _side_folders_of(checkpoint: OpenedCheckpoint, root: str) -> Iterator[str]:
-    """Yields the paths of side folders, nearest to the weights first."""
-    step = _in(root, checkpoint.folder)
-    models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
-    units = [_in(root, folder) for folder in models]
-    homes = [*(unit for unit in units if unit != step), step, *_above(step)]
-    yield from dict.fromkeys(_in(home, name) for home in homes for name in (*_NESTED, ""))
 
 
 def _in(folder: str, name: str) -> str:
@@ -188,15 +180,3 @@ def _above(step: str) -> Iterator[str]:
             return  # the root of all buckets, repositories or directories
         path = above
         yield path
-
-
-def _list_side_files(source: Source) -> Mapping[str, int]:
-    """Returns the sizes of a folder's side files, without those that cannot be read."""
-    sizes = {}
-    for path in source.walk(1):
-        if is_side_file(path):
-            try:
-                sizes[path] = source.stat(path).size_bytes
-            except InputError:
-                continue
-    return sizes

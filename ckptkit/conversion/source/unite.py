@@ -1,4 +1,4 @@
-"""Steps in several places: copies of nodes that make one step, and shards beside their model.
+"""Checkpoints in several parts: units, copies of nodes, and shards beside their model.
 
 A node's copy of a step has a manifest that names the ranks that wrote it, and their records. From
 the records of all copies the index of every part of the step is merged, as a commit does.
@@ -14,7 +14,9 @@ import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -23,7 +25,15 @@ from ckptkit.core.errors import (
     InputError,
     MissingFileError,
 )
-from ckptkit.core.index import Problem, TensorEntry, TensorIndex
+from ckptkit.core.index import (
+    Key,
+    KeyPath,
+    Problem,
+    RecordTable,
+    RunFacts,
+    TensorEntry,
+    TensorIndex,
+)
 from ckptkit.core.manifest import (
     MANIFEST_NAME,
     NODE_RANKS,
@@ -125,7 +135,14 @@ class _Step:
 
     def merge(self) -> tuple[dict[str, bytes], list[str]]:
         """Returns the files of the whole step, and the folders that it does not have."""
-        self._check_one_save()
+        first = self._copies[0]
+        for copy in self._copies[1:]:
+            saves = [str(c.manifest.source.get("attempt")) for c in (first, copy)]
+            if saves[0] != saves[1]:
+                raise FormatError(
+                    f"is of save {saves[0]!r} in {first.source.location} and of {saves[1]!r} in"
+                    f" {copy.source.location}, where copies of one save were expected"
+                )
         path = posixpath.join(self._folder, MANIFEST_NAME)
         whole = next((copy for copy in self._copies if copy.ranks is None), None)
         if whole is not None:
@@ -157,16 +174,6 @@ class _Step:
         lost = {"lost": merged.lost} if merged.lost else {}
         source = source_of_all(first.manifest.source) | lost
         return replace(first.manifest, source=source, files=files)
-
-    def _check_one_save(self) -> None:
-        first = self._copies[0]
-        for copy in self._copies[1:]:
-            saves = [str(c.manifest.source.get("attempt")) for c in (first, copy)]
-            if saves[0] != saves[1]:
-                raise FormatError(
-                    f"is of save {saves[0]!r} in {first.source.location} and of {saves[1]!r} in"
-                    f" {copy.source.location}, where copies of one save were expected"
-                )
 
     def _world_size(self) -> int:
         world_size = self._copies[0].manifest.source.get("world_size")
@@ -225,30 +232,31 @@ class LeftoverShards:
             found: The checkpoint that was chosen.
             select: The user's selection, or None.
         """
-        notes = [
-            self._compare(unit, shards, found.folder)
-            for unit in found.units
-            if unit.candidate.format == "safetensors" and not _is_named(unit, select)
-            for shards in self.candidates
-            if is_leftover(shards, {unit.candidate.folder})
-        ]
-        return replace(found, notes=(*found.notes, *notes))
-
-    def _compare(self, unit: CheckpointUnit, shards: Candidate, step: str) -> str:
-        name = _label(shards, step)
-        try:
-            reason = next(self._differences(unit.candidate, shards), "")
-        except InputError as error:
-            reason = f"it is not whole ({error.message})"
-        if not reason:
-            return f"{name!r} holds the shards of the same model: left alone"
-        raise AmbiguousSourceError(
-            f"holds the model {unit.label!r} and the shards in {name!r} that it was made from, and"
-            f" {reason}",
-            where=posixpath.join(self.location, step),
-            hint=f"pass --select {name} to have the model made anew, or"
-            f" --select {unit.label} to take it as it is",
-        )
+        notes = list(found.notes)
+        for unit in found.units:
+            is_named = select is not None and f"/{select}".endswith(f"/{unit.label}")
+            if unit.candidate.format != "safetensors" or is_named:
+                continue
+            for shards in self.candidates:
+                if not is_leftover(shards, {unit.candidate.folder}):
+                    continue
+                # As `--select` names them.
+                name = posixpath.relpath(shards.folder or ".", found.folder or ".")
+                name = posixpath.basename(shards.files[0]) if name == "." else name
+                try:
+                    reason = next(self._differences(unit.candidate, shards), "")
+                except InputError as error:
+                    reason = f"it is not whole ({error.message})"
+                if reason:
+                    raise AmbiguousSourceError(
+                        f"holds the model {unit.label!r} and the shards in {name!r} that it was"
+                        f" made from, and {reason}",
+                        where=posixpath.join(self.location, found.folder),
+                        hint=f"pass --select {name} to have the model made anew, or"
+                        f" --select {unit.label} to take it as it is",
+                    )
+                notes.append(f"{name!r} holds the shards of the same model: left alone")
+        return replace(found, notes=tuple(notes))
 
     def _differences(self, model: Candidate, shards: Candidate) -> Iterator[str]:
         whole = self.read(model)
@@ -281,5 +289,71 @@ def _label(shards: Candidate, step: str) -> str:
     return name if relative == "." else relative
 
 
-def _is_named(unit: CheckpointUnit, select: str | None) -> bool:
-    return select is not None and (select == unit.label or select.endswith(f"/{unit.label}"))
+def join_indexes(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> TensorIndex:
+    """Joins the indexes of units; trees are named by unit where several units hold models."""
+    if len(indexes) == 1:
+        return indexes[0]
+    several = sum(1 for unit in units if not unit.is_optimizer) > 1
+    tensors: dict[Key, TensorEntry] = {}
+    problems: list[Problem] = []
+    aliases: list[frozenset[Key]] = []
+    values: dict[KeyPath, Any] = {}
+    first_record = 0
+    for unit, index in zip(units, indexes, strict=True):
+        trees = {entry.tree for entry in index.of_part("model")}
+        taken = tensors.keys() & index.tensors.keys()
+        keys = {key: Key(f"{unit.label}/{key}") if taken else key for key in index.tensors}
+        for key, entry in index.tensors.items():
+            label, master = entry.tree, entry.master
+            if master is not None:
+                master = replace(master, key=keys[master.key])
+            if several:
+                label = f"{unit.label}/{entry.tree}" if len(trees) > 1 else unit.label
+            chunks = entry.chunks.shifted(first_record)
+            tensors[keys[key]] = replace(
+                entry, key=keys[key], tree=label, chunks=chunks, master=master
+            )
+        first_record += len(index.records)
+        problems += [
+            replace(problem, where=keys.get(Key(problem.where), problem.where))
+            for problem in index.problems
+        ]
+        aliases += [frozenset(keys[key] for key in group) for group in index.aliases]
+        for path, value in index.values.items():  # two optimizers have equal keys
+            values[path if path not in values else (unit.label, *path)] = value
+    pairs = zip(units, indexes, strict=True)
+    formats = [index.format for unit, index in pairs if not unit.is_optimizer]
+    return TensorIndex(
+        format=" + ".join(dict.fromkeys(formats or [index.format for index in indexes])),
+        files=tuple(file for index in indexes for file in index.files),
+        records=_join_records(indexes),
+        tensors=tensors,
+        values=values,
+        aliases=tuple(aliases),
+        run=_join_facts([index.run for index in indexes]),
+        problems=tuple(problems),
+    )
+
+
+def _join_records(indexes: Sequence[TensorIndex]) -> RecordTable:
+    first_file = np.cumsum([0, *(len(index.files) for index in indexes)])
+    tables = [index.records for index in indexes]
+    return RecordTable(
+        np.concatenate([t.file + first for t, first in zip(tables, first_file, strict=False)]),
+        np.concatenate([t.start for t in tables]),
+        np.concatenate([t.stop for t in tables]),
+        np.concatenate([t.container for t in tables]),
+        np.concatenate([t.crc32 for t in tables]),
+    )
+
+
+def _join_facts(runs: Sequence[RunFacts]) -> RunFacts:
+    sizes = [run.world_size for run in runs if run.world_size is not None]
+    return RunFacts(
+        world_size=max(sizes, default=None),
+        step=next((run.step for run in runs if run.step is not None), None),
+        writer=next((run.writer for run in runs if run.writer), ""),
+        version=next((run.version for run in runs if run.version), ""),
+        mesh=next((run.mesh for run in runs if run.mesh), ()),
+        notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
+    )

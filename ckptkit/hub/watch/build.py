@@ -16,7 +16,7 @@ from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.job import run_job
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import describe_adapters
-from ckptkit.conversion.source.open import PathLike, open_checkpoint
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError, VerificationError
@@ -28,7 +28,7 @@ from ckptkit.plan.side_files import CONFIG
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.save_order import BestMode
 from ckptkit.runs.steps import RunStep, abandoned
-from ckptkit.storage.places import is_url, open_source
+from ckptkit.storage.places import PathLike, is_url, open_source
 
 PushKind = Literal["auto", "model", "adapter"]
 """What is built from a step: `auto` is the adapter if PEFT trained one, else the model."""

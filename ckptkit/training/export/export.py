@@ -20,7 +20,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from ckptkit.conversion.source.places import check_path
+from ckptkit.conversion.source.open import check_path
 from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.checksums import ChecksumShare
 from ckptkit.core.errors import CkptkitError, PeerError, RefusedError, SaveError, error_from_json

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
-from ckptkit.conversion.source.places import check_path
+from ckptkit.conversion.source.open import check_path
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.options import Layout
