@@ -166,9 +166,13 @@ def plan_comparison(
     report = comparison.read_cached()
     if report is not None:
         return None, judge(subject, report)
-    if any(not report.is_clean for report in _compare_without_asking(subject)):
+    if _looks_wrong(subject):
         return None, comparison.judge_answer()  # it is awaited before anything is written
     return comparison, ()
+
+
+def _looks_wrong(subject: Subject) -> bool:
+    return any(not report.is_clean for report in _compare_without_asking(subject))
 
 
 def compare_now(subject: Subject) -> tuple[str, ...]:

@@ -325,13 +325,13 @@ def test_two_slices_of_the_right_names_make_a_model_that_was_compared(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    finish = comparing.Comparison.finish
+    judge = comparing.judge
 
-    def count(comparison: comparing.Comparison, listener: Any) -> None:
+    def count(subject: Any, report: Any) -> tuple[str, ...]:
         asked.append("here")
-        finish(comparison, listener)
+        return judge(subject, report)
 
-    monkeypatch.setattr(comparing.Comparison, "finish", count)
+    monkeypatch.setattr(comparing, "judge", count)
     src = trained(tmp_path / "src", model.state_dict(), model.config)
     assert slice_of(src, tmp_path / "out", 1).missing == (0,)
     assert slice_of(src, tmp_path / "out", 0).manifest is not None
