@@ -22,7 +22,6 @@ from typing import Any, Literal, TypedDict
 
 from ckptkit.conversion.source.open import check_path
 from ckptkit.core.arguments import refuse_unknown
-from ckptkit.core.checksums import ChecksumShare
 from ckptkit.core.errors import CkptkitError, PeerError, RefusedError, SaveError, error_from_json
 from ckptkit.core.index import Fqn
 from ckptkit.options import (
@@ -39,34 +38,32 @@ from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.environment import ranks_of_this_machine
-from ckptkit.training.export.export_commit import (
+from ckptkit.training.export.output_plan import (
+    ExportNames,
+    ExportRequest,
+    ExportView,
+    Table,
+    adapter_options,
+    disk_names,
+    is_adapter,
+    merge_tables,
+    pack_table,
+    parse_config,
+    parts_of_model,
+    places_of,
+    plan_adapter,
+    plan_model,
+    side_files,
+    unpack_table,
+    view_model,
+)
+from ckptkit.training.export.tensor_writes import (
+    BoxWrite,
     answer_of,
     commit,
     compare_with_model,
     mark_of,
     part_of,
-)
-from ckptkit.training.export.output_plan import (
-    ExportNames,
-    ExportRequest,
-    Table,
-    disk_names,
-    merge_tables,
-    parse_config,
-    places_of,
-    plan_adapter,
-    plan_model,
-)
-from ckptkit.training.export.tensor_writes import (
-    BoxWrite,
-    ExportView,
-    adapter_options,
-    is_adapter,
-    pack_table,
-    parts_of_model,
-    side_files,
-    unpack_table,
-    view_model,
     write_literals,
     write_parts,
 )
@@ -78,8 +75,7 @@ logger = logging.getLogger(__name__)
 _RANGES = "ranges"
 _ONE_WRITER = "one writer: "  # only one machine may write a file, and why
 _VISIBLE_SECONDS = 60.0
-_CONSOLIDATE = ("consolidate",)
-_EXTRACT = ("adapter", "extract")
+
 SaveInstead = Callable[[BoundState, str], SaveHandle]
 """Saves the state sharded, under a name of its own."""
 
@@ -118,7 +114,10 @@ class ExportAttempt:
     ) -> None:
         """Writes this rank's part, durably, or begins to save it sharded."""
         try:
-            self._target = target = self._opened()
+            request, name = self._request, f"{self._peers.nonce}/{self._number}"
+            nonce = hashlib.sha256(name.encode()).hexdigest()[:16]
+            target = SharedTarget(request.out, nonce, overwrite=request.overwrite)
+            self._target = target
             how = self._agreed_way(target)
             bound = find_bound()
             if how == _RANGES or (how.startswith(_ONE_WRITER) and is_adapter(bound)):
@@ -135,10 +134,7 @@ class ExportAttempt:
     def finish(self, handle: ExportHandle, began: float, durable: float) -> None:
         """Waits for the other ranks, and completes the handle; for a thread of its own."""
         try:
-            if self._saved is not None:
-                report = self._report_of(self._saved, began)
-            else:
-                report = self._report(self._agreed(), began, durable)
+            report = self._report(began, durable)
         except CkptkitError as error:
             self._fail(handle, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
@@ -151,42 +147,39 @@ class ExportAttempt:
                 logger.info("%s", report)
             handle.succeed(report)
 
-    def _opened(self) -> SharedTarget:
-        name = f"{self._peers.nonce}/{self._number}"
-        nonce = hashlib.sha256(name.encode()).hexdigest()[:16]
-        request = self._request
-        return SharedTarget(request.out, nonce, overwrite=request.overwrite)
-
     def _agreed_way(self, target: SharedTarget) -> str:
         """Returns how the output can be written: the first rank decides for all."""
-        choice = self._way_of_many()
-        if choice == _RANGES:
-            choice = target.why_no_ranges() or _RANGES
+        reason = ""
+        if self._peers.world_size > 1:
+            reason = why_not_shared(
+                find_filesystem_type(self._request.out),
+                is_one_machine=ranks_of_this_machine() == self._peers.world_size,
+            )
+        choice = f"{_ONE_WRITER}{reason}" if reason else target.why_no_ranges() or _RANGES
         key = f"exports/{self._number}"
         decided = self._peers.store.compare_set(key, b"", choice.encode()).decode()
         if decided == _RANGES and choice != _RANGES:
             raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.out))
         return decided
 
-    def _way_of_many(self) -> str:
-        if self._peers.world_size == 1:
-            return _RANGES
-        reason = why_not_shared(
-            find_filesystem_type(self._request.out),
-            is_one_machine=ranks_of_this_machine() == self._peers.world_size,
-        )
-        return f"{_ONE_WRITER}{reason}" if reason else _RANGES
-
     def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
-        self._next = _CONSOLIDATE, _arguments(self._request.options)
+        options, usual, arguments = self._request.options, ConsolidateRequest(), list[str]()
         if is_adapter(bound):
-            if self._request.options.dtype != ConsolidateRequest().dtype:
+            if options.dtype != usual.dtype:
                 raise RefusedError(
                     f"{reason}; from shards an adapter is taken with the numbers that it has",
                     where=str(self._request.out),
                     hint="leave dtype out, or export the adapter to another place",
                 )
-            self._next = _EXTRACT, adapter_options(bound)
+            self._next = ("adapter", "extract"), adapter_options(bound)
+        else:
+            if options.dtype != usual.dtype:
+                arguments += ["--dtype", options.dtype]
+            if options.names != usual.names:
+                arguments += ["--names", options.names]
+            if options.max_file_bytes != usual.max_file_bytes:
+                arguments += ["--max-shard-size", str(options.max_file_bytes)]
+            self._next = ("consolidate",), arguments
         self._give_up()
         if self._peers.rank == 0:
             logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
@@ -211,26 +204,21 @@ class ExportAttempt:
         if self._peers.rank == 0:
             target.sweep()
             write_literals(target, plan)
+        rows: Sequence[Row] = ()
         if by_ranges or self._peers.rank == 0:
-            shares, rows = write_parts(target, plan, parts), list[Row]()
-        else:
-            shares, rows = self._hand_over(target, plan, parts)
+            shares = write_parts(target, plan, parts)
+        else:  # a file of its own, from which rank 0 puts the bytes in place
+            file = target.part_file(part_of(self._peers.rank))
+            try:
+                shares = write_parts(file, plan, parts)
+                file.finish()
+            finally:
+                file.close()
+            rows = file.rows
         target.finish(mark_of(self._peers.rank))
         size = sum(part.size_bytes for part in parts)
         answer = answer_of(plan, shares, size, out=str(self._request.out), rows=rows)
         return _Written(plan, exported.is_adapter, answer)
-
-    def _hand_over(
-        self, target: SharedTarget, plan: Plan, parts: Sequence[BoxWrite]
-    ) -> tuple[dict[Fqn, ChecksumShare], list[Row]]:
-        """Writes this rank's part to a file of its own, which rank 0 puts in place."""
-        file = target.part_file(part_of(self._peers.rank))
-        try:
-            shares = write_parts(file, plan, parts)
-            file.finish()
-        finally:
-            file.close()
-        return shares, file.rows
 
     def _plan(
         self, exported: ExportView, bound: BoundState, side: Mapping[str, bytes]
@@ -264,10 +252,10 @@ class ExportAttempt:
 
         return unpack_table(self._agree(pack_table(exported.table), decide))
 
-    def _agreed(self) -> Mapping[str, Any]:
+    def _commit(self, written: _Written) -> Mapping[str, Any]:
         """Reports to all ranks that this one is done, and returns what was committed."""
-        written, target = self._written, self._target
-        assert written is not None and target is not None  # noqa: S101, PT018  begin() returned
+        target = self._target
+        assert target is not None  # noqa: S101  begin() returned
         decided: list[Mapping[str, Any]] = []
 
         def decide(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -336,18 +324,19 @@ class ExportAttempt:
             self._target.abandon()
             self._target = None
 
-    def _report(self, committed: Mapping[str, Any], began: float, durable: float) -> ExportReport:
-        assert self._written is not None  # noqa: S101  begin() returned
-        return ExportReport(
-            path=self._request.out,
-            size_bytes=self._written.answer["size_bytes"],
-            total_bytes=committed["size_bytes"],
-            durable_seconds=durable - began,
-            committed_seconds=time.perf_counter() - began,
-        )
-
-    def _report_of(self, saved: SaveHandle, began: float) -> ExportReport:
-        report = saved.report()
+    def _report(self, began: float, durable: float) -> ExportReport:
+        """Waits until the output, or the sharded save instead, is complete."""
+        if self._saved is None:
+            assert self._written is not None  # noqa: S101  begin() returned
+            committed = self._commit(self._written)
+            return ExportReport(
+                path=self._request.out,
+                size_bytes=self._written.answer["size_bytes"],
+                total_bytes=committed["size_bytes"],
+                durable_seconds=durable - began,
+                committed_seconds=time.perf_counter() - began,
+            )
+        report = self._saved.report()
         name, options = self._next
         command = [
             *("ckptkit", *name, str(report.path), str(self._request.out)),
@@ -362,18 +351,6 @@ class ExportAttempt:
             committed_seconds=time.perf_counter() - began,
             command=shlex.join(command),
         )
-
-
-def _arguments(options: ConsolidateRequest) -> list[str]:
-    """Returns the options of an export as those of the command, without the usual ones."""
-    usual, arguments = ConsolidateRequest(), list[str]()
-    if options.dtype != usual.dtype:
-        arguments += ["--dtype", options.dtype]
-    if options.names != usual.names:
-        arguments += ["--names", options.names]
-    if options.max_file_bytes != usual.max_file_bytes:
-        arguments += ["--max-shard-size", str(options.max_file_bytes)]
-    return arguments
 
 
 __all__ = ["ExportHandle", "ExportOptions", "Exporter", "make_request"]

@@ -11,25 +11,29 @@ of training, which Transformers 5 loads too: an export is often the last thing t
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
-import math
+import operator
+import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.core.geometry import intersect, row_major_strides
-from ckptkit.core.index import Box, ChunkTable, Fqn, Ints, Key, Shape, TensorEntry
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import RefusedError, UnsupportedError, UsageError
+from ckptkit.core.geometry import intersect
+from ckptkit.core.index import Box, ChunkTable, Fqn, Key, Shape, TensorEntry
+from ckptkit.core.manifest import SIDE_FOLDER
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.engine.kernels import CastKernel
+from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     HubTensor,
@@ -39,6 +43,7 @@ from ckptkit.hub_names.disk_tensors import (
     find_windows,
 )
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
+from ckptkit.lora.dialects import AdapterNames
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.layouts.hf import layout_adapter, layout_hf_weights
 from ckptkit.plan.packed_weights import refuse_random_weights
@@ -67,10 +72,15 @@ from ckptkit.plan.ties import (
     find_tie_conflicts,
     untie_config,
 )
-from ckptkit.storage.local.disk import PAGE_BYTES
-from ckptkit.training.step_names import innermost
+from ckptkit.training.sidecar import collect_sidecar
+from ckptkit.training.state.collect import BoundState
+from ckptkit.training.state.dtensors import Copies, has_data
+from ckptkit.training.state.models import ModelWalk
+from ckptkit.training.state.pieces import Piece, select_owned
+from ckptkit.training.step_names import TensorPlaces, adapter_names, innermost
 
 Table = Mapping[Fqn, TensorSpec]
+"""The tensors of the whole model, by name, as training holds them."""
 Part = tuple[Box, torch.Tensor]
 
 
@@ -126,15 +136,13 @@ class ExportNames:
         if tensor is None or self._called.get(source) == name:
             yield from held
             return
-        windows = [pair for pair in self._windows(tensor) if pair[1].source == source]
+        every = find_windows(tensor, self._live) or ()
+        windows = [(place, window) for place, window in every if window.source == source]
         for box, local in held:
             for place, window in windows:
                 shared = intersect(box, window.box)
                 if shared is not None:
                     yield _moved(shared, place, window), _taken(local, box, shared, window)
-
-    def _windows(self, tensor: HubTensor) -> Sequence[tuple[Box, Window]]:
-        return find_windows(tensor, self._live) or ()
 
 
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
@@ -155,28 +163,21 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> Expor
     names: HubNames | None = None
     if not why:
         try:
-            names = _asked(model, {**config, "architectures": [own.__name__]}, table)
+            from ckptkit.hub_names.transformers.answers import answer_names
+
+            plain = {**config, "architectures": [own.__name__]}
+            plain.pop("auto_map", None)
+            request = NamingRequest(plain, _extents(table))
+            names = answer_names(request, getattr(model, "_weight_conversions", None))
         except Exception as error:  # noqa: BLE001  an export is written without them
             why = f"{type(error).__name__}: {error}"
-    if names is not None and not _can_be_cut(names):
+    if names is not None and not all(
+        _is_same(tensor, names.live) or find_windows(tensor, names.live) is not None
+        for tensor in names.tensors.values()
+    ):
         why, names = _why_not(names), None
     notes = (f"names are written as training holds them: {why}",) if why else ()
     return ExportNames(names, notes)
-
-
-def _asked(model: Any, config: Mapping[str, Any], table: Table) -> HubNames:
-    from ckptkit.hub_names.transformers.answers import answer_names
-
-    tensors = {name: (spec.dtype, spec.shape) for name, spec in table.items()}
-    plain = {key: value for key, value in config.items() if key != "auto_map"}
-    return answer_names(NamingRequest(plain, tensors), getattr(model, "_weight_conversions", None))
-
-
-def _can_be_cut(names: HubNames) -> bool:
-    return all(
-        _is_same(tensor, names.live) or find_windows(tensor, names.live) is not None
-        for tensor in names.tensors.values()
-    )
 
 
 def _why_not(names: HubNames) -> str:
@@ -216,10 +217,6 @@ def _taken(local: torch.Tensor, box: Box, shared: Box, window: Window) -> torch.
     return ordered[(0,) * len(rest)]
 
 
-BLOCK_BYTES = 8 << 20
-"""The size of the blocks that are cast, checksummed and written."""
-
-_LONG_BYTES = 1 << 20  # runs from here on are written past the page cache, each on its own
 _OF_MODELS = frozenset({CONFIG, "generation_config.json"})
 ADAPTER_CONFIG = "adapter_config.json"
 # SHiRA's files have indices that its state dict lacks, those of prompts what a module computes.
@@ -234,7 +231,6 @@ _COMPUTED = frozenset(
         "SHIRA",
     }
 )
-"""The tensors of the whole model, by name, as training holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,27 +261,6 @@ class OutputPlace:
     spec: TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Elements of a box that are cast at once.
-
-    Attributes:
-        first: The first one, in the row-major order of the box.
-        stop: The first one after them.
-        at: int64; where each run of them begins, in bytes from the tensor's first.
-        run_bytes: How long each run is.
-    """
-
-    first: int
-    stop: int
-    at: Ints
-    run_bytes: int
-
-
-def declared_ties(table: Table, side: Mapping[str, bytes]) -> Mapping[Fqn, Fqn]:
-    return find_tie_candidates(parse_config(side), _extents(table))
-
-
 def plan_model(
     table: Table,
     side: Mapping[str, bytes],
@@ -308,11 +283,11 @@ def plan_model(
     Returns:
         The plan; its tensors are described and not yet bound to what they are copied from.
     """
-    config, entries = parse_config(side), [_entry(spec) for spec in table.values()]
+    config, entries, extents = parse_config(side), list(_entries(table)), _extents(table)
     refuse_random_weights(entries, location=where, config=config)
     refuse_casting_quantized(entries, options, config, location=where)
-    same, broken = dict[Fqn, Fqn](), dict(find_tie_conflicts(config, _extents(table)))
-    for target, source in declared_ties(table, side).items():
+    same, broken = dict[Fqn, Fqn](), dict(find_tie_conflicts(config, extents))
+    for target, source in find_tie_candidates(config, extents).items():
         (same if is_tied(target, source) else broken)[target] = source
     dropped = choose_ties_to_drop(config, same, broken)
     live = {p.spec.name: p.spec for p in make_products(entries, options, dropped, CastKernel)}
@@ -345,7 +320,7 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
             where=ADAPTER_CONFIG,
             hint="write it with save_pretrained of the PEFT model",
         )
-    products = make_products([_entry(spec) for spec in table.values()], options, {}, CastKernel)
+    products = make_products(list(_entries(table)), options, {}, CastKernel)
     beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
     own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
     return Plan((layout_adapter(products), own, *_side_files(beside, None)), {})
@@ -380,65 +355,10 @@ def merge_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
     return merged
 
 
-def blocks_of(box: Box, place: OutputPlace) -> Iterator[Block]:
-    """Yields the parts of a box that are each cast and written at once.
-
-    Long runs are cut at pages of the file, so that all but their edges fill whole pages; short
-    ones are taken many at a time.
-    """
-    itemsize = place.spec.dtype.itemsize
-    length, starts = runs_of(box, place.spec.shape)
-    size = length * itemsize
-    if size < _LONG_BYTES:
-        count = max(1, BLOCK_BYTES // max(size, 1))
-        for first in range(0, len(starts), count):
-            at = starts[first : first + count] * itemsize
-            yield Block(first * length, (first + len(at)) * length, at, size)
-        return
-    for number, start in enumerate(starts.tolist()):
-        low, stop = start * itemsize, (start + length) * itemsize
-        for high in _cuts(low, stop, place.start):
-            first = number * length + low // itemsize - start
-            at = np.array([low], np.int64)
-            yield Block(first, first + (high - low) // itemsize, at, high - low)
-            low = high
-
-
-def _cuts(low: int, stop: int, start: int) -> Iterator[int]:
-    """Yields where the blocks of a run end: about alike in size, and at whole pages of the file.
-
-    They are less than a page longer than `BLOCK_BYTES`.
-    """
-    count, page = -(-(stop - low) // BLOCK_BYTES), min(PAGE_BYTES, BLOCK_BYTES)
-    for number in range(1, count):
-        at = start + low + (stop - low) * number // count
-        yield max(at - at % page - start, low)
-    yield stop
-
-
-def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
-    """Returns the runs of row-major elements that a box consists of.
-
-    Returns:
-        The length of each run, and int64 of where each begins, in elements and ascending.
-    """
-    axis = len(shape)
-    while axis > 0 and box.sizes[axis - 1] == shape[axis - 1]:
-        axis -= 1
-    axis = max(axis - 1, 0)  # which may be cut, while all after it are whole
-    strides = row_major_strides(shape)
-    starts = np.array([0], np.int64)
-    for outer in range(len(shape)):
-        count = box.sizes[outer] if outer < axis else 1
-        steps = (np.arange(count, dtype=np.int64) + box.offsets[outer]) * strides[outer]
-        starts = (starts[:, None] + steps[None, :]).reshape(-1)
-    return math.prod(box.sizes[axis:]), starts
-
-
-def _entry(spec: TensorSpec) -> TensorEntry:
-    chunks = ChunkTable.of((), len(spec.shape))
-    name = spec.name
-    return TensorEntry(Key(name), (name,), name, "", "model", spec.dtype, spec.shape, chunks)
+def _entries(table: Table) -> Iterator[TensorEntry]:
+    for name, spec in table.items():
+        chunks = ChunkTable.of((), len(spec.shape))
+        yield TensorEntry(Key(name), (name,), name, "", "model", spec.dtype, spec.shape, chunks)
 
 
 def _extents(table: Table) -> dict[Fqn, tuple[DType, Shape]]:
@@ -464,3 +384,145 @@ def _side_files(
 
 def _literal(path: str, data: bytes) -> OutputFile:
     return lay_out_file(path, [(len(data), Literal(data), None)])
+
+
+@dataclass(frozen=True, slots=True)
+class ExportView:
+    """What this rank holds of the exported model.
+
+    Attributes:
+        table: The tensors that are on this rank, whole or in part.
+        pieces: This rank's parts of them, by each of their names.
+        owned: The identities of the pieces that this rank writes.
+        is_everywhere: Whether all ranks hold the same tensors.
+        is_adapter: Whether it is the adapter of a PEFT model, and not a model.
+    """
+
+    table: Table
+    pieces: Mapping[Fqn, tuple[Piece, ...]]
+    owned: frozenset[int]
+    is_everywhere: bool
+    is_adapter: bool
+
+    def parts(self, name: Fqn) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yields what this rank writes of a tensor: boxes, and their elements in that shape."""
+        for piece in self.pieces.get(name, ()):
+            if id(piece) in self.owned:
+                yield from piece.boxes()
+
+    def same(self, name: Fqn, other: Fqn) -> bool | None:
+        """Whether two tensors are equal as far as this rank sees; None if they are one."""
+        first, second = self.pieces.get(name, ()), self.pieces.get(other, ())
+        if first and len(first) == len(second) and all(map(operator.is_, first, second)):
+            return None
+        if [piece.places for piece in first] != [piece.places for piece in second]:
+            return False  # then both are written, which loads as well
+        for piece, another in zip(first, second, strict=True):
+            left, right = piece.local, another.local
+            if not piece.places:
+                continue
+            if left.dtype != right.dtype or left.shape != right.shape:
+                return False
+            bits = (side.contiguous().view(-1).view(torch.uint8) for side in (left, right))
+            if not torch.equal(*bits):
+                return False
+        return True
+
+
+def parts_of_model(bound: BoundState) -> list[nn.Module]:
+    """Returns the one model of a state; several modules where they are stages of a pipeline."""
+    if len({model.saved_as for model in bound.models}) != 1:
+        raise UsageError(
+            f"{len(bound.models)} models were found where one was expected",
+            where="state",
+            hint='give the one to export: export(out, state={"model": model})',
+        )
+    return [model.module for model in bound.models]
+
+
+def is_adapter(bound: BoundState) -> bool:
+    """Whether the model is a PEFT model, of which only the adapter is exported."""
+    return adapter_names(parts_of_model(bound)[0]) is not None
+
+
+def adapter_options(bound: BoundState) -> tuple[str, ...]:
+    """Returns the options of a command that name the adapter to be exported, among several."""
+    model: Any = innermost(parts_of_model(bound)[0])
+    names = adapter_names(model)
+    if names is None or len(model.peft_config) == 1:
+        return ()
+    return "--adapter", names.adapter
+
+
+def view_model(bound: BoundState) -> ExportView:
+    """Returns what of the model is on this rank, without any communication."""
+    modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
+    walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
+    views = [walk.look(keep=True) for walk in walks]  # all that a save holds
+    adapter = adapter_names(modules[0])
+    named = list(_named([piece for view in views for piece in view.pieces], adapter))
+    pieces: dict[Fqn, tuple[Piece, ...]] = {}
+    for name, piece in named:
+        pieces[name] = (*pieces.get(name, ()), piece)
+    taken = list({id(piece): piece for _, piece in named}.values())
+    mine = zip(taken, select_owned(taken), strict=True)
+    return ExportView(
+        table={name: _spec(name, parts[0]) for name, parts in pieces.items()},
+        pieces=pieces,
+        owned=frozenset(id(piece) for piece, is_mine in mine if is_mine),
+        is_everywhere=all(view.values.count >= bound.world_size for view in views),
+        is_adapter=adapter is not None,
+    )
+
+
+def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, bytes]:
+    """Returns the files besides the weights, by name: all of them on rank 0.
+
+    The other ranks need only those that the plan depends on: configurations, not tokenizers.
+    """
+    modules = parts_of_model(bound)
+    if bound.rank:
+        sidecar = {
+            key: value
+            for key, value in sidecar.items()
+            if isinstance(value, (str, bytes, os.PathLike)) or hasattr(value, "to_json_string")
+        }
+    files = collect_sidecar(modules, sidecar)
+    contents = {file.path.removeprefix(f"{SIDE_FOLDER}/"): file.data for file in files}
+    adapter = adapter_names(modules[0])
+    own = contents.get(f"adapters/{adapter.adapter}/{ADAPTER_CONFIG}") if adapter else None
+    return contents if own is None else {**contents, ADAPTER_CONFIG: own}
+
+
+def pack_table(table: Table) -> str:
+    rows = [[spec.name, spec.dtype.name, spec.shape] for spec in table.values()]
+    return base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode()
+
+
+def unpack_table(text: str) -> dict[Fqn, TensorSpec]:
+    """Returns the table that was packed."""
+    rows: list[Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    specs = (TensorSpec(Fqn(name), dtype_named(dtype), tuple(s)) for name, dtype, s in rows)
+    return {spec.name: spec for spec in specs}
+
+
+def _named(pieces: Sequence[Piece], adapter: AdapterNames | None) -> Iterator[tuple[Fqn, Piece]]:
+    """Yields each piece under the names that it has in the output."""
+    for piece in pieces:
+        for path in (piece.key_path, *piece.aliases):
+            name = Fqn(".".join(map(str, path)))
+            in_file = name if adapter is None else adapter.file_name(name)
+            if in_file is not None and EXTRA_STATE not in name.split("."):
+                yield Fqn(in_file), piece
+
+
+def _spec(name: Fqn, piece: Piece) -> TensorSpec:
+    local = piece.local
+    if local.layout is not torch.strided or local.is_quantized or not has_data(local):
+        raise UnsupportedError(
+            "a tensor that is sparse, quantized or without data was found where a dense one was"
+            " expected",
+            where=name,
+            hint="hold it in the model as a dense tensor",
+        )
+    return TensorSpec(name, dtype_named(str(local.dtype), where=name), piece.shape)

@@ -1,18 +1,21 @@
-"""Writes this rank's part of an export: collects its tensors, casts, checksums and writes them.
+"""Writes an export: the part of each rank, and on rank 0 the commit of all parts.
 
 Blocks go through a few reused buffers: the calling thread casts while others write. Nothing is read
 back. Casts from float32 use torch's rounding, which is fastest; the bytes are those of `Caster`.
+
+Rank 0 compares the plan with the model of the configuration, joins the checksums of all ranks, and
+makes the folder visible, while the other ranks wait in the background. A process of its own does
+the comparison, though training may have imported transformers: building a model changes torch's
+default element type for a moment, and may communicate under ZeRO-3.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-import operator
-import os
-import zlib
+import logging
+import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,39 +23,32 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
+from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.core.arrays import aligned_buffer
-from ckptkit.core.checksums import ChecksumShare, compute_share
+from ckptkit.core.checksums import CRC32_SCHEME, ChecksumShare, compute_share, digest_of, is_whole
 from ckptkit.core.crc import crc32
-from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
-from ckptkit.core.errors import NoSpaceError, UnsupportedError, UsageError
-from ckptkit.core.geometry import slabs
-from ckptkit.core.index import Box, Fqn, Span
-from ckptkit.core.manifest import SIDE_FOLDER
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import NoSpaceError, OutputError, SaveError
+from ckptkit.core.geometry import row_major_strides, slabs
+from ckptkit.core.index import Box, Fqn, Ints, Shape, Span
+from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.engine.casts import Caster, overflow_error
-from ckptkit.formats.trees import EXTRA_STATE
-from ckptkit.lora.dialects import AdapterNames
-from ckptkit.plan.plan import Literal, Plan, TensorSpec
+from ckptkit.options import changed_options
+from ckptkit.plan.load_report import EXPORT
+from ckptkit.plan.plan import Literal, Plan
+from ckptkit.plan.side_files import CONFIG
+from ckptkit.storage.base import Row
 from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.shared_target import PartFile, SharedTarget
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES
-from ckptkit.training.export.output_plan import (
-    ADAPTER_CONFIG,
-    BLOCK_BYTES,
-    Block,
-    OutputPlace,
-    Table,
-    blocks_of,
-)
+from ckptkit.training.agree.peers import name_ranks, poll_until
+from ckptkit.training.export.output_plan import ExportRequest, OutputPlace, digest_of_plan
 from ckptkit.training.save.staging import is_plain
-from ckptkit.training.sidecar import collect_sidecar
-from ckptkit.training.state.collect import BoundState
-from ckptkit.training.state.dtensors import Copies, has_data
-from ckptkit.training.state.models import ModelWalk
-from ckptkit.training.state.pieces import Piece, select_owned
-from ckptkit.training.step_names import TensorPlaces, adapter_names, innermost
+from ckptkit.version import __version__
 
+logger = logging.getLogger(__name__)
+_PROOF = "live"
 _FLOAT32 = BY_NAME["float32"]
 _TARGETS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -78,9 +74,30 @@ def caster_of(source: DType, target: DType) -> Caster:
     return Caster(source, target)
 
 
+BLOCK_BYTES = 8 << 20
+"""The size of the blocks that are cast, checksummed and written."""
+
+_LONG_BYTES = 1 << 20  # runs from here on are written past the page cache, each on its own
 WRITERS = 2
 """Threads of a rank that only write: one that casts as well would leave the device idle."""
 _BUFFERS = WRITERS + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements of a box that are cast at once.
+
+    Attributes:
+        first: The first one, in the row-major order of the box.
+        stop: The first one after them.
+        at: int64; where each run of them begins, in bytes from the tensor's first.
+        run_bytes: How long each run is.
+    """
+
+    first: int
+    stop: int
+    at: Ints
+    run_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +130,22 @@ def write_parts(
     sizes = {file.path: file.size_bytes for file in plan.files}
     for path in dict.fromkeys(part.place.path for part in parts):
         target.create(path, sizes[path])
-    _settle(part.local.device for part in parts)
+    # The threads that copy use other streams than the current one of each device.
+    for device in {part.local.device for part in parts if part.local.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
     caster = _BlockCaster()
-    under_way: deque[Future[memoryview]] = deque()
+    under_way: deque[tuple[Future[None], memoryview]] = deque()
     with ThreadPoolExecutor(WRITERS, "ckptkit-export") as writers:
         for part, block in _jobs(parts):
-            full = len(under_way) == _BUFFERS
-            buffer = under_way.popleft().result() if full else _buffer()
+            if len(under_way) == _BUFFERS:
+                written, buffer = under_way.popleft()
+                written.result()
+            else:
+                buffer = aligned_buffer(BLOCK_BYTES + 2 * PAGE_BYTES)
             starts, data = caster.cast(part, block, buffer)
-            under_way.append(writers.submit(_write, target, part.place.path, starts, data, buffer))
-        for written in under_way:
+            written = writers.submit(target.write_runs, part.place.path, starts, data)
+            under_way.append((written, buffer))
+        for written, _ in under_way:
             written.result()
     return dict(caster.shares)
 
@@ -141,27 +164,6 @@ def _check_room(target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Box
             f"{what} needs {size:,} bytes and {room:,} are free",
             hint="export to another disk, or with a smaller dtype",
         )
-
-
-def _buffer() -> memoryview:
-    return aligned_buffer(BLOCK_BYTES + 2 * PAGE_BYTES)
-
-
-def _write(
-    target: SharedTarget | PartFile,
-    path: str,
-    starts: Sequence[int],
-    data: memoryview,
-    buffer: memoryview,
-) -> memoryview:
-    target.write_runs(path, starts, data)
-    return buffer
-
-
-def _settle(devices: Iterable[torch.device]) -> None:
-    """Waits for the current stream of each device: the threads that copy use other streams."""
-    for device in {device for device in devices if device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def write_literals(target: SharedTarget, plan: Plan) -> None:
@@ -218,175 +220,211 @@ class _BlockCaster:
             caster = self._casters[part.dtype, wanted] = caster_of(part.dtype, wanted)
         overflow = caster.cast(source, data)
         if overflow is not None:
-            where = f"tensor {part.place.spec.name!r}"
-            first = _position(block, overflow.first, wanted.itemsize) - overflow.first
-            raise overflow_error(overflow, wanted, where=where, block_start=first)
-
-
-def _position(block: Block, element: int, itemsize: int) -> int:
-    run, rest = divmod(element * itemsize, block.run_bytes)
-    return int(block.at[run] + rest) // itemsize
+            run, rest = divmod(overflow.first * wanted.itemsize, block.run_bytes)
+            position = int(block.at[run] + rest) // wanted.itemsize
+            where, start = f"tensor {part.place.spec.name!r}", position - overflow.first
+            raise overflow_error(overflow, wanted, where=where, block_start=start)
 
 
 def _elements(local: torch.Tensor, block: Block) -> NDArray[Any]:
     """Returns the bytes of the elements of a block, gathered first where they are scattered."""
-    if not (local.device.type == "cpu" and is_plain(local)):
-        gathered = torch.empty(block.stop - block.first, dtype=local.dtype)
-        at = 0
-        for slab in slabs(Span(block.first, block.stop), tuple(local.shape)):
-            part = local
-            for axis, (offset, size) in enumerate(zip(slab.offsets, slab.sizes, strict=True)):
-                part = part.narrow(axis, offset, size)
-            gathered[at : at + part.numel()].view(part.shape).copy_(part)
-            at += part.numel()
-        return _bytes_of(gathered)
-    return _bytes_of(local.reshape(-1)[block.first : block.stop])
+    if local.device.type == "cpu" and is_plain(local):
+        return local.reshape(-1)[block.first : block.stop].view(torch.uint8).numpy()
+    gathered = torch.empty(block.stop - block.first, dtype=local.dtype)
+    at = 0
+    for slab in slabs(Span(block.first, block.stop), tuple(local.shape)):
+        part = local
+        for axis, (offset, size) in enumerate(zip(slab.offsets, slab.sizes, strict=True)):
+            part = part.narrow(axis, offset, size)
+        gathered[at : at + part.numel()].view(part.shape).copy_(part)
+        at += part.numel()
+    return gathered.view(torch.uint8).numpy()
 
 
-def _bytes_of(tensor: torch.Tensor) -> NDArray[Any]:
-    return tensor.view(torch.uint8).numpy()
+def blocks_of(box: Box, place: OutputPlace) -> Iterator[Block]:
+    """Yields the parts of a box that are each cast and written at once.
 
-
-_ADAPTERS = "adapters"
-
-
-@dataclass(frozen=True, slots=True)
-class ExportView:
-    """What this rank holds of the exported model.
-
-    Attributes:
-        table: The tensors that are on this rank, whole or in part.
-        pieces: This rank's parts of them, by each of their names.
-        owned: The identities of the pieces that this rank writes.
-        is_everywhere: Whether all ranks hold the same tensors.
-        is_adapter: Whether it is the adapter of a PEFT model, and not a model.
+    Long runs are cut at pages of the file, so that all but their edges fill whole pages; short
+    ones are taken many at a time.
     """
-
-    table: Table
-    pieces: Mapping[Fqn, tuple[Piece, ...]]
-    owned: frozenset[int]
-    is_everywhere: bool
-    is_adapter: bool
-
-    def parts(self, name: Fqn) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Yields what this rank writes of a tensor: boxes, and their elements in that shape."""
-        for piece in self.pieces.get(name, ()):
-            if id(piece) in self.owned:
-                yield from piece.boxes()
-
-    def same(self, name: Fqn, other: Fqn) -> bool | None:
-        """Whether two tensors are equal as far as this rank sees; None if they are one."""
-        first, second = self.pieces.get(name, ()), self.pieces.get(other, ())
-        if first and len(first) == len(second) and all(map(operator.is_, first, second)):
-            return None
-        if [piece.places for piece in first] != [piece.places for piece in second]:
-            return False  # then both are written, which loads as well
-        pairs = zip(first, second, strict=True)
-        return all(_same_bytes(a.local, b.local) for a, b in pairs if a.places)
+    itemsize = place.spec.dtype.itemsize
+    length, starts = runs_of(box, place.spec.shape)
+    size = length * itemsize
+    if size < _LONG_BYTES:
+        count = max(1, BLOCK_BYTES // max(size, 1))
+        for first in range(0, len(starts), count):
+            at = starts[first : first + count] * itemsize
+            yield Block(first * length, (first + len(at)) * length, at, size)
+        return
+    for number, start in enumerate(starts.tolist()):
+        low, stop = start * itemsize, (start + length) * itemsize
+        for high in _cuts(low, stop, place.start):
+            first = number * length + low // itemsize - start
+            at = np.array([low], np.int64)
+            yield Block(first, first + (high - low) // itemsize, at, high - low)
+            low = high
 
 
-def parts_of_model(bound: BoundState) -> list[nn.Module]:
-    """Returns the one model of a state; several modules where they are stages of a pipeline."""
-    if len({model.saved_as for model in bound.models}) != 1:
-        raise UsageError(
-            f"{len(bound.models)} models were found where one was expected",
-            where="state",
-            hint='give the one to export: export(out, state={"model": model})',
-        )
-    return [model.module for model in bound.models]
+def _cuts(low: int, stop: int, start: int) -> Iterator[int]:
+    """Yields where the blocks of a run end: about alike in size, and at whole pages of the file.
 
-
-def is_adapter(bound: BoundState) -> bool:
-    """Whether the model is a PEFT model, of which only the adapter is exported."""
-    return adapter_names(parts_of_model(bound)[0]) is not None
-
-
-def adapter_options(bound: BoundState) -> tuple[str, ...]:
-    """Returns the options of a command that name the adapter to be exported, among several."""
-    model: Any = innermost(parts_of_model(bound)[0])
-    names = adapter_names(model)
-    if names is None or len(model.peft_config) == 1:
-        return ()
-    return "--adapter", names.adapter
-
-
-def view_model(bound: BoundState) -> ExportView:
-    """Returns what of the model is on this rank, without any communication."""
-    modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
-    walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
-    views = [walk.look(keep=True) for walk in walks]  # all that a save holds
-    adapter = adapter_names(modules[0])
-    named = list(_named([piece for view in views for piece in view.pieces], adapter))
-    pieces: dict[Fqn, tuple[Piece, ...]] = {}
-    for name, piece in named:
-        pieces[name] = (*pieces.get(name, ()), piece)
-    taken = list({id(piece): piece for _, piece in named}.values())
-    mine = zip(taken, select_owned(taken), strict=True)
-    return ExportView(
-        table={name: _spec(name, parts[0]) for name, parts in pieces.items()},
-        pieces=pieces,
-        owned=frozenset(id(piece) for piece, is_mine in mine if is_mine),
-        is_everywhere=all(view.values.count >= bound.world_size for view in views),
-        is_adapter=adapter is not None,
-    )
-
-
-def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, bytes]:
-    """Returns the files besides the weights, by name: all of them on rank 0.
-
-    The other ranks need only those that the plan depends on: configurations, not tokenizers.
+    They are less than a page longer than `BLOCK_BYTES`.
     """
-    modules = parts_of_model(bound)
-    if bound.rank:
-        sidecar = {key: value for key, value in sidecar.items() if _may_configure(value)}
-    files = collect_sidecar(modules, sidecar)
-    contents = {file.path.removeprefix(f"{SIDE_FOLDER}/"): file.data for file in files}
-    adapter = adapter_names(modules[0])
-    own = contents.get(f"{_ADAPTERS}/{adapter.adapter}/{ADAPTER_CONFIG}") if adapter else None
-    return contents if own is None else {**contents, ADAPTER_CONFIG: own}
+    count, page = -(-(stop - low) // BLOCK_BYTES), min(PAGE_BYTES, BLOCK_BYTES)
+    for number in range(1, count):
+        at = start + low + (stop - low) * number // count
+        yield max(at - at % page - start, low)
+    yield stop
 
 
-def _may_configure(value: object) -> bool:
-    return isinstance(value, (str, bytes, os.PathLike)) or hasattr(value, "to_json_string")
+def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
+    """Returns the runs of row-major elements that a box consists of.
+
+    Returns:
+        The length of each run, and int64 of where each begins, in elements and ascending.
+    """
+    axis = len(shape)
+    while axis > 0 and box.sizes[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    axis = max(axis - 1, 0)  # which may be cut, while all after it are whole
+    strides = row_major_strides(shape)
+    starts = np.array([0], np.int64)
+    for outer in range(len(shape)):
+        count = box.sizes[outer] if outer < axis else 1
+        steps = (np.arange(count, dtype=np.int64) + box.offsets[outer]) * strides[outer]
+        starts = (starts[:, None] + steps[None, :]).reshape(-1)
+    return math.prod(box.sizes[axis:]), starts
 
 
-def pack_table(table: Table) -> str:
-    rows = [[spec.name, spec.dtype.name, spec.shape] for spec in table.values()]
-    return base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode()
+def compare_with_model(plan: Plan, request: ExportRequest) -> None:
+    """Compares names and shapes with the model of the configuration that is written."""
+    bodies = (file.segments[0].body for file in plan.files if file.path == CONFIG and file.segments)
+    data = next((body.data for body in bodies if isinstance(body, Literal)), b"null")
+    config = json.loads(data)
+    if not isinstance(config, dict) or request.options.names == "live":
+        return
+    tensors = {str(spec.name): (spec.dtype, spec.shape) for _, _, spec in plan.specs()}
+    subject = Subject(config, tensors, frozenset(), str(request.out), advice=EXPORT)
+    for note in compare_now(subject):
+        logger.warning("%s: %s", request.out, note)
 
 
-def unpack_table(text: str) -> dict[Fqn, TensorSpec]:
-    """Returns the table that was packed."""
-    rows: list[Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+def answer_of(
+    plan: Plan,
+    shares: Mapping[Fqn, ChecksumShare],
+    size_bytes: int,
+    *,
+    out: str,
+    rows: Sequence[Row],
+) -> dict[str, Any]:
+    """Returns what a rank reports of its part, as JSON values.
+
+    Args:
+        plan: Of the whole, as this rank has it.
+        shares: What this rank wrote of each tensor.
+        size_bytes: How many bytes that are.
+        out: The output, as this rank calls it.
+        rows: Of what it has written for rank 0 to put in its place.
+    """
     return {
-        Fqn(name): TensorSpec(Fqn(name), dtype_named(dtype), tuple(shape))
-        for name, dtype, shape in rows
+        "plan": digest_of_plan(plan),
+        "shares": [shares.get(spec.name, ChecksumShare()) for _, _, spec in plan.specs()],
+        "size_bytes": size_bytes,
+        "out": out,
+        "rows": rows,
     }
 
 
-def _named(pieces: Sequence[Piece], adapter: AdapterNames | None) -> Iterator[tuple[Fqn, Piece]]:
-    """Yields each piece under the names that it has in the output."""
-    for piece in pieces:
-        for path in (piece.key_path, *piece.aliases):
-            name = Fqn(".".join(map(str, path)))
-            in_file = name if adapter is None else adapter.file_name(name)
-            if in_file is not None and EXTRA_STATE not in name.split("."):
-                yield Fqn(in_file), piece
+def part_of(rank: int) -> str:
+    """Returns the file in the hidden folder that has the bytes of a rank for rank 0."""
+    return f"part-{rank}"
 
 
-def _spec(name: Fqn, piece: Piece) -> TensorSpec:
-    local = piece.local
-    if local.layout is not torch.strided or local.is_quantized or not has_data(local):
-        raise UnsupportedError(
-            "a tensor that is sparse, quantized or without data was found where a dense one was"
-            " expected",
-            where=name,
-            hint="hold it in the model as a dense tensor",
+def mark_of(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def commit(
+    target: SharedTarget,
+    plan: Plan,
+    request: ExportRequest,
+    answers: Sequence[Mapping[str, Any]],
+    *,
+    is_adapter: bool,
+    patience_seconds: float,
+) -> dict[str, Any]:
+    """Makes the parts of all ranks one directory, the manifest last.
+
+    Args:
+        target: Where the parts are.
+        plan: Of the whole.
+        request: The request.
+        answers: By rank, what `answer_of` returned.
+        is_adapter: Whether it is an adapter.
+        patience_seconds: How long to wait until the marks of the others are seen here.
+
+    Returns:
+        What all ranks get to know.
+    """
+    where = str(request.out)
+    digest = digest_of_plan(plan)
+    other = [rank for rank, answer in enumerate(answers) if answer["plan"] != digest]
+    if other:
+        raise SaveError(
+            f"{name_ranks(other)} planned other files than rank 0",
+            where=where,
+            hint="give all ranks the same model, sidecar and options",
         )
-    return TensorSpec(name, dtype_named(str(local.dtype), where=name), piece.shape)
+    outs = [answer["out"] for answer in answers]
+    marks = [mark_of(rank) for rank in range(len(outs))]  # which have to be seen here
+    patience = patience_seconds if set(outs) == {where} else 0
+    poll_until(lambda: None if target.absent(marks) else True, patience)
+    absent = [marks.index(mark) for mark in target.absent(marks)]
+    if absent:
+        elsewhere = next((outs[rank] for rank in absent if outs[rank] != where), "")
+        raise OutputError(
+            f"rank 0 does not see what {name_ranks(absent)} wrote"
+            + (f", to {elsewhere!r}" if elsewhere else ""),
+            where=where,
+            hint="name the same directory on all ranks, on storage that they share",
+        )
+    parts = {part_of(rank): a["rows"] for rank, a in enumerate(answers) if a["rows"]}
+    if parts:
+        target.unite({file.path: file.size_bytes for file in plan.files}, parts)
+    manifest = _manifest(plan, request, [a["shares"] for a in answers], is_adapter=is_adapter)
+    target.commit(MANIFEST_NAME, manifest.to_json())
+    return {"size_bytes": plan.bytes_written}
 
 
-def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    if tensor.dtype != other.dtype or tensor.shape != other.shape:
-        return False
-    return torch.equal(*(side.contiguous().view(-1).view(torch.uint8) for side in (tensor, other)))
+def _manifest(
+    plan: Plan, request: ExportRequest, shares: Sequence[Sequence[Any]], *, is_adapter: bool
+) -> Manifest:
+    tensors: dict[str, TensorRecord] = {}
+    for (file, segment, spec), *of_ranks in zip(plan.specs(), *shares, strict=True):
+        whole = ChecksumShare()
+        for share in of_ranks:
+            whole = whole.joined(ChecksumShare(*share))
+        if not is_whole(whole, segment.stop - segment.start):
+            raise SaveError(
+                "not every byte was written once",
+                where=f"tensor {spec.name!r}",
+                hint="the ranks hold other parts of it than their sharding says, or several stages"
+                " of a pipeline have a tensor of that name",
+            )
+        digest = f"{CRC32_SCHEME}:{whole.crc32:08x}"
+        record = TensorRecord(spec.dtype.name, spec.shape, file.path, digest=digest, proof=_PROOF)
+        tensors[str(spec.name)] = record
+    files: dict[str, FileRecord] = {}
+    for file in plan.files:  # those without tensors have a digest
+        body = file.segments[0].body if len(file.segments) == 1 else None
+        digest = digest_of(memoryview(body.data)) if isinstance(body, Literal) else ""
+        files[file.path] = FileRecord(file.size_bytes, digest)
+    return Manifest(
+        kind="adapter" if is_adapter else "model",
+        source=request.source,
+        options=changed_options(request.options),
+        versions={"ckptkit": __version__, **request.versions},
+        tensors=tensors,
+        tied={str(target): str(source) for target, source in plan.dropped.items()},
+        files=files,
+    )

@@ -34,8 +34,13 @@ from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.target import StagedFile
 from ckptkit.training import Checkpointer
 from ckptkit.training.export import export as export_attempt
-from ckptkit.training.export.output_plan import merge_tables, plan_adapter
-from ckptkit.training.export.tensor_writes import pack_table, side_files, unpack_table
+from ckptkit.training.export.output_plan import (
+    merge_tables,
+    pack_table,
+    plan_adapter,
+    side_files,
+    unpack_table,
+)
 from ckptkit.training.handle import ExportHandle, ExportReport
 from ckptkit.training.state.collect import bind
 
