@@ -29,7 +29,7 @@ from ckptkit.core.errors import NoSpaceError, RefusedError, error_from_json
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.core.text import Closing
 from ckptkit.core.threads import memory_in_use_bytes
-from ckptkit.engine.budget import WORKER_BYTES
+from ckptkit.engine.executor import WORKER_BYTES
 from ckptkit.engine.kernels import ConstantKernel, Operand, StoredOperand
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole

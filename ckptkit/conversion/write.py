@@ -25,16 +25,17 @@ from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, Source
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.core.object_parts import choose_part_bytes
 from ckptkit.core.threads import memory_in_use_bytes, usable_cores
-from ckptkit.engine.budget import (
+from ckptkit.engine.decompress import decoding_bytes
+from ckptkit.engine.executor import (
     DISTANT_WORKERS,
     STRAIGHT_TASK_BYTES,
     STRAIGHT_WORKER_BYTES,
     WORKER_BYTES,
     ExecutionSettings,
+    Executor,
+    Inputs,
     settle_workers,
 )
-from ckptkit.engine.decompress import decoding_bytes
-from ckptkit.engine.executor import Executor, Inputs
 from ckptkit.engine.outcome import Digests, Listener, OutputCommitted, Planned
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.store_copies import with_store_copies

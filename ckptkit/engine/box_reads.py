@@ -205,20 +205,15 @@ def _groups(pending: Iterable[_RecordRead]) -> Iterator[Sequence[_RecordRead]]:
     """Yields what to read together: small neighbours of one file, or one chunk alone."""
     group: list[_RecordRead] = []
     for read in sorted(pending, key=lambda read: (read.record.file, read.record.start)):
-        if group and not _joins(group, read):
+        if group and not (
+            group[-1].record.file == read.record.file
+            and group[-1].is_small
+            and read.is_small
+            and 0 <= read.record.start - group[-1].record.stop <= _GROUP_GAP_BYTES
+            and read.record.stop - group[0].record.start <= _GROUP_BYTES
+        ):
             yield group
             group = []
         group.append(read)
     if group:
         yield group
-
-
-def _joins(group: Sequence[_RecordRead], read: _RecordRead) -> bool:
-    first, last = group[0].record, group[-1].record
-    return (
-        last.file == read.record.file
-        and group[-1].is_small
-        and read.is_small
-        and 0 <= read.record.start - last.stop <= _GROUP_GAP_BYTES
-        and read.record.stop - first.start <= _GROUP_BYTES
-    )

@@ -10,7 +10,7 @@ open is corrected in the result while it is in the processor's cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,7 @@ class Caster:
             )
         self._source = numpy_dtype(source)
         self._target = numpy_dtype(target)
+        self._named = target
         self._facts = _TARGETS[target.name]
         self._bits = np.dtype(f"uint{8 * target.itemsize}")
         self._signed = np.dtype(f"int{8 * target.itemsize}")
@@ -139,40 +140,47 @@ class Caster:
             for start in range(0, values.size, self._at_once):
                 stop = start + self._at_once
                 block = self._block(values[start:stop], wanted[start:stop])
-                overflow = _join_overflows(overflow, block, start)
+                if block is None:
+                    continue
+                if overflow is None:
+                    overflow = replace(block, first=start + block.first)
+                else:
+                    overflow = replace(overflow, count=overflow.count + block.count)
         return overflow
+
+    def cast_all(
+        self, source: NDArray[Any], target: NDArray[Any], *, where: str, block_start: int = 0
+    ) -> None:
+        """Casts a block of a tensor, and refuses values that do not fit; see `overflow_error`."""
+        overflow = self.cast(source, target)
+        if overflow is not None:
+            raise overflow_error(overflow, self._named, where=where, block_start=block_start)
 
     def _block(self, values: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
-        self._convert(values, wanted)
-        if not self._is_suspect(wanted):
-            return None
-        overflow = None
-        if self._facts.largest is not None:
-            overflow = self._overflow(values, wanted)
-        wanted.view(self._bits)[np.isnan(wanted)] = self._facts.nan
-        return overflow
-
-    def _convert(self, values: NDArray[Any], wanted: NDArray[Any]) -> None:
-        """Rounds, and leaves NaN and overflow as they fall."""
+        bits = wanted.view(self._bits)
+        # Rounds, and leaves NaN and overflow as they fall.
         if self._table is not None:
             # Clipping lets numpy write without a copy of its own; no index is out of bounds.
-            bits = wanted.view(self._bits)
             np.take(self._table, values.view(np.uint8), out=bits, mode="clip")
         elif self._single.size:
             self._single[: values.size] = values
             wanted[:] = self._single[: values.size]
         else:
             wanted[:] = values
-
-    def _is_suspect(self, wanted: NDArray[Any]) -> bool:
-        """Says whether the block may hold a NaN or, where that matters, an infinity."""
         # Magnitudes of floats are ordered as their bits are: read as signed integers, the
-        # largest is the largest positive one; as unsigned, the largest negative one.
+        # largest is the largest positive one; as unsigned, the largest negative one. Below these
+        # the block holds neither a NaN nor, where that matters, an infinity.
         suspect = self._facts.suspect
-        return (
-            int(wanted.view(self._signed).max()) >= suspect
-            or int(wanted.view(self._bits).max()) >= self._sign + suspect
-        )
+        if (
+            int(wanted.view(self._signed).max()) < suspect
+            and int(bits.max()) < self._sign + suspect
+        ):
+            return None
+        overflow = None
+        if self._facts.largest is not None:
+            overflow = self._overflow(values, wanted)
+        bits[np.isnan(wanted)] = self._facts.nan
+        return overflow
 
     @staticmethod
     def _overflow(values: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
@@ -192,15 +200,6 @@ def _table(source: np.dtype[Any], target: np.dtype[Any]) -> NDArray[Any]:
         # float32 holds them all; ml_dtypes has no direct way between some of its types.
         values = np.arange(256, dtype=np.uint8).view(source).astype(np.float32).astype(target)
     return values.view(np.dtype(f"uint{8 * target.itemsize}"))
-
-
-def _join_overflows(sofar: Overflow | None, block: Overflow | None, start: int) -> Overflow | None:
-    """Adds what a block starting at element `start` lost to what those before it did."""
-    if block is None:
-        return sofar
-    if sofar is None:
-        return Overflow(count=block.count, first=start + block.first, value=block.value)
-    return Overflow(count=sofar.count + block.count, first=sofar.first, value=sofar.value)
 
 
 def overflow_error(

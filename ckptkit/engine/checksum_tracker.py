@@ -136,7 +136,11 @@ class ChecksumTracker:
             record.pieces.append(piece)
             record.seen_bytes += piece[1]
             if record.seen_bytes < record.stop - record.start or self._settled[number]:
-                self._limit_pieces(record)
+                most = self._most_pieces
+                if most is not None and len(record.pieces) > most:
+                    record.pieces = join_pieces(record.pieces)
+                    if len(record.pieces) > most // 2:
+                        record.is_given_up, record.pieces = True, []
                 return
             self._settled[number] = 1
         self._settle(number, record)
@@ -162,13 +166,6 @@ class ChecksumTracker:
             raise
         with self._lock:  # not before: another thread must not take an open record for proven
             self._open.pop(number, None)
-
-    def _limit_pieces(self, record: TrackedRecord) -> None:
-        if self._most_pieces is None or len(record.pieces) <= self._most_pieces:
-            return
-        record.pieces = join_pieces(record.pieces)
-        if len(record.pieces) > self._most_pieces // 2:
-            record.is_given_up, record.pieces = True, []
 
     def still_open(self) -> dict[int, OpenRecord]:
         """Returns the records that are not settled, for a tracker that has the other parts.

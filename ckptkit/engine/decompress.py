@@ -19,7 +19,6 @@ import numpy as np
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
     ChecksumError,
-    FormatError,
     InputError,
     LimitError,
     TruncatedFileError,
@@ -83,10 +82,13 @@ class DecodedRecords:
             unproven: Is called if it turns out that no checksum is stored for the chunk.
         """
         number = int(chunks.record[row])
+        path = self._index.files[self._index.records[number].file].path
         with self._lock:
             stream = self._streams.get(number)
             if stream is None:
-                expected = self._expected(entry, chunks, row)
+                where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
+                sizes = tuple(chunks.sizes[row].tolist())
+                expected = ExpectedTensor(entry.stored_dtype, sizes, where)
                 stream = self._streams[number] = _Stream(self, number, expected, unproven)
         ahead = stream.ahead()
         if ahead.strides is not None and ahead.stop - ahead.start > _MOST_TURNED_BYTES:
@@ -96,7 +98,6 @@ class DecodedRecords:
                 where=stream.expected.where,
                 hint="load it with torch and save it without compression",
             )
-        path = self._index.files[self._index.records[number].file].path
         return Located(path, ahead.start, ahead.stop, None, ahead.start, ahead.strides, number)
 
     def read_into(self, record: int, start: int, target: memoryview) -> None:
@@ -112,11 +113,6 @@ class DecodedRecords:
                 return
             open_ones[0].settle()
 
-    def _expected(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> ExpectedTensor:
-        path = self._index.files[self._index.records[int(chunks.record[row])].file].path
-        where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
-        return ExpectedTensor(entry.stored_dtype, tuple(chunks.sizes[row].tolist()), where)
-
     def content_of(self, stream: _Stream) -> ZstdContent:
         """Opens a record from its start, and closes another if too many are open."""
         record = self._index.records[stream.number]
@@ -126,10 +122,6 @@ class DecodedRecords:
             return self._source.read(path, record.start + start, record.start + stop)
 
         content = ZstdContent(read, record.stop - record.start, where=stream.expected.where)
-        self._make_live(stream)
-        return content
-
-    def _make_live(self, stream: _Stream) -> None:
         with self._lock:
             self._live[stream.number] = stream
             for number, other in list(self._live.items()):
@@ -137,6 +129,7 @@ class DecodedRecords:
                     break
                 if other is not stream and other.let_go():
                     del self._live[number]
+        return content
 
     def touch(self, stream: _Stream) -> None:
         """Marks a decoder as used last."""
@@ -209,21 +202,18 @@ class _Stream:
             if self._failure is not None:
                 raise self._failure
             try:
-                self._read_into(start, target)
+                at = start - self._looked_ahead().start
+                self._pool.touch(self)
+                done = 0
+                while done < len(target):
+                    number, low = divmod(at + done, BLOCK_BYTES)
+                    block = self._pool.kept((self.number, number)) or self._decoded(number)
+                    part = block[low : low + len(target) - done]
+                    target[done : done + len(part)] = part
+                    done += len(part)
             except InputError as error:
                 self._failure, self.is_settled = error, True
                 raise
-
-    def _read_into(self, start: int, target: memoryview) -> None:
-        at = start - self._looked_ahead().start
-        self._pool.touch(self)
-        done = 0
-        while done < len(target):
-            number, low = divmod(at + done, BLOCK_BYTES)
-            block = self._pool.kept((self.number, number)) or self._decoded(number)
-            part = block[low : low + len(target) - done]
-            target[done : done + len(part)] = part
-            done += len(part)
 
     def settle(self) -> None:
         """Decodes what is left, and proves the whole."""
@@ -278,7 +268,13 @@ class _Stream:
             wanted = min(BLOCK_BYTES, size - decoder.block * BLOCK_BYTES)
             block = decoder.take(wanted)
             if len(block) < wanted:
-                raise self._cut_short(decoder.block * BLOCK_BYTES + len(block), size)
+                decoded = decoder.block * BLOCK_BYTES + len(block)
+                raise TruncatedFileError(
+                    f"zstd stream ends after {decoded:,} of {size:,} bytes of data",
+                    where=self.expected.where,
+                    hint="the file was cut short or damaged; copy it again, or take an earlier"
+                    " checkpoint",
+                )
             decoder.crc = crc32(block, decoder.crc)
             self._pool.keep((self.number, decoder.block), block)
             decoder.block += 1
@@ -310,10 +306,3 @@ class _Stream:
             self.is_settled = True
             self._ahead = replace(ahead, head=b"")
         self._close()
-
-    def _cut_short(self, decoded: int, size: int) -> FormatError:
-        return TruncatedFileError(
-            f"zstd stream ends after {decoded:,} of {size:,} bytes of data",
-            where=self.expected.where,
-            hint="the file was cut short or damaged; copy it again, or take an earlier checkpoint",
-        )

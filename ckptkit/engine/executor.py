@@ -1,10 +1,13 @@
-"""Runs a plan on this machine: threads that read, check, transform, digest and write."""
+"""Runs a plan on this machine: threads that read, check, transform, digest and write.
+
+`settle_workers` says how many of them fit into the allowed memory.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,18 +17,26 @@ from numpy.typing import NDArray
 
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.checksums import leaf_digest
-from ckptkit.core.errors import ChecksumError
+from ckptkit.core.errors import ChecksumError, NoSpaceError
 from ckptkit.core.index import Key, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
-from ckptkit.engine.budget import ExecutionSettings
 from ckptkit.engine.checksum_tracker import DeferredChecksums
 from ckptkit.engine.kernels import Preparations
-from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Outcome, Sealed, Started
-from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.engine.store_copies import StoreCopies, copies_of
+from ckptkit.engine.outcome import (
+    BytesWritten,
+    Digests,
+    Listener,
+    Outcome,
+    Sealed,
+    Started,
+    task_parts,
+)
+from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.engine.store_copies import copies_of, make_store_copies
 from ckptkit.engine.windows import PrefetchWindow, read_direct
 from ckptkit.plan.plan import (
+    TASK_BYTES,
     Compute,
     Copy,
     Demand,
@@ -44,7 +55,82 @@ from ckptkit.storage.local.disk import PAGE_BYTES
 # A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in
 # the processor's cache, and much more where a chunk has to be passed over for each block.
 COMPUTE_ELEMENTS = 1 << 20
+# Output block, gather scratch, and the memory of kernels: a cast reads up to 4 MB at a time; a
+# merge reads 2 MB of a 16-bit base and has 1 MB to 3 MB of intermediate results. The factors of
+# a merge come on top, those of the tensors that are being written.
+WORKER_BYTES = TASK_BYTES + RUN_BYTES + (4 << 20)
+STRAIGHT_TASK_BYTES = 2 * TASK_BYTES
+"""The size of a task where nearly all of it is read directly into its buffer."""
+STRAIGHT_WORKER_BYTES = STRAIGHT_TASK_BYTES + RUN_BYTES
+"""Output block and gather scratch, where nothing is computed."""
+DISTANT_WORKERS = 8
+"""At most so many where they wait for a store and not for a core."""
 Put = Callable[[Task, memoryview], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionSettings:
+    """How an execution may use the machine.
+
+    Attributes:
+        workers: Threads that read, check and write.
+        bytes_per_second: How much they may read together, and how much write; None for no limit.
+        worker_bytes: Memory that each of them takes.
+        task_bytes: What each of them does at a time.
+    """
+
+    workers: int
+    bytes_per_second: int | None = None
+    worker_bytes: int = WORKER_BYTES
+    task_bytes: int = TASK_BYTES
+
+    def with_more(self, bytes_each: int) -> ExecutionSettings:
+        """Returns as many workers as fit into the same memory if each takes more, at least one."""
+        each = self.worker_bytes + bytes_each
+        workers = max(1, self.workers * self.worker_bytes // each)
+        return replace(self, workers=workers, worker_bytes=each)
+
+
+def settle_workers(
+    wanted: int | None,
+    *,
+    cores: int,
+    budget_bytes: int,
+    limit_bytes: int | None,
+    used_bytes: int,
+    worker_bytes: int = WORKER_BYTES,
+) -> int:
+    """Chooses the number of workers.
+
+    Args:
+        wanted: The user's number, or None: one more than cores, since a worker that waits for
+            the disk needs no core, and at most eight.
+        cores: Cores of this machine that the process may use.
+        budget_bytes: What buffers may take together.
+        limit_bytes: What the whole process may take, or None.
+        used_bytes: What the process takes already, the plan included.
+        worker_bytes: What one worker takes.
+
+    Returns:
+        At least 1.
+    """
+    room = budget_bytes
+    if limit_bytes is not None and limit_bytes - used_bytes < budget_bytes:
+        room = max(0, limit_bytes - used_bytes)
+        if room < worker_bytes:
+            raise NoSpaceError(
+                f"{limit_bytes:,} bytes leave {room:,} for buffers and one worker needs"
+                f" {worker_bytes:,}; {used_bytes:,} are in use with the plan",
+                where="--memory-limit",
+                hint=f"allow at least {used_bytes + worker_bytes:,} bytes",
+            )
+    if room < worker_bytes:
+        raise NoSpaceError(
+            f"{room:,} bytes are allowed for buffers and one worker needs {worker_bytes:,}",
+            where="--memory-budget",
+            hint=f"pass --memory-budget {worker_bytes}B or more",
+        )
+    return max(1, min(wanted or min(cores + 1, 8), room // worker_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +175,15 @@ class Executor:
         self._listener(Started(self._plan.bytes_written))
         self.create_files()
         if isinstance(self._target, CopyingTarget):
-            StoreCopies(self._plan, self._inputs.origins, self._target).run(self._listener)
+            make_store_copies(self._plan, self._inputs.origins, self._target, self._listener)
         self._run(self._plan.tasks(self._settings.task_bytes), self._put_whole)
         self._settle()
-        self._digest_copied()
+        for number, file in enumerate(self._plan.files):
+            for position, segment in enumerate(file.segments):
+                if isinstance(segment.body, ServerCopy) and segment.spec is not None:
+                    crc = self._checksums.value((number, position))
+                    assert crc is not None  # noqa: S101  no worker has failed
+                    self.digests.crc32s[str(segment.spec.name)] = crc
         return self.digests
 
     def create_files(self) -> None:
@@ -172,14 +263,6 @@ class Executor:
         self.digests = outcome.digests
         return outcome.digests
 
-    def _digest_copied(self) -> None:
-        for number, file in enumerate(self._plan.files):
-            for position, segment in enumerate(file.segments):
-                if isinstance(segment.body, ServerCopy) and segment.spec is not None:
-                    crc = self._checksums.value((number, position))
-                    assert crc is not None  # noqa: S101  no worker has failed
-                    self.digests.crc32s[str(segment.spec.name)] = crc
-
     def _run(self, tasks: Iterator[Task], put: Put) -> None:
         def work(shared: Iterator[Task]) -> None:
             try:
@@ -196,23 +279,25 @@ class Executor:
     def _work(self, tasks: Iterator[Task], put: Put) -> None:
         worker = _TaskWorker(self._inputs, self._preparations, self._settings.task_bytes)
         for task in tasks:
-            data = worker.buffer_of(task)
+            low = task.start % PAGE_BYTES
+            data = worker.block[low : low + task.stop - task.start]
             filled = read_direct(task, data, worker.readers)
-            for at, (part, view) in enumerate(_parts(task, data)):
+            for at, (part, view) in enumerate(task_parts(task, data)):
                 if at not in filled:
                     worker.window.fetch_parts(task, at, filled)
                 if not isinstance(part.segment.body, Trailer):
                     if at not in filled:
                         worker.fill(part, view)
                     self._digest(task, part, view)
-            worker.clear()
+            for reader in worker.readers.values():  # before the task is sent, which takes memory
+                reader.clear()
             if not put(task, data):
                 return  # another worker has failed, and raises the error
             self._listener(BytesWritten(len(data)))
             self._throttle.take(max(len(data), worker.take_bytes_read()))
 
     def _put_whole(self, task: Task, data: memoryview) -> bool:
-        for part, view in _parts(task, data):
+        for part, view in task_parts(task, data):
             is_trailer = isinstance(part.segment.body, Trailer)
             if is_trailer and not self._checksums.fill(task.file, part, view):
                 return False
@@ -221,11 +306,12 @@ class Executor:
 
     def _put_what_is_known(self, begin: tuple[int, int], task: Task, data: memoryview) -> bool:
         """Writes a task but for trailers that name segments which began before this share."""
-        path = self._plan.files[task.file].path
+        path, segments = self._plan.files[task.file].path, self._plan.files[task.file].segments
         start = at = 0
-        for part, view in _parts(task, data):
-            if isinstance(part.segment.body, Trailer):
-                if self._is_ours(begin, task, part.segment.body):
+        for part, view in task_parts(task, data):
+            body = part.segment.body
+            if isinstance(body, Trailer):
+                if all((task.file, segments[named].start) >= begin for _, named in body.fields):
                     if not self._checksums.fill(task.file, part, view):
                         return False
                     with self._lock:
@@ -239,23 +325,16 @@ class Executor:
             self._target.write(path, task.start + start, data[start:at])
         return True
 
-    def _is_ours(self, begin: tuple[int, int], task: Task, body: Trailer) -> bool:
-        segments = self._plan.files[task.file].segments
-        return all((task.file, segments[named].start) >= begin for _, named in body.fields)
-
     def _write_trailers(self, sealed: Container[Sealed]) -> None:
         for task in self._plan.tasks():
+            path = self._plan.files[task.file].path
             for part in task.parts:
                 is_trailer = isinstance(part.segment.body, Trailer)
                 if is_trailer and (task.file, part.number, part.start) not in sealed:
-                    self._write_trailer(task, part)
-
-    def _write_trailer(self, task: Task, part: SegmentRange) -> None:
-        view = memoryview(bytearray(part.stop - part.start))
-        if not self._checksums.fill(task.file, part, view):
-            raise ValueError("a trailer was written before all of its checksums are known")
-        start = part.segment.start + part.start
-        self._target.write(self._plan.files[task.file].path, start, view)
+                    view = memoryview(bytearray(part.stop - part.start))
+                    if not self._checksums.fill(task.file, part, view):
+                        raise ValueError("a trailer was written before its checksums are known")
+                    self._target.write(path, part.segment.start + part.start, view)
 
     def _settle(self) -> None:
         for origin in self._inputs.origins.values():
@@ -277,13 +356,6 @@ class Executor:
             book[name][leaf] = digest
 
 
-def _parts(task: Task, data: memoryview) -> Iterator[tuple[SegmentRange, memoryview]]:
-    at = 0
-    for part in task.parts:
-        yield part, data[at : at + part.stop - part.start]
-        at += part.stop - part.start
-
-
 class _TaskWorker:
     """The readers of one worker, and the buffers that it reuses for each task."""
 
@@ -292,7 +364,7 @@ class _TaskWorker:
         self._preparations = preparations
         self.readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
         self.window = PrefetchWindow(inputs.origins, self.readers)
-        self._block = aligned_buffer(task_bytes + PAGE_BYTES)
+        self.block = aligned_buffer(task_bytes + PAGE_BYTES)
         self._scratch: dict[int, memoryview] = {}
         self._raw_bytes = 0
 
@@ -303,15 +375,6 @@ class _TaskWorker:
             total += reader.cache.bytes_read
             reader.cache.bytes_read = 0
         return total
-
-    def buffer_of(self, task: Task) -> memoryview:
-        low = task.start % PAGE_BYTES
-        return self._block[low : low + task.stop - task.start]
-
-    def clear(self) -> None:
-        """Frees what was prefetched, before the task is sent, which takes memory too."""
-        for reader in self.readers.values():
-            reader.clear()
 
     def fill(self, part: SegmentRange, view: memoryview) -> None:
         """Fills the buffer of one part of a segment."""

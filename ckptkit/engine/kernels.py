@@ -3,16 +3,21 @@
 An operand is a dense tensor whose elements are stored, or computed from stored ones. `recast` and
 `first_rows` change products that another kernel, or a copy, makes. `Preparations` holds the
 kernels that are prepared once per tensor, by the worker that needs one first.
+
+Workers are threads already. numpy's BLAS would start as many threads as there are cores for each
+matrix product: it admits one worker at a time then, and its threads compete with the workers for
+the cores. So a merge runs with `single_threaded_blas`.
 """
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -23,8 +28,7 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import OverflowRefusedError
 from ckptkit.core.index import Key, Shape, Span
-from ckptkit.engine.budget import single_threaded_blas
-from ckptkit.engine.casts import Caster, overflow_error
+from ckptkit.engine.casts import Caster
 from ckptkit.plan.plan import (
     Compute,
     Copy,
@@ -64,11 +68,8 @@ class CastKernel:
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Casts one block."""
-        overflow = Caster(self.source, self.target).cast(inputs[0], target)
-        if overflow is not None:
-            raise overflow_error(
-                overflow, self.target, where=f"tensor {out.name!r}", block_start=block.start
-            )
+        caster = Caster(self.source, self.target)
+        caster.cast_all(inputs[0], target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,10 +176,9 @@ class CastOperand:
         """The other one's elements, cast."""
         values = self.operand.values(span, inputs)
         target = np.empty(values.size, numpy_dtype(self.dtype))
-        overflow = Caster(self.operand.dtype, self.dtype).cast(values, target)
-        if overflow is not None:
-            where = f"tensor {self.reads[0][1]!r}"
-            raise overflow_error(overflow, self.dtype, where=where, block_start=span.start)
+        caster = Caster(self.operand.dtype, self.dtype)
+        where = f"tensor {self.reads[0][1]!r}"
+        caster.cast_all(values, target, where=where, block_start=span.start)
         if self.dtype == BY_NAME["bfloat16"]:
             self._refuse_infinite(values, target, span)
         return target
@@ -226,11 +226,8 @@ class OperandKernel:
         if self.operand.dtype == out.dtype:
             target[...] = values
             return
-        overflow = Caster(self.operand.dtype, out.dtype).cast(values, target)
-        if overflow is not None:
-            raise overflow_error(
-                overflow, out.dtype, where=f"tensor {out.name!r}", block_start=block.start
-            )
+        caster = Caster(self.operand.dtype, out.dtype)
+        caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
 
 def recast(product: Product, dtype: DType) -> Product:
@@ -291,11 +288,8 @@ class RecastKernel:
         """Makes one block and casts it."""
         values = np.empty(target.size, numpy_dtype(self.source))
         self.kernel.run(self._made(out), block, inputs, values)
-        overflow = Caster(self.source, self.target).cast(values, target)
-        if overflow is not None:
-            raise overflow_error(
-                overflow, self.target, where=f"tensor {out.name!r}", block_start=block.start
-            )
+        caster = Caster(self.source, self.target)
+        caster.cast_all(values, target, where=f"tensor {out.name!r}", block_start=block.start)
 
     def _made(self, out: TensorSpec) -> TensorSpec:
         return replace(out, dtype=self.source)
@@ -445,3 +439,50 @@ class _Reading:
     ) -> Opened:
         resource: Opened = self._open_once(key, opened)
         return resource
+
+
+# As OpenBLAS is named in numpy's wheels, in those with 64-bit integers, and where a system or
+# conda provides it. Other libraries (Accelerate, MKL, BLIS) are left as they are.
+_OPENBLAS_NAMES = ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}")
+_blas_lock = threading.Lock()
+_blas_users: list[int] = []  # the number of threads to return to, once for every user
+
+
+@contextmanager
+def single_threaded_blas() -> Iterator[None]:
+    """Runs every matrix product of this process in the calling thread."""
+    functions = _blas_threads()
+    if functions is None:
+        yield
+        return
+    get, limit = functions
+    with _blas_lock:
+        _blas_users.append(_blas_users[-1] if _blas_users else get())
+        limit(1)
+    try:
+        yield
+    finally:
+        with _blas_lock:
+            before = _blas_users.pop()
+            if not _blas_users:
+                limit(before)
+
+
+@cache
+def _blas_threads() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """Finds the functions that say and set how many threads OpenBLAS uses."""
+    import ctypes  # only a merge of adapters pays for it
+
+    # Symbols of the libraries that an extension was linked with are found through its handle.
+    try:
+        library = ctypes.CDLL(importlib.import_module("numpy._core._multiarray_umath").__file__)
+    except (ImportError, OSError):
+        return None
+    for name in _OPENBLAS_NAMES:
+        get = getattr(library, name.format("get_num_threads"), None)
+        limit = getattr(library, name.format("set_num_threads"), None)
+        if get is not None and limit is not None:
+            get.argtypes, get.restype = (), ctypes.c_int
+            limit.argtypes, limit.restype = (ctypes.c_int,), None
+            return get, limit
+    return None

@@ -28,7 +28,7 @@ from ckptkit.core.geometry import (
     row_major_strides,
     slabs,
 )
-from ckptkit.core.index import Box, ChunkTable, Key, Record, Shape, Span, TensorEntry, TensorIndex
+from ckptkit.core.index import Box, ChunkTable, Key, Shape, Span, TensorEntry, TensorIndex
 from ckptkit.formats.pickle.torch_zip import TensorCache, locate_tensor
 
 
@@ -80,11 +80,18 @@ class ChunkLookup:
         The range is cut into boxes that are full behind their first varying dimension.
         """
         rows = np.flatnonzero((self._start < span.stop) & (self._stop > span.start)).tolist()
+        for row in rows if self.chunks.flat else ():
+            start, stop = int(self._start[row]), int(self._stop[row])
+            low, size = max(start, span.start), min(stop, span.stop) - max(start, span.start)
+            source, target = Box((low - start,), (size,)), Box((low - span.start,), (size,))
+            yield SpanOverlap(row, (stop - start,), source, target, (span.stop - span.start,), 0)
         if self.chunks.flat:
-            yield from (self._flat_overlap(row, span) for row in rows)
             return
-        at = 0
-        boxes = [(row, self._box(row)) for row in rows]
+        at, table = 0, self.chunks
+        boxes = [
+            (row, Box(tuple(table.offsets[row].tolist()), tuple(table.sizes[row].tolist())))
+            for row in rows
+        ]
         for slab in slabs(span, self.entry.shape):
             for row, box in boxes:
                 shared = intersect(slab, box)
@@ -92,15 +99,6 @@ class ChunkLookup:
                     source, target = relative(shared, box), relative(shared, slab)
                     yield SpanOverlap(row, box.sizes, source, target, slab.sizes, at)
             at += math.prod(slab.sizes)
-
-    def _box(self, row: int) -> Box:
-        return Box(tuple(self.chunks.offsets[row].tolist()), tuple(self.chunks.sizes[row].tolist()))
-
-    def _flat_overlap(self, row: int, span: Span) -> SpanOverlap:
-        start, stop = int(self._start[row]), int(self._stop[row])
-        low, high = max(start, span.start), min(stop, span.stop)
-        source, target = Box((low - start,), (high - low,)), Box((low - span.start,), (high - low,))
-        return SpanOverlap(row, (stop - start,), source, target, (span.stop - span.start,), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +175,18 @@ class Locator:
         """
         record = self._index.records[int(chunks.record[row])]
         path = self._index.files[record.file].path
-        if record.container == "torch_zip":
-            return self._in_torch_zip(entry, tuple(chunks.sizes[row].tolist()), record, path)
-        chunk = chunks[row]
-        return Located(
-            path=path,
-            start=record.start,
-            stop=record.stop,
-            crc32=record.crc32,
-            origin=record.start + (chunk.byte_offset or 0),
-            strides=chunk.strides,
-            compressed=chunk.record if record.container == "zstd_torch_zip" else None,
-        )
-
-    def _in_torch_zip(self, entry: TensorEntry, sizes: Shape, record: Record, path: str) -> Located:
+        if record.container != "torch_zip":
+            chunk = chunks[row]
+            return Located(
+                path=path,
+                start=record.start,
+                stop=record.stop,
+                crc32=record.crc32,
+                origin=record.start + (chunk.byte_offset or 0),
+                strides=chunk.strides,
+                compressed=chunk.record if record.container == "zstd_torch_zip" else None,
+            )
+        sizes = tuple(chunks.sizes[row].tolist())
         where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
 
         def read(start: int, stop: int) -> bytes:

@@ -8,7 +8,7 @@ run wrote. Events report progress to a listener.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from ckptkit.plan.plan import (
     Copy,
     Literal,
     OutputFile,
-    Segment,
     SegmentRange,
     Task,
     Trailer,
@@ -190,6 +189,14 @@ def can_be_proven(file: OutputFile) -> bool:
     )
 
 
+def task_parts(task: Task, data: memoryview) -> Iterator[tuple[SegmentRange, memoryview]]:
+    """Yields the parts of a task, each with its bytes in the buffer of the task."""
+    at = 0
+    for part in task.parts:
+        yield part, data[at : at + part.stop - part.start]
+        at += part.stop - part.start
+
+
 def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
     """Reads a file, and compares every byte with the plan, or with digests.
 
@@ -198,39 +205,27 @@ def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
         digests: Of its tensors, as they were written.
         read_into: Reads it.
     """
-    proof = _Proof(file, digests)
+    checksums = DeferredChecksums([file])
     block = memoryview(bytearray(min(TASK_BYTES, file.size_bytes)))
+
+    def is_right(part: SegmentRange, view: memoryview) -> bool:
+        body, spec = part.segment.body, part.segment.spec
+        if isinstance(body, Literal):
+            return view == body.data[part.start : part.stop]
+        if isinstance(body, Trailer):
+            expected = memoryview(bytearray(len(view)))
+            return checksums.fill(0, part, expected) and view == expected
+        checksums.note((0, part.number), part.start, view)
+        written = digests.tensors.get("" if spec is None else str(spec.name), {})
+        return leaf_digest(view) == written.get(part.start // LEAF_BYTES)
+
     for task in cut_into_tasks(0, file):
-        view = block[: task.stop - task.start]
-        if read_into(task.start, view) != len(view) or not proof.holds(task, view):
+        data = block[: task.stop - task.start]
+        if read_into(task.start, data) != len(data):
+            return False
+        if not all(is_right(part, view) for part, view in task_parts(task, data)):
             return False
     return True
-
-
-class _Proof:
-    def __init__(self, file: OutputFile, digests: Digests) -> None:
-        self._digests = digests
-        self._checksums = DeferredChecksums([file])
-
-    def holds(self, task: Task, data: memoryview) -> bool:
-        at = 0
-        for part in task.parts:
-            view = data[at : at + part.stop - part.start]
-            at += len(view)
-            if not self._is_right(part, part.segment, view):
-                return False
-        return True
-
-    def _is_right(self, part: SegmentRange, segment: Segment, view: memoryview) -> bool:
-        if isinstance(segment.body, Literal):
-            return view == segment.body.data[part.start : part.stop]
-        if isinstance(segment.body, Trailer):
-            expected = memoryview(bytearray(len(view)))
-            return self._checksums.fill(0, part, expected) and view == expected
-        self._checksums.note((0, part.number), part.start, view)
-        name = "" if segment.spec is None else str(segment.spec.name)
-        written = self._digests.tensors.get(name, {}).get(part.start // LEAF_BYTES)
-        return leaf_digest(view) == written
 
 
 @dataclass(frozen=True, slots=True)

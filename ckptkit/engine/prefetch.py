@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ckptkit.core.index import FileRange, Key, Span, TensorIndex
-from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, SpanOverlap
+from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
 from ckptkit.storage.base import Source, distant
 
@@ -75,7 +75,8 @@ def coalesce(
     distinct = _joined(sorted(part for part in wanted if part.size_bytes > 0), free_gap_bytes)
     allowance = sum(part.size_bytes for part in distinct) // VAIN_SHARE
     limit = -1
-    for gap in sorted(_gaps(distinct)):
+    neighbours = pairwise(distinct)
+    for gap in sorted(b.start - a.stop for a, b in neighbours if a.path == b.path):
         allowance -= gap
         if allowance < 0 or gap > GAP_BYTES:
             break
@@ -103,12 +104,6 @@ def _joined(ranges: Sequence[FileRange], gap_bytes: int) -> list[FileRange]:
     return joined
 
 
-def _gaps(ranges: Sequence[FileRange]) -> Iterator[int]:
-    for part, following in pairwise(ranges):
-        if part.path == following.path:
-            yield following.start - part.stop
-
-
 _MOST_AROUND_BYTES = 16 << 10
 """Most bytes around the data of an archive that holds one chunk and nothing else."""
 
@@ -122,18 +117,12 @@ class RangeCache:
 
     def __init__(self, source: Source) -> None:
         self.bytes_read = 0
+        self.location = source.location
         self._source = source
         self._distant = distant(source)
+        self.is_distant = self._distant is not None
         self._starts: Mapping[str, Sequence[int]] = {}
         self._ranges: dict[tuple[str, int], tuple[int, memoryview]] = {}
-
-    @property
-    def location(self) -> str:
-        return self._source.location
-
-    @property
-    def is_distant(self) -> bool:
-        return self._distant is not None
 
     def fetch(self, wanted: Iterable[FileRange], *, free_gap_bytes: int = FREE_GAP_BYTES) -> None:
         """Fetches ranges, in as few requests as they fit into; replaces those fetched before.
@@ -216,21 +205,23 @@ def ranges_of(
     """
     for overlap in lookup.overlaps(span):
         place = located.get((lookup.entry.key, overlap.row))
+        itemsize = lookup.entry.stored_dtype.itemsize
+        first, size = overlap.source_start * itemsize, overlap.elements * itemsize
         if place is not None:
-            yield from _known(lookup, overlap, place)
+            if place.strides is None and place.compressed is None:
+                start = place.origin + first
+                yield FileRange(place.path, start, start + size)
             continue
         record = index.records[int(lookup.chunks.record[overlap.row])]
         if record.container == "zstd_torch_zip":
             continue  # its decoder reads it, from front to back
         path = index.files[record.file].path
-        first, size = _bytes_of(lookup, overlap)
         if record.container != "torch_zip":
             start = record.start + max(int(lookup.chunks.byte_offset[overlap.row]), 0) + first
             if lookup.chunks.strides.get(overlap.row) is None:
                 yield FileRange(path, start, min(start + size, record.stop))
             continue
-        chunk_bytes = math.prod(overlap.chunk) * lookup.entry.stored_dtype.itemsize
-        around = record.stop - record.start - chunk_bytes
+        around = record.stop - record.start - math.prod(overlap.chunk) * itemsize
         yield from windows_of(index, lookup, overlap.row)
         if 0 <= around <= _MOST_AROUND_BYTES:
             start = record.start + first
@@ -244,15 +235,3 @@ def windows_of(index: TensorIndex, lookup: ChunkLookup, row: int) -> Iterator[Fi
         path = index.files[record.file].path
         yield FileRange(path, record.start, min(record.start + WINDOW_BYTES, record.stop))
         yield FileRange(path, max(record.stop - WINDOW_BYTES, record.start), record.stop)
-
-
-def _known(lookup: ChunkLookup, overlap: SpanOverlap, place: Located) -> Iterator[FileRange]:
-    if place.strides is None and place.compressed is None:
-        first, size = _bytes_of(lookup, overlap)
-        start = place.origin + first
-        yield FileRange(place.path, start, start + size)
-
-
-def _bytes_of(lookup: ChunkLookup, overlap: SpanOverlap) -> tuple[int, int]:
-    itemsize = lookup.entry.stored_dtype.itemsize
-    return overlap.source_start * itemsize, overlap.elements * itemsize

@@ -198,9 +198,20 @@ class _RayCrew:
             if now - looked_at >= _POLL_SECONDS:
                 self._hire()
                 looked_at = now
-                alone_since = self._still_alone(alone_since, now)
+                if self._hired or alone_since < 0:
+                    alone_since = now
+                elif now - alone_since > _PATIENCE_SECONDS:
+                    raise EngineError(
+                        f"no node of the Ray cluster was there for {_PATIENCE_SECONDS:.0f} seconds",
+                        where="--engine ray",
+                        hint="see `ray status`; nodes with at least one CPU are used",
+                    )
             self._deal()
-            for call in self._answered():
+            if not self._calls:
+                time.sleep(_POLL_SECONDS)
+                continue
+            ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=_POLL_SECONDS)
+            for call in ready:
                 self._settle(call, take)
 
     def dismiss(self) -> None:
@@ -208,18 +219,6 @@ class _RayCrew:
         for hired in self._hired.values():
             with suppress(Exception):  # it is gone already
                 self._ray.kill(hired.actor)
-
-    def _still_alone(self, since: float, now: float) -> float:
-        """Returns since when there is no worker."""
-        if self._hired or since < 0:
-            return now
-        if now - since > _PATIENCE_SECONDS:
-            raise EngineError(
-                f"no node of the Ray cluster was there for {_PATIENCE_SECONDS:.0f} seconds",
-                where="--engine ray",
-                hint="see `ray status`; nodes with at least one CPU are used",
-            )
-        return since
 
     def _hire(self) -> None:
         """Starts a worker on every node that has none."""
@@ -251,13 +250,6 @@ class _RayCrew:
                     share = self._waiting.popleft()
                     hired.shares.append(share)
                     self._calls[hired.actor.run.remote(share)] = (hired, share)
-
-    def _answered(self) -> Sequence[Any]:
-        if not self._calls:
-            time.sleep(_POLL_SECONDS)
-            return ()
-        ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=_POLL_SECONDS)
-        return list(ready)
 
     def _settle(self, call: Any, take: Callable[[Share, Values], None]) -> None:
         assignment = self._calls.pop(call, None)
@@ -296,10 +288,8 @@ class _RayCrew:
             return
         if hired.shares:
             losses = self._losses[hired.shares[0]] = self._losses.get(hired.shares[0], 0) + 1
-        if losses >= _LOSSES:
-            self._give_up(hired, error)
-
-    def _give_up(self, hired: _Hired, error: Exception) -> None:
+        if losses < _LOSSES:
+            return
         doing = "worked on the same part" if hired.shares else "prepared themselves"
         raise EngineError(
             f"{_LOSSES} workers were lost while they {doing}, the last on {hired.host}:"

@@ -30,7 +30,7 @@ from ckptkit.core.geometry import (
     widen,
 )
 from ckptkit.core.index import Box, ChunkTable, FileRange, Key, Span, TensorEntry, TensorIndex
-from ckptkit.engine.casts import Caster, overflow_error
+from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
 from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, Locator, SpanOverlap
@@ -275,10 +275,8 @@ class TensorReader:
             block = self._unrounded[: count * entry.stored_dtype.itemsize]
             self._fill_stored(lookup, part, block)
             view = target[low : low + count * entry.dtype.itemsize]
-            overflow = caster.cast(np.frombuffer(block, np.uint8), np.frombuffer(view, np.uint8))
-            if overflow is not None:
-                where = f"tensor {entry.key!r}"
-                raise overflow_error(overflow, entry.dtype, where=where, block_start=start)
+            stored, rounded = np.frombuffer(block, np.uint8), np.frombuffer(view, np.uint8)
+            caster.cast_all(stored, rounded, where=f"tensor {entry.key!r}", block_start=start)
 
     def _fill_stored(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Fills a buffer with elements as they are stored."""
@@ -293,10 +291,8 @@ class TensorReader:
             for overlap in lookup.overlaps(part):
                 located = self._locate(entry, chunks, overlap.row)
                 if located.strides is None:
-                    record, memory = (
-                        int(chunks.record[overlap.row]),
-                        _block(view, overlap, itemsize),
-                    )
+                    record = int(chunks.record[overlap.row])
+                    memory = _block(view, overlap, itemsize)
                     self._read_box(located, record, itemsize, overlap, memory)
                 else:
                     has_strided = True
@@ -329,7 +325,12 @@ class TensorReader:
             wanted = intersect(part, box)
             place = None if wanted is None else _moved(wanted, overlap)
             direct = memory.direct(place) if place is not None and wanted == part else None
-            if direct is not None and self._reads_past_cache(located, start, stop):
+            if (
+                direct is not None
+                and self.cache.is_distant
+                and located.compressed is None
+                and self.cache.cached(located.path, start, stop) is None
+            ):
                 direct_reads.append((FileRange(located.path, start, stop), direct))
                 if len(direct_reads) == _DIRECT_READS:
                     self._read_direct(located, record, direct_reads)
@@ -342,13 +343,6 @@ class TensorReader:
                 memory.put(place, elements[slices_of(relative(wanted, part))])
         if direct_reads:
             self._read_direct(located, record, direct_reads)
-
-    def _reads_past_cache(self, located: Located, start: int, stop: int) -> bool:
-        return (
-            self.cache.is_distant
-            and located.compressed is None
-            and self.cache.cached(located.path, start, stop) is None
-        )
 
     def _read_direct(
         self, located: Located, record: int, reads: Sequence[tuple[FileRange, memoryview]]
@@ -416,16 +410,10 @@ class TensorReader:
         return lookup
 
     def _locate(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Located:
-        key = (entry.key, row)
-        located = self._located.get(key)
-        if located is None:
-            located = self._located[key] = self._locate_anew(entry, chunks, row)
-            if len(self._located) > _LOCATED:
-                self._located.popitem(last=False)
-        return located
-
-    def _locate_anew(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Located:
         chunk = (entry.key, row)
+        known = self._located.get(chunk)
+        if known is not None:
+            return known
         located = self._origin.located.get(chunk)
         if located is None:
             located = self._locator.locate(entry, chunks, row)
@@ -433,22 +421,23 @@ class TensorReader:
                 mark = partial(self._origin.unverified.add, entry.key)
                 located = self._origin.decoded.locate(entry, chunks, row, mark)
             self._origin.located.put(chunk, located)
-        if located.compressed is not None:
-            return located
-        if located.crc32 is None:
+        if located.crc32 is not None and located.compressed is None:
+            source, path = self._origin.source, located.path
+            self._origin.checksums.expect(
+                int(chunks.record[row]),
+                TrackedRecord(
+                    start=located.start,
+                    stop=located.stop,
+                    expected=located.crc32,
+                    where=f"{posixpath.join(source.location, path)}, tensor {entry.key!r}",
+                    read_into=partial(source.read_into, path),
+                ),
+            )
+        elif located.compressed is None:
             self._origin.unverified.add(entry.key)
-            return located
-        source, path = self._origin.source, located.path
-        self._origin.checksums.expect(
-            int(chunks.record[row]),
-            TrackedRecord(
-                start=located.start,
-                stop=located.stop,
-                expected=located.crc32,
-                where=f"{posixpath.join(source.location, path)}, tensor {entry.key!r}",
-                read_into=partial(source.read_into, path),
-            ),
-        )
+        self._located[chunk] = located
+        if len(self._located) > _LOCATED:
+            self._located.popitem(last=False)
         return located
 
     def _scratch_of(self, size_bytes: int) -> memoryview:

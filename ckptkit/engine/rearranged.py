@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
-from ckptkit.core.geometry import flat_offset, intersect, slabs
+from ckptkit.core.geometry import flat_offset, intersect, relative, slabs
 from ckptkit.core.index import Box, Key, Shape, Span
 from ckptkit.engine.kernels import Operand
+from ckptkit.engine.reader import slices_of
 from ckptkit.plan.plan import Demand, Kernel, TensorSpec
 
 # Elements between the wanted ones are read with them while all are at most so many times as many:
@@ -103,7 +104,7 @@ class RearrangeKernel:
             begin, shape = read.slab
             slab = _bits(target)[begin : begin + math.prod(shape)].reshape(shape)
             steps = [step * values.itemsize for step in read.steps]
-            slab[_slices(read.inner)] = np.lib.stride_tricks.as_strided(
+            slab[slices_of(read.inner)] = np.lib.stride_tricks.as_strided(
                 values, read.inner.sizes, steps, writeable=False
             )
 
@@ -113,8 +114,8 @@ class RearrangeKernel:
             for stretch in self.stretches:
                 shared = intersect(slab, stretch.box)
                 if shared is not None:
-                    inner = _relative(shared, slab)
-                    start = flat_offset(_relative(shared, stretch.box).offsets, stretch.steps)
+                    inner = relative(shared, slab)
+                    start = flat_offset(relative(shared, stretch.box).offsets, stretch.steps)
                     for first, box in _dense(stretch.start + start, inner, stretch.steps):
                         stop = first + _extent(box.sizes, stretch.steps)
                         yield _Read(
@@ -175,14 +176,6 @@ def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
 def _extent(sizes: Shape, steps: Shape) -> int:
     """Returns the number of elements from the first to the last of a box, both included."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-
-
-def _relative(box: Box, outer: Box) -> Box:
-    return Box(tuple(b - o for b, o in zip(box.offsets, outer.offsets, strict=True)), box.sizes)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from ckptkit.core.index import FileRange, Span
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, choose_copies
 from ckptkit.core.threads import run_crew
-from ckptkit.engine.locate import ChunkLookup, Located, Locator, SpanOverlap
+from ckptkit.engine.locate import ChunkLookup, Locator, SpanOverlap
 from ckptkit.engine.outcome import BytesWritten, Listener
 from ckptkit.engine.prefetch import FREE_GAP_OF_ENDS_BYTES, RangeCache, windows_of
 from ckptkit.engine.reader import Origin
@@ -37,8 +36,13 @@ def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Copying
         The plan, with a note of why nothing is copied where that is so.
     """
     candidates = list(_candidates(plan, origins))
-    sources = map(_source_of, candidates)
-    examples = {id(source.store): source for source in sources if source is not None}
+    examples: dict[int, CopySource] = {}
+    for candidate in candidates:
+        index, chunks = candidate.origin.index, candidate.lookup.chunks
+        record = index.records[int(chunks.record[candidate.overlaps[0].row])]
+        source = _object_of(candidate.origin, index.files[record.file].path)
+        if source is not None:
+            examples[id(source.store)] = source
     if not examples:
         return plan
     reasons = {store: target.why_no_copies(source) for store, source in examples.items()}
@@ -53,31 +57,25 @@ def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Copying
     return replace(plan, files=files)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreCopies:
-    """The copies that a plan requests from its target's store."""
+def make_store_copies(
+    plan: Plan, origins: Mapping[str, Origin], target: CopyingTarget, listener: Listener
+) -> None:
+    """Makes all copies of a plan in the target's store; the files exist already."""
 
-    plan: Plan
-    origins: Mapping[str, Origin]
-    target: CopyingTarget
-
-    def run(self, listener: Listener) -> None:
-        """Makes all copies; the files exist already."""
-
-        def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
-            for path, part, source in items:
-                self.target.copy(path, part, source)
-                listener(BytesWritten(part.stop - part.start))
-
-        run_crew(_REQUESTS_AT_A_TIME, self._parts(), work)
-
-    def _parts(self) -> Iterator[tuple[str, ObjectPart, CopySource]]:
-        for file in self.plan.files:
-            sources = {copied.start: source for copied, source in _sources(file, self.origins)}
+    def parts() -> Iterator[tuple[str, ObjectPart, CopySource]]:
+        for file in plan.files:
+            sources = {copied.start: source for copied, source in _sources(file, origins)}
             if sources:
-                for part in self.target.copied_parts(file.path):
+                for part in target.copied_parts(file.path):
                     assert part.copied is not None  # noqa: S101  that is what they are
                     yield file.path, part, sources[part.copied.start]
+
+    def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
+        for path, part, source in items:
+            target.copy(path, part, source)
+            listener(BytesWritten(part.stop - part.start))
+
+    run_crew(_REQUESTS_AT_A_TIME, parts(), work)
 
 
 def copies_of(file: OutputFile) -> list[CopiedRange]:
@@ -137,19 +135,16 @@ class _Candidate:
             source = _object_of(self.origin, located.path)
             if source is None or id(source.store) not in stores:
                 continue
-            if located.crc32 is not None and _is_all(located, overlap, size):
+            # Whether it is all that the checksum was stored for, in the same order.
+            is_all = located.strides is None and overlap.source_start == 0
+            is_all &= (located.origin, located.stop) == (located.start, located.start + size)
+            if located.crc32 is not None and is_all:
                 start = self.segment.start + overlap.target_start * itemsize
                 yield CopiedRange(start, start + size, located.path, located.start, located.crc32)
 
     def windows(self) -> Iterator[FileRange]:
         for overlap in self.overlaps:
             yield from windows_of(self.origin.index, self.lookup, overlap.row)
-
-
-def _source_of(candidate: _Candidate) -> CopySource | None:
-    index, lookup = candidate.origin.index, candidate.lookup
-    record = index.records[int(lookup.chunks.record[candidate.overlaps[0].row])]
-    return _object_of(candidate.origin, index.files[record.file].path)
 
 
 def _candidates(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[_Candidate]:
@@ -160,17 +155,15 @@ def _candidates(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[_Candidat
                 continue
             origin = origins[segment.body.origin]
             entry = origin.index.tensors[segment.body.key]
+            if entry.rounded_from:
+                continue
             lookup = ChunkLookup(entry)
-            overlaps = [] if entry.rounded_from else _large_overlaps(lookup)
+            least_elements = MIN_PART_BYTES / entry.stored_dtype.itemsize
+            whole = lookup.overlaps(Span(0, entry.elements))
+            overlaps = [o for o in whole if o.is_contiguous and o.elements >= least_elements]
+            overlaps.sort(key=lambda overlap: overlap.target_start)
             if overlaps:
                 yield _Candidate(number, position, segment, origin, lookup, overlaps)
-
-
-def _large_overlaps(lookup: ChunkLookup) -> list[SpanOverlap]:
-    least_elements = MIN_PART_BYTES / lookup.entry.stored_dtype.itemsize
-    whole = lookup.overlaps(Span(0, math.prod(lookup.entry.shape)))
-    large = [o for o in whole if o.is_contiguous and o.elements >= least_elements]
-    return sorted(large, key=lambda overlap: overlap.target_start)
 
 
 def _locate_copies(
@@ -205,16 +198,6 @@ def _batches(candidates: Sequence[_Candidate]) -> Iterator[Sequence[_Candidate]]
         batch.append(candidate)
     if batch:
         yield batch
-
-
-def _is_all(located: Located, overlap: SpanOverlap, size_bytes: int) -> bool:
-    """Whether an overlap is all that a checksum was stored for, in the same order."""
-    return (
-        located.strides is None
-        and overlap.source_start == 0
-        and located.origin == located.start
-        and located.stop - located.start == size_bytes
-    )
 
 
 def _with_copies(file: OutputFile, by_segment: Mapping[int, Sequence[CopiedRange]]) -> OutputFile:

@@ -12,8 +12,7 @@ import pytest
 import safetensors.numpy
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.engine.budget import ExecutionSettings
-from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.executor import ExecutionSettings, Executor, Inputs
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import Origin

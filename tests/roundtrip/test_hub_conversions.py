@@ -142,7 +142,7 @@ def test_what_is_computed_is_what_save_pretrained_computes(
 def test_memory_that_holds_no_group_is_refused_beforehand(source: Path, tmp_path: Path) -> None:
     from ckptkit.conversion.names_on_disk import reserve_for_conversions
     from ckptkit.core.threads import memory_in_use_bytes
-    from ckptkit.engine.budget import WORKER_BYTES
+    from ckptkit.engine.executor import WORKER_BYTES
 
     allowed = memory_in_use_bytes() + WORKER_BYTES + (64 << 20)
     assert reserve_for_conversions(Resources(), 1 << 40) == Resources()

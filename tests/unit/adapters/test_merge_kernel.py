@@ -43,9 +43,8 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine import kernels as preparing
-from ckptkit.engine.budget import ExecutionSettings, single_threaded_blas
-from ckptkit.engine.executor import Executor, Inputs
-from ckptkit.engine.kernels import CastOperand, Preparations, StoredOperand
+from ckptkit.engine.executor import ExecutionSettings, Executor, Inputs
+from ckptkit.engine.kernels import CastOperand, Preparations, StoredOperand, single_threaded_blas
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.plan.plan import (
@@ -494,9 +493,9 @@ def test_an_experts_tensor_is_merged_from_a_part_of_the_shared_factors() -> None
 
 
 def test_the_number_of_threads_of_the_library_is_put_back() -> None:
-    from ckptkit.engine import budget as blas
+    from ckptkit.engine import kernels as blas
 
-    found = blas._threads()
+    found = blas._blas_threads()
     if found is None:
         pytest.skip("numpy has another library here")
     get, limit = found

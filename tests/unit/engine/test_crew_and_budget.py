@@ -15,7 +15,7 @@ import pytest
 
 from ckptkit.core.errors import NoSpaceError
 from ckptkit.core.threads import Throttle, run_crew
-from ckptkit.engine.budget import WORKER_BYTES, settle_workers
+from ckptkit.engine.executor import WORKER_BYTES, settle_workers
 
 
 def test_the_first_error_of_a_crew_stops_the_others() -> None:

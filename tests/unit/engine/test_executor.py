@@ -33,9 +33,8 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.engine.budget import ExecutionSettings
 from ckptkit.engine.checksum_tracker import OpenRecord
-from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.executor import ExecutionSettings, Executor, Inputs
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Started, ignore
 from ckptkit.engine.reader import Origin, TensorReader

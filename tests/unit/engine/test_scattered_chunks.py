@@ -20,8 +20,7 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.engine.budget import ExecutionSettings
-from ckptkit.engine.executor import COMPUTE_ELEMENTS, Executor, Inputs
+from ckptkit.engine.executor import COMPUTE_ELEMENTS, ExecutionSettings, Executor, Inputs
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
