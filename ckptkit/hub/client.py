@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from urllib.parse import quote
@@ -20,7 +20,7 @@ from ckptkit.core.errors import (
     OutputError,
     UsageError,
 )
-from ckptkit.hub.publish.secrets import is_repo_id, redact_secrets
+from ckptkit.hub.publish.secrets import redact_secrets
 from ckptkit.storage.local.disk import is_out_of_space
 from ckptkit.storage.remote.errors import TRANSIENT_STATUSES, RetryPolicy, call_with_retries
 from ckptkit.version import __version__
@@ -37,7 +37,29 @@ _CONFLICT = 412
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
 _LONGEST_ASKED = 900.0  # no retry if the Hub asks for more
 _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
+_PATH = re.compile(r"(?:[A-Za-z]:)?[\\/]|~|\.{1,2}(?:[\\/]|$)|[A-Za-z][A-Za-z0-9+.-]*://")
+_REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
 logger = logging.getLogger("ckptkit.hub")
+
+
+def is_local(text: str) -> bool:
+    """Returns whether a text is a local path, or a URL of a store.
+
+    >>> is_local("/data/llama"), is_local("s3://bucket/run"), is_local("meta-llama/Llama-3.1-8B")
+    (True, True, False)
+    """
+    return _PATH.match(text) is not None
+
+
+def is_repo_id(text: str) -> bool:
+    """Returns whether a text can be the id of a repository."""
+    return (
+        _REPO.fullmatch(text) is not None
+        and not is_local(text)
+        and ".." not in text
+        and "--" not in text
+        and not text.endswith((".git", "-", "."))
+    )
 
 
 def unwrap_error(error: Exception) -> Exception:
@@ -82,27 +104,22 @@ def is_lost(error: BaseException) -> bool:
 def pause_before(error: BaseException, attempt: int, *, reached: bool = True) -> float | None:
     """Returns the seconds to wait before another attempt; None if that would not help."""
     attempts = HUB_RETRIES.attempts
-    most = attempts if reached else min(attempts, FIRST_ATTEMPTS)
-    pause = None if attempt >= most else _pause(error, attempt)
-    if pause is not None:
-        status = status_of(error)
-        what = "was not reached" if status is None else f"answered {status}"
-        logger.warning("the Hub %s; retrying in %.1f s", what, pause)
+    status = status_of(error)
+    is_busy = status in TRANSIENT_STATUSES
+    may_pass = is_busy or is_network(error) or type(error).__name__ == "JSONDecodeError"
+    if not may_pass or attempt >= (attempts if reached else min(attempts, FIRST_ATTEMPTS)):
+        return None
+    asked = _asked_pause(error) if is_busy else None
+    if asked is not None and asked > _LONGEST_ASKED:
+        return None
+    pause = HUB_RETRIES.wait_seconds(attempt) if asked is None else asked
+    what = "was not reached" if status is None else f"answered {status}"
+    logger.warning("the Hub %s; retrying in %.1f s", what, pause)
     return pause
 
 
-def _pause(error: BaseException, attempt: int) -> float | None:
-    response = getattr(error, "response", None)
-    if status_of(error) in TRANSIENT_STATUSES:
-        asked = _asked_pause(getattr(response, "headers", {}))
-        if asked is not None:
-            return asked if asked <= _LONGEST_ASKED else None
-    elif not is_network(error) and type(error).__name__ != "JSONDecodeError":
-        return None
-    return HUB_RETRIES.wait_seconds(attempt)
-
-
-def _asked_pause(headers: Mapping[str, str]) -> float | None:
+def _asked_pause(error: BaseException) -> float | None:
+    headers = getattr(getattr(error, "response", None), "headers", {})
     after = headers.get("Retry-After", "")
     if after.strip().isdigit():
         return float(after)
@@ -137,7 +154,13 @@ class Hub:
 
         """
         if not is_repo_id(repo_id):
-            raise _no_id(repo_id)
+            name, _, revision = repo_id.partition("@")
+            hint = "write it as OWNER/NAME, with letters, digits, '-', '_' and '.'"
+            if revision and is_repo_id(name):
+                hint = "a branch, a tag or a commit has an option of its own:"
+                hint += f" {name} --revision {revision}"
+            text = f"{repo_id!r:.200} is not the id of a repository"
+            raise UsageError(text, hint=f"{hint:.300}")
         from huggingface_hub import HfApi, constants, get_token
 
         if constants.HF_HUB_OFFLINE:
@@ -232,55 +255,42 @@ class Hub:
         """Returns an error of the client as an error of ckptkit, without secrets."""
         if isinstance(error, CkptkitError):
             return error
-        if is_network(error):
-            return self._network_error(error)
-        if isinstance(error, OSError) and error.errno is not None and status_of(error) is None:
-            return self._disk_error(error)
-        return self._status_error(error)
-
-    def _network_error(self, error: Exception) -> HubError:
-        kind = type(error).__name__
-        return HubUnavailableError(
-            f"{self.api.endpoint} was not reached ({kind})",
-            where=self.repo_id,
-            hint="check the network, and HF_ENDPOINT if it is set; then run it again",
-        )
-
-    def _disk_error(self, error: OSError) -> CkptkitError:
-        reason = (error.strerror or str(error)).lower()
-        if is_out_of_space(error):
-            return NoSpaceError(reason, where=self.repo_id, hint="make room, then run it again")
-        return OutputError(f"cannot be written: {reason}", where=self.repo_id)
-
-    def _status_error(self, error: Exception) -> HubError:
         status = status_of(error)
-        said = self._server_text(error)
-        if is_offline(error):
-            return _offline(self.repo_id)
-        if status in TRANSIENT_STATUSES:
-            asked = _asked_pause(getattr(getattr(error, "response", None), "headers", {})) or 0.0
-            is_long = asked > _LONGEST_ASKED
-            detail = (
-                f" and asks to wait {asked:.0f} s" if is_long else f", {HUB_RETRIES.attempts} times"
+        if is_network(error):
+            return HubUnavailableError(
+                f"{self.api.endpoint} was not reached ({type(error).__name__})",
+                where=self.repo_id,
+                hint="check the network, and HF_ENDPOINT if it is set; then run it again",
             )
+        if isinstance(error, OSError) and error.errno is not None and status is None:
+            reason = (error.strerror or str(error)).lower()
+            if is_out_of_space(error):
+                return NoSpaceError(reason, where=self.repo_id, hint="make room, then run it again")
+            return OutputError(f"cannot be written: {reason}", where=self.repo_id)
+        if status in TRANSIENT_STATUSES:
+            asked = _asked_pause(error) or 0.0
+            detail = f", {HUB_RETRIES.attempts} times"
+            if asked > _LONGEST_ASKED:
+                detail = f" and asks to wait {asked:.0f} s"
             return HubUnavailableError(
                 f"the Hub answered {status}{detail}",
                 where=self.repo_id,
                 hint="run it again later; uploaded files are not sent again",
             )
+        return self._explain_refusal(error, status)
+
+    def _explain_refusal(self, error: Exception, status: int | None) -> HubError:
+        if is_offline(error):
+            return _offline(self.repo_id)
+        text = getattr(error, "server_message", None) or ("" if status else str(error))
+        text = " ".join(redact_secrets(text, [self.token or ""]).split())
+        said = f": {text.rstrip('.')[:_SHOWN]}" if text else ""
         for refused, message, hint in _REFUSALS:
             if refused(error, status):
                 text = f"{message}{said}" if self.token or status != UNAUTHORIZED else _NO_TOKEN
                 return HubError(text, where=self.repo_id, hint=hint)
         answered = "refused" if status is None else f"answered {status}"
         return HubError(f"the Hub {answered}{said}", where=self.repo_id)
-
-    def _server_text(self, error: Exception) -> str:
-        text = getattr(error, "server_message", None)
-        if not text and status_of(error) is None:
-            text = str(error)
-        text = " ".join(redact_secrets(text or "", [self.token or ""]).split())
-        return f": {text.rstrip('.')[:_SHOWN]}" if text else ""
 
 
 _BAD_REQUEST, _FORBIDDEN, _TOO_LARGE = 400, 403, 413
@@ -325,14 +335,6 @@ _REFUSALS: tuple[tuple[Refused, str, str], ...] = (
         "write smaller files (`consolidate --max-shard-size 5GB`), or use another repository",
     ),
 )
-
-
-def _no_id(text: str) -> UsageError:
-    name, _, revision = text.partition("@")
-    hint = "write it as OWNER/NAME, with letters, digits, '-', '_' and '.'"
-    if revision and is_repo_id(name):
-        hint = f"a branch, a tag or a commit has an option of its own: {name} --revision {revision}"
-    return UsageError(f"{text!r:.200} is not the id of a repository", hint=f"{hint:.300}")
 
 
 def _offline(repo_id: str) -> HubError:

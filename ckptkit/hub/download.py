@@ -9,7 +9,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptkit.conversion.verify import run_verification
 from ckptkit.core.arguments import check_arguments
-from ckptkit.core.checksums import DIGEST_SCHEME
+from ckptkit.core.checksums import DIGEST_SCHEME, digest_of
 from ckptkit.core.errors import (
     CkptkitError,
     NoSpaceError,
@@ -30,7 +30,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
 from ckptkit.hub.client import Hub, quiet_client
-from ckptkit.hub.publish.hub_commit import commit_of
+from ckptkit.hub.publish.hub_commit import commit_of, list_files
 from ckptkit.hub.publish.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
@@ -59,21 +59,18 @@ class PullFolder:
         """Where the files are put."""
         return self._work.files
 
-    def keep_only(self, paths: set[str]) -> None:
-        """Removes files that an earlier pull of another revision left."""
-        for path in list(self._files()):
-            if path.relative_to(self.files).as_posix() not in paths:
-                path.unlink()
-
-    def check_room(self, sizes: dict[str, int]) -> None:
-        """Refuses a pull that does not fit on the disk.
+    def prepare(self, sizes: Mapping[str, int]) -> None:
+        """Removes files that an earlier pull of another revision left.
 
         Raises:
-            NoSpaceError: If it does not.
+            NoSpaceError: If the files do not fit on the disk.
         """
-        present = sum(
-            (self.files / path).stat().st_size for path in sizes if (self.files / path).is_file()
-        )
+        present = 0
+        for path in list(self._files()):
+            if path.relative_to(self.files).as_posix() in sizes:
+                present += path.stat().st_size
+            else:
+                path.unlink()
         wanted, free = sum(sizes.values()) - present, free_bytes(self.files)
         if wanted > free:
             raise NoSpaceError(
@@ -129,16 +126,27 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
         raise OutputError("a file was found where a directory was expected", where=str(out))
     if out.is_dir() and not is_empty(out):
         raise _exists(out)
+    lock = None
     with translate_errors(out):
         resolved = out.resolve()
         make_missing(resolved.parent)
-        work = _enter(resolved, disk)
-    if work is None:
-        raise RefusedError(
-            "another pull is writing there",
-            where=str(out),
-            hint="wait for it, or pass another directory",
-        )
+        path = resolved.with_name(hidden_name(resolved.name, "pull"))
+        path.mkdir(exist_ok=True)
+        has_locks = disk.locks
+        try:
+            lock = disk.open_locked(path / ".lock") if has_locks else None
+        except OSError as error:
+            if not is_refused(error):
+                raise
+            has_locks = False
+        if has_locks and lock is None:
+            raise RefusedError(
+                "another pull is writing there",
+                where=str(out),
+                hint="wait for it, or pass another directory",
+            )
+        work = WorkFolder(path, lock)
+        work.files.mkdir(exist_ok=True)
     partial = PullFolder(out, work, disk)
     try:
         yield partial
@@ -152,24 +160,6 @@ def _exists(out: Path) -> OutputExistsError:
         where=str(out),
         hint="pass another directory",
     )
-
-
-def _enter(out: Path, disk: Disk) -> WorkFolder | None:
-    path = out.with_name(hidden_name(out.name, "pull"))
-    path.mkdir(exist_ok=True)
-    lock = None
-    if disk.locks:
-        try:
-            lock = disk.open_locked(path / ".lock")
-        except OSError as error:
-            if not is_refused(error):
-                raise
-        else:
-            if lock is None:
-                return None
-    work = WorkFolder(path, lock)
-    work.files.mkdir(exist_ok=True)
-    return work
 
 
 _CHECKS_AT_ONCE = 2
@@ -257,23 +247,12 @@ def pull(
     with quiet_client(), open_pull_folder(Path(folder)) as partial:
         hub.resolve_owner()
         commit = commit_of(hub, revision or "main")
-        remote = _remote_files(hub, commit)
-        return _Pull(hub, commit, remote, partial, listener or ignore).run(os.fspath(folder))
-
-
-def _remote_files(hub: Hub, commit: str) -> dict[str, _Remote]:
-    tree = hub.call(
-        lambda: list(hub.api.list_repo_tree(hub.repo_id, recursive=True, revision=commit))
-    )
-    files = {}
-    for entry in tree:
-        blob_id = getattr(entry, "blob_id", None)
-        if blob_id is not None:
+        remote = {}
+        for entry in list_files(hub, commit):
             check_relative(entry.path, hub.repo_id)
-            lfs: Any = getattr(entry, "lfs", None)
-            size = int(getattr(entry, "size", 0))
-            files[entry.path] = _Remote(entry.path, size, lfs.sha256 if lfs else "", blob_id)
-    return files
+            sha256 = entry.lfs.sha256 if entry.lfs else ""
+            remote[entry.path] = _Remote(entry.path, entry.size, sha256, entry.blob_id)
+        return _Pull(hub, commit, remote, partial, listener or ignore).run(os.fspath(folder))
 
 
 class _Pull:
@@ -294,8 +273,7 @@ class _Pull:
     def run(self, folder: str) -> Pulled:
         """Downloads, checks and commits the files."""
         sizes = {path: file.size_bytes for path, file in self._remote.items()}
-        self._partial.keep_only(set(sizes))
-        self._partial.check_room(sizes)
+        self._partial.prepare(sizes)
         self._listener(Started(sum(sizes.values())))
         first = [path for path in (MANIFEST_NAME,) if path in self._remote]
         self._all(first, None)
@@ -327,15 +305,11 @@ class _Pull:
                 self._download(path, again=False)
                 checks.append((path, pool.submit(self._check, path, manifest)))
             for path, check in checks:
-                self._finish_check(path, check, manifest)
-
-    def _finish_check(self, path: str, check: Future[None], manifest: Manifest | None) -> None:
-        """Downloads a file once more if an earlier pull, or the disk, damaged it."""
-        try:
-            check.result()
-        except CkptkitError:
-            self._download(path, again=True)
-            self._check(path, manifest)
+                try:
+                    check.result()
+                except CkptkitError:  # an earlier pull, or the disk, damaged the file
+                    self._download(path, again=True)
+                    self._check(path, manifest)
 
     def _download(self, path: str, *, again: bool) -> None:
         self._hub.call(
@@ -380,21 +354,11 @@ class _Pull:
                 where=f"{self._hub.repo_id}@{self._commit[:10]}: {problem.where}",
                 hint="the repository was changed after it was pushed; push the model again",
             )
-        return [
-            f"{path} was changed on the Hub after it was pushed"
-            for path in _edited(self._partial.files, manifest)
-        ]
-
-
-def _edited(folder: Path, manifest: Manifest) -> list[str]:
-    from ckptkit.core.checksums import digest_of
-
-    return [
-        path
-        for path, record in sorted(manifest.files.items())
-        if record.digest.startswith(DIGEST_SCHEME)
-        and not (
-            (folder / path).is_file()
-            and digest_of(memoryview((folder / path).read_bytes())) == record.digest
-        )
-    ]
+        notes = []
+        for path, record in sorted(manifest.files.items()):
+            file = self._partial.files / path
+            if record.digest.startswith(DIGEST_SCHEME) and not (
+                file.is_file() and digest_of(memoryview(file.read_bytes())) == record.digest
+            ):
+                notes.append(f"{path} was changed on the Hub after it was pushed")
+        return notes

@@ -13,12 +13,11 @@ import torch
 
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
-from ckptkit.hub.publish.searching import secrets_in
+from ckptkit.hub.publish.secrets import secrets_in
 from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.hub.watch.events import WatchEvent
-from ckptkit.hub.watch.hub_branch import BranchSettings
-from ckptkit.hub.watch.start import WatchRequest, run_watch
-from ckptkit.hub.watch.watch import WatchSettings
+from ckptkit.hub.watch.steps import BranchSettings
+from ckptkit.hub.watch.watch import WatchRequest, WatchSettings, run_watch
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS

@@ -15,7 +15,6 @@ from ckptkit.core.errors import (
     IncompleteCheckpointError,
     MissingFileError,
     RefusedError,
-    SourceChangedError,
     UnsafePathError,
     VerificationError,
 )
@@ -25,7 +24,7 @@ from ckptkit.formats.file_sets import INDEX_ENDING
 from ckptkit.formats.registry import recognise
 from ckptkit.plan.side_files import is_side_file
 from ckptkit.runs.step_manifests import file_problems
-from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url
 
@@ -166,6 +165,7 @@ def find_stale_files(remote: Iterable[str], local: Iterable[str], whole: str = "
 
 
 def _reason(path: str, *, code: bool, optimizer: bool) -> str:
+    """Returns why a file of a model folder is not pushed; empty if it is."""
     folder, name = posixpath.split(path)
     if path == MANIFEST_NAME:
         return ""
@@ -173,24 +173,17 @@ def _reason(path: str, *, code: bool, optimizer: bool) -> str:
         return "" if optimizer and not folder else "state of the optimizer or of random numbers"
     if fnmatchcase(name, _CODE):
         return "" if code else "no configuration names this Python file"
-    if _belongs(path, folder, name):
+    if folder:  # PEFT keeps every adapter but the default one in a folder of its name
+        belongs = "/" not in folder and _ADAPTER.fullmatch(name) is not None
+    else:
+        belongs = name == ADAPTER_CONFIG or any(p.fullmatch(name) for p in (_WEIGHTS, _DOCUMENTS))
+    if belongs or is_side_file(path):
         return ""
     return "not a file of a model, its tokenizer or its documents"
 
 
-def _belongs(path: str, folder: str, name: str) -> bool:
-    if is_side_file(path):
-        return True
-    if folder:  # PEFT keeps every adapter but the default one in a folder of its name
-        return "/" not in folder and _ADAPTER.fullmatch(name) is not None
-    patterns = (_WEIGHTS, _DOCUMENTS)
-    return name == ADAPTER_CONFIG or any(pattern.fullmatch(name) for pattern in patterns)
-
-
 _LOADS = frozenset({"safetensors", "torch"})
-_DEPTH = 1
 _RUN_DEPTH = 2
-_WHOLE_DEPTH = 8
 _PUSHED = frozenset({"model", "adapter", "torch"})
 MAX_FILE_BYTES = 500_000_000_000
 """The largest file that the Hub takes."""
@@ -242,16 +235,6 @@ def _to_consolidate(location: str, what: str) -> RefusedError:
     )
 
 
-def files_below(source: Source) -> list[str]:
-    return list(source.walk(_DEPTH))
-
-
-def files_of_whole(source: Source, whole: str) -> list[str]:
-    """Lists the files of a folder that is pushed as it is."""
-    paths = source.walk(_WHOLE_DEPTH) if whole else iter(())
-    return [path for path in paths if path.startswith(f"{whole}/")]
-
-
 def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
     """Returns the sizes of the files to push; refuses files that cannot be pushed."""
     files = {}
@@ -290,26 +273,20 @@ def check_complete(
             " `ckptkit consolidate` writes",
         )
     for path, document in documents.items():
-        if path.endswith(INDEX_ENDING):
-            _check_index(posixpath.join(source.location, path), document, files)
-    if manifest is not None:
-        _check_files(source, manifest, weights)
-
-
-def _check_index(where: str, document: Any, files: list[str]) -> None:
-    weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
-    missing = ["?"]
-    if isinstance(weight_map, Mapping):
-        missing = sorted(set(weight_map.values()) - set(files))
-    if missing:
-        raise IncompleteCheckpointError(
-            f"the index names {len(missing):,} missing files, such as {missing[0]!r}",
-            where=where,
-            hint="the folder is incomplete; write it again with `ckptkit consolidate`",
-        )
-
-
-def _check_files(source: Source, manifest: Manifest, weights: Iterable[str]) -> None:
+        if not path.endswith(INDEX_ENDING):
+            continue
+        weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
+        missing = ["?"]
+        if isinstance(weight_map, Mapping):
+            missing = sorted(set(weight_map.values()) - set(files))
+        if missing:
+            raise IncompleteCheckpointError(
+                f"the index names {len(missing):,} missing files, such as {missing[0]!r}",
+                where=posixpath.join(source.location, path),
+                hint="the folder is incomplete; write it again with `ckptkit consolidate`",
+            )
+    if manifest is None:
+        return
     hint = "see what `ckptkit verify` says; write the folder again with `ckptkit consolidate`"
     for problem in file_problems(source, "", manifest):
         raise VerificationError(problem.message, where=problem.where, hint=hint)
@@ -317,14 +294,3 @@ def _check_files(source: Source, manifest: Manifest, weights: Iterable[str]) -> 
         if path not in manifest.files:
             where = posixpath.join(source.location, path)
             raise VerificationError("is not in the manifest", where=where, hint=hint)
-
-
-def check_unchanged(source: Folder, refs: Iterable[FileRef]) -> None:
-    """Refuses to commit files that changed while they were uploaded."""
-    changed = source.changed(list(refs))
-    if changed is not None:
-        raise SourceChangedError(
-            f"{changed.path!r} changed while it was uploaded",
-            where=source.location,
-            hint="wait until the folder is no longer written to, then push again",
-        )

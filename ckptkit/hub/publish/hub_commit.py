@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import HubError, UsageError, VerificationError
+from ckptkit.core.errors import HubError, UsageError
 from ckptkit.hub.client import Hub, is_conflict, is_lost, pause_before, status_of
 
 if TYPE_CHECKING:
@@ -63,14 +63,20 @@ class HeadMovedError(Exception):
     """Another commit was made to the revision meanwhile."""
 
 
+def list_files(hub: Hub, revision: str) -> list[Any]:
+    """Returns the files of a commit as the client has them; their folders are left out."""
+    list_tree = hub.api.list_repo_tree
+    entries = hub.call(
+        lambda: list(list_tree(hub.repo_id, recursive=True, revision=revision))  # asks page by page
+    )
+    return [entry for entry in entries if hasattr(entry, "blob_id")]
+
+
 def tree_of(hub: Hub, revision: str) -> dict[str, str]:
-    entries = hub.call(lambda: list(_entries(hub, revision)))
-    return {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in entries}
-
-
-def _entries(hub: Hub, revision: str) -> Any:
-    entries = hub.api.list_repo_tree(hub.repo_id, recursive=True, revision=revision)
-    return (entry for entry in entries if hasattr(entry, "blob_id"))
+    return {
+        file.path: file.lfs.sha256 if file.lfs else file.blob_id
+        for file in list_files(hub, revision)
+    }
 
 
 def commit_of(hub: Hub, revision: str) -> str:
@@ -91,12 +97,24 @@ class HubCommitter:
         Returns:
             Where it is.
         """
+        from huggingface_hub import CommitOperationDelete
+
+        deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
         requests = self._pull_requests() if self._create_pr else {}
         attempt = 0
         while True:
             attempt += 1
             try:
-                return self._send(change, parent)
+                commit = self._hub.api.create_commit(
+                    self._hub.repo_id,
+                    operations=[*change.operations, *deletions],
+                    commit_message=change.message,
+                    commit_description=change.description,
+                    revision=self._revision,
+                    parent_commit=parent,
+                    create_pr=self._create_pr,
+                )
+                return HubCommit(str(commit.oid), str(commit.pr_url or ""))
             except Exception as error:
                 # Also where the client stumbles over an answer, as old ones do away from the Hub.
                 unknown = is_lost(error) or is_conflict(error) or status_of(error) is None
@@ -110,27 +128,16 @@ class HubCommitter:
                     raise self._hub.translate_error(error) from error
             time.sleep(pause)
 
-    def _send(self, change: CommitChange, parent: str) -> HubCommit:
-        from huggingface_hub import CommitOperationDelete
-
-        deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
-        commit = self._hub.api.create_commit(
-            self._hub.repo_id,
-            operations=[*change.operations, *deletions],
-            commit_message=change.message,
-            commit_description=change.description,
-            revision=self._revision,
-            parent_commit=parent,
-            create_pr=self._create_pr,
-        )
-        return HubCommit(str(commit.oid), str(commit.pr_url or ""))
-
     def _look(
         self, change: CommitChange, parent: str, requests: Mapping[str, str]
     ) -> HubCommit | None:
         """Returns the commit if it was made although its answer got lost."""
         if self._create_pr:
-            return self._look_at_requests(change, requests)
+            for ref, target in self._pull_requests().items():
+                if ref not in requests and change.is_in(tree_of(self._hub, target)):
+                    number = ref.rsplit("/", 1)[-1]
+                    return HubCommit(target, f"{self._hub.url}/discussions/{number}")
+            return None
         if commit_of(self._hub, self._revision) == parent:
             return None
         list_commits = self._hub.api.list_repo_commits
@@ -143,31 +150,10 @@ class HubCommitter:
                 return HubCommit(commit.commit_id)
         return None
 
-    def _look_at_requests(
-        self, change: CommitChange, earlier: Mapping[str, str]
-    ) -> HubCommit | None:
-        for ref, commit in self._pull_requests().items():
-            if ref not in earlier and change.is_in(tree_of(self._hub, commit)):
-                number = ref.rsplit("/", 1)[-1]
-                return HubCommit(commit, f"{self._hub.url}/discussions/{number}")
-        return None
-
     def _pull_requests(self) -> dict[str, str]:
         list_refs: Callable[..., Any] = self._hub.api.list_repo_refs
         refs = self._hub.call(list_refs, self._hub.repo_id, include_pull_requests=True)
         return {ref.ref: ref.target_commit for ref in refs.pull_requests or ()}
-
-
-def check_landed(hub: Hub, commit: str, expected: Hashes) -> None:
-    """Compares the files on the Hub with the hashes of what was read here."""
-    tree = tree_of(hub, commit)
-    for path in differing(tree, expected):
-        state = "has another hash on the Hub than here" if path in tree else "is missing on the Hub"
-        raise VerificationError(
-            f"{path} {state}",
-            where=f"{hub.repo_id}@{commit[:10]}",
-            hint="push again; do not use that commit",
-        )
 
 
 @dataclass(frozen=True, slots=True)

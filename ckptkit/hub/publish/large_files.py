@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ckptkit.core.manifest import LEAF_BYTES, Manifest
 from ckptkit.engine.outcome import BytesWritten, Listener
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.hub.client import Hub, forgo_xet, uses_xet
-from ckptkit.hub.publish.searching import SecretSearch, refuse_secrets
+from ckptkit.hub.publish.secrets import SecretSearch, refuse_secrets
 from ckptkit.storage.base import Folder, Source
 
 if TYPE_CHECKING:
@@ -77,17 +77,20 @@ def large_file(
         header = read_header(source, file)
         words = "\n".join(f"{key}={text}" for key, text in header.metadata.items())
         if manifest is not None and check:
-            parts = list(_tensors(source, path, header.tensors, manifest))
+            parts = _match_tensors(
+                header.tensors, path, manifest, posixpath.join(source.location, path)
+            )
     elif manifest is not None and path in manifest.files and manifest.files[path].digest:
         parts = [DigestRange(path, 0, file.size_bytes, manifest.files[path].digest)]
     return LargeFile(path, file.size_bytes, tuple(parts), words.encode(errors="replace"))
 
 
-def _tensors(
-    source: Source, path: str, tensors: tuple[HeaderTensor, ...], manifest: Manifest
-) -> Iterator[DigestRange]:
+def _match_tensors(
+    tensors: Iterable[HeaderTensor], path: str, manifest: Manifest, where: str
+) -> list[DigestRange]:
+    """Returns the ranges of the tensors of a file, which are those that the manifest has."""
     expected = {name: t for name, t in manifest.tensors.items() if t.file == path}
-    where = posixpath.join(source.location, path)
+    parts = []
     for tensor in tensors:
         record = expected.pop(tensor.name, None)
         dtype, shape = tensor.dtype.name, tuple(tensor.shape)
@@ -97,11 +100,13 @@ def _tensors(
                 where=where,
                 hint=_HINT,
             )
-        yield DigestRange(f"tensor {tensor.name!r}", tensor.start, tensor.stop, record.digest)
+        what = f"tensor {tensor.name!r}"
+        parts.append(DigestRange(what, tensor.start, tensor.stop, record.digest))
     if expected:
         raise VerificationError(
             f"tensor {min(expected)!r} of the manifest is not in it", where=where, hint=_HINT
         )
+    return parts
 
 
 class CheckedReader:
@@ -132,15 +137,6 @@ class CheckedReader:
                 if number is not None:
                     self._digests[number].add(leaf, view[piece_start - start : piece_stop - start])
             self._listener(BytesWritten(stop - start))
-        self._check()
-
-    def sha256(self) -> str:
-        """Reads the file for its hash alone."""
-        digest = hashlib.sha256()
-        self.read_into(digest.update)
-        return digest.hexdigest()
-
-    def _check(self) -> None:
         for number, part in enumerate(self._file.parts):
             if self._digests[number].value(part.stop - part.start) != part.digest:
                 raise VerificationError(
@@ -150,28 +146,22 @@ class CheckedReader:
                 )
 
     def _blocks(self) -> Iterator[list[tuple[int, int, int | None, int]]]:
-        block: list[tuple[int, int, int | None, int]] = []
-        for piece in self._pieces():
-            block.append(piece)
-            if piece[1] - block[0][0] >= LEAF_BYTES:
-                yield block
-                block = []
-        if block:
-            yield block
-
-    def _pieces(self) -> Iterator[tuple[int, int, int | None, int]]:
         """Yields `(start, stop, part, leaf)` of all bytes in order; no part for those between."""
+        ranges: list[tuple[int, int, int | None]] = []
         at = 0
         for number, part in enumerate(self._file.parts):
-            yield from _cut(at, part.start, None)
-            yield from _cut(part.start, part.stop, number)
+            ranges += [(at, part.start, None), (part.start, part.stop, number)]
             at = part.stop
-        yield from _cut(at, self._file.size_bytes, None)
-
-
-def _cut(start: int, stop: int, number: int | None) -> Iterator[tuple[int, int, int | None, int]]:
-    for leaf, (first, last) in enumerate(leaf_ranges(stop - start)):
-        yield start + first, start + last, number, leaf
+        ranges.append((at, self._file.size_bytes, None))
+        block: list[tuple[int, int, int | None, int]] = []
+        for start, stop, of_part in ranges:
+            for leaf, (first, last) in enumerate(leaf_ranges(stop - start)):
+                block.append((start + first, start + last, of_part, leaf))
+                if start + last - block[0][0] >= LEAF_BYTES:
+                    yield block
+                    block = []
+        if block:
+            yield block
 
 
 _AT_ONCE = 4
@@ -189,7 +179,6 @@ class UploadedFile:
 
     path: str
     sha256: str
-    size_bytes: int
     operation: CommitOperationAdd
 
 
@@ -213,6 +202,8 @@ class LargeFileUploader:
         self._listener = listener
         self._secrets = secrets
         self._stopped = threading.Event()
+        target = "None?create_pr=1" if create_pr else quote(revision, safe="")
+        self._token_url = f"{hub.api.endpoint}/api/models/{hub.repo_id}/xet-write-token/{target}"
 
     def hash_files(self, files: Sequence[LargeFile]) -> dict[str, str]:
         """Reads files without uploading them.
@@ -220,7 +211,13 @@ class LargeFileUploader:
         Returns:
             The SHA-256 of each, by path.
         """
-        hashes = self._run_all(files, lambda file: self._reader(file).sha256())
+
+        def hash_file(file: LargeFile) -> str:
+            digest = hashlib.sha256()
+            self._reader(file).read_into(digest.update)
+            return digest.hexdigest()
+
+        hashes = self._run_all(files, hash_file)
         return dict(zip([file.path for file in files], hashes, strict=True))
 
     def upload(self, files: Sequence[LargeFile]) -> list[UploadedFile]:
@@ -231,7 +228,19 @@ class LargeFileUploader:
         """
         if not files:
             return []
-        return self._stream(files) if self._takes_streams() else self._upload_by_client(files)
+        if self._takes_streams():
+            return self._stream(files)
+        hashes = self.hash_files(files)
+        sent = [self._uploaded(file, hashes[file.path], uploaded=False) for file in files]
+        self._hub.call(
+            self._hub.api.preupload_lfs_files,
+            self._hub.repo_id,
+            additions=[file.operation for file in sent],
+            revision=self._revision,
+            create_pr=self._create_pr,
+            free_memory=False,
+        )
+        return sent
 
     def _reader(self, file: LargeFile) -> CheckedReader:
         return CheckedReader(self._folder, file, self._listener, self._secrets)
@@ -251,7 +260,7 @@ class LargeFileUploader:
             return False
 
         def ask() -> int:
-            response = get_session().get(self._token_url(), headers=self._hub.headers())
+            response = get_session().get(self._token_url, headers=self._hub.headers())
             if response.status_code != 404:  # noqa: PLR2004  there is no such store
                 hf_raise_for_status(response)
             return int(response.status_code)
@@ -261,17 +270,7 @@ class LargeFileUploader:
             forgo_xet()
         return offered
 
-    def _token_url(self) -> str:
-        revision = "None?create_pr=1" if self._create_pr else quote(self._revision, safe="")
-        return f"{self._hub.api.endpoint}/api/models/{self._hub.repo_id}/xet-write-token/{revision}"
-
     def _stream(self, files: Sequence[LargeFile]) -> list[UploadedFile]:
-        with self._xet_commit() as commit:
-            hashes = self._run_all(files, lambda file: self._stream_file(commit, file))
-        return [self._uploaded(file, sha256) for file, sha256 in zip(files, hashes, strict=True)]
-
-    @contextmanager
-    def _xet_commit(self) -> Iterator[Any]:
         from hf_xet import XetSession
 
         headers = self._hub.headers()
@@ -279,12 +278,13 @@ class LargeFileUploader:
         with (
             self._translate_errors(),
             XetSession().new_upload_commit(
-                token_refresh_url=self._token_url(),
+                token_refresh_url=self._token_url,
                 token_refresh_headers=headers,
                 custom_headers=rest,
             ) as commit,
         ):
-            yield commit
+            hashes = self._run_all(files, lambda file: self._stream_file(commit, file))
+        return [self._uploaded(file, sha256) for file, sha256 in zip(files, hashes, strict=True)]
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -301,42 +301,27 @@ class LargeFileUploader:
     def _stream_file(self, commit: Any, file: LargeFile) -> str:
         with self._translate_errors():
             stream = commit.start_upload_stream(name=file.path)
+
+        def write(data: bytes) -> None:
+            if self._stopped.is_set():
+                raise RefusedError("the upload was stopped because of an error with another file")
+            with self._translate_errors():
+                for start in range(0, len(data), _WRITE_BYTES):
+                    stream.write(data[start : start + _WRITE_BYTES])
+
         try:
-            self._reader(file).read_into(self._unless_stopped(stream.write))
+            self._reader(file).read_into(write)
         except BaseException:
             stream.abort()
             raise
         with self._translate_errors():
             return str(stream.finish().xet_info.sha256)
 
-    def _unless_stopped(self, write: Callable[[bytes], None]) -> Callable[[bytes], None]:
-        def sink(data: bytes) -> None:
-            if self._stopped.is_set():
-                raise RefusedError("the upload was stopped because of an error with another file")
-            with self._translate_errors():
-                for start in range(0, len(data), _WRITE_BYTES):
-                    write(data[start : start + _WRITE_BYTES])
-
-        return sink
-
-    def _upload_by_client(self, files: Sequence[LargeFile]) -> list[UploadedFile]:
-        hashes = self.hash_files(files)
-        sent = [self._uploaded(file, hashes[file.path], uploaded=False) for file in files]
-        self._hub.call(
-            self._hub.api.preupload_lfs_files,
-            self._hub.repo_id,
-            additions=[file.operation for file in sent],
-            revision=self._revision,
-            create_pr=self._create_pr,
-            free_memory=False,
-        )
-        return sent
-
     def _uploaded(self, file: LargeFile, sha256: str, *, uploaded: bool = True) -> UploadedFile:
         operation = add_large(self._folder, file, sha256)
         for name, value in _SENT.items() if uploaded else ():
             setattr(operation, name, value)
-        return UploadedFile(file.path, sha256, file.size_bytes, operation)
+        return UploadedFile(file.path, sha256, operation)
 
     def _run_all(self, files: Sequence[LargeFile], do: Callable[[LargeFile], str]) -> list[str]:
         """Calls a function for all files, a few at once; stops after an error."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.verify import run_verification
-from ckptkit.core.checksums import digest_as
-from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.errors import FormatError, VerificationError
-from ckptkit.core.index import FileRef, Shape
-from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_manifest
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import VerificationError
+from ckptkit.core.index import FileRef
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.engine.outcome import Listener
 from ckptkit.formats.file_sets import INDEX_ENDING
-from ckptkit.hub.publish.card import ModelFacts, base_model_of, write_card
+from ckptkit.hub.publish.contents import (
+    LoadedFile,
+    ModelFacts,
+    base_model_of,
+    check_against_manifest,
+    check_contents,
+    clean_contents,
+    clean_step_contents,
+    read_small,
+    write_card,
+)
 from ckptkit.hub.publish.folder_files import (
     ADAPTER_CONFIG,
     CARD,
@@ -26,168 +34,60 @@ from ckptkit.hub.publish.folder_files import (
     check_complete,
     choose_files,
     choose_step_files,
-    files_below,
-    files_of_whole,
     is_weights,
     read_model_manifest,
     refuse_checkpoints,
     stat_all,
 )
 from ckptkit.hub.publish.large_files import LargeFile, large_file
-from ckptkit.hub.publish.searching import MAX_SMALL_BYTES, refuse_secrets, secrets_in
-from ckptkit.hub.publish.secrets import find_secrets, scrub_content
+from ckptkit.hub.publish.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.plan.load_report import PUSH
 from ckptkit.plan.side_files import CONFIG, has_auto_map
-from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 
-_PARSED = ("config.json", INDEX_ENDING, MANIFEST_NAME)
-_OF_STEPS = ("config.json", MANIFEST_NAME, "run.json", "trainer_state.json")
-_HINT = (
-    "restore the file, or write the folder again; if you changed it on purpose, delete"
-    " ckptkit.json, and the push verifies nothing"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedFile:
-    """A file of the folder in memory, parsed where it is JSON."""
-
-    path: str
-    data: bytes
-    document: Any
-
-
-def read_small(source: Source, paths: Iterable[str]) -> dict[str, LoadedFile]:
-    return {path: _read(source, path) for path in paths}
-
-
-def _read(source: Source, path: str) -> LoadedFile:
-    data = source.read(path, 0, source.stat(path).size_bytes)
-    document = None
-    if path.endswith(_PARSED):
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            where = posixpath.join(source.location, path)
-            raise FormatError(f"is not JSON: {error}", where=where) from error
-    return LoadedFile(path, data, document)
-
-
-def check_against_manifest(files: Iterable[LoadedFile], manifest: Manifest, where: str) -> None:
-    """Compares small files with the digests in the manifest."""
-    for file in files:
-        record = manifest.files.get(file.path)
-        if record is None or not record.digest:
-            continue
-        if digest_as(record.digest, memoryview(file.data)) != record.digest:
-            raise VerificationError(
-                "has another digest than the manifest",
-                where=posixpath.join(where, file.path),
-                hint=_HINT,
-            )
-
-
-def clean_contents(
-    files: Mapping[str, LoadedFile], base_model: str | None, large: Iterable[str]
-) -> dict[str, bytes]:
-    """Returns files without paths of this machine, with a manifest that matches them."""
-    contents = {
-        path: scrub_content(path, file.data, file.document, base_model)
-        for path, file in files.items()
-    }
-    if MANIFEST_NAME in contents:
-        manifest = parse_manifest(contents[MANIFEST_NAME], where=MANIFEST_NAME)
-        contents[MANIFEST_NAME] = _fit_manifest(manifest, contents, set(large)).to_json()
-    return contents
-
-
-def clean_step_contents(
-    texts: Mapping[str, bytes], others: Iterable[str], folder: str, base_model: str | None
-) -> dict[str, bytes]:
-    """Returns the texts of a step that is pushed with a model, without paths of this machine.
-
-    Its manifest is made to match them, so that a run elsewhere can verify what it resumes from.
-    """
-    contents = dict(texts)
-    for path in texts:
-        if path.endswith(_OF_STEPS):
-            document = _parse(texts[path])
-            contents[path] = scrub_content(path, texts[path], document, base_model)
-    own = f"{folder}/{MANIFEST_NAME}"
-    if own in contents:
-        manifest = parse_manifest(contents[own], where=own)
-        inside = {f"{folder}/{path}": path for path in manifest.files}
-        small = {inside[path]: contents[path] for path in inside.keys() & contents.keys()}
-        large = {path.removeprefix(f"{folder}/") for path in others}
-        contents[own] = _fit_manifest(manifest, small, large).to_json()
-    return contents
-
-
-def _parse(data: bytes) -> Any:
-    """Returns a JSON document; None for other texts, which are published unchanged."""
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _fit_manifest(manifest: Manifest, contents: Mapping[str, bytes], large: set[str]) -> Manifest:
-    """Gives the manifest the sizes and digests of the published files, and of no others."""
-    names = large | contents.keys()
-    records = {path: record for path, record in manifest.files.items() if path in names}
-    tensors = {name: t for name, t in manifest.tensors.items() if t.file in names}
-    for path, data in contents.items():
-        if path in records and records[path].digest:
-            digest = digest_as(records[path].digest, memoryview(data))
-            records[path] = FileRecord(len(data), digest)
-    return replace(manifest, files=records, tensors=tensors)
-
-
-def check_contents(
-    contents: Mapping[str, bytes], where: str, known: Sequence[str], others: Iterable[str] = ()
-) -> None:
-    """Refuses to publish keys and tokens.
-
-    Args:
-        contents: The content of files, by path.
-        where: The folder of the files.
-        known: Secrets that are in use.
-        others: Further files that are published; only their names are searched.
-    """
-    paths = "\n".join([*contents, *others])
-    secrets = [f"{kind} in the name of a file" for kind in find_secrets(paths.encode(), known)]
-    if not secrets:
-        secrets = [
-            f"{kind} in {path}"
-            for path, data in sorted(contents.items())
-            for kind in secrets_in([data], known)
-        ]
-    refuse_secrets(secrets, where)
-
-
+_DEPTH = 1
+_WHOLE_DEPTH = 8
 _TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
 
 
-@dataclass(frozen=True, slots=True)
-class PackageOptions:
-    """The options that decide what is published.
+class PushOptions(TypedDict, total=False):
+    """The options of `push`; they are those of the command.
 
     Attributes:
-        optimizer: Whether the state of the optimizer is published too.
-        include: Patterns of further files, also of the folder `whole`.
-        base_model: The base's repository, where the folder names it by a path.
-        secrets: What must not be in any file; the token in use.
-        names: `live` if names and shapes are not compared with the model of config.json.
-        whole: A subfolder that is pushed unchanged, such as a step to resume from; empty for none.
+        private: Whether a new repository is private, which it is if left out. One that exists
+            has to be as asked for, if asked for.
+        revision: A branch, made where it does not exist; `main` if left out.
+        tag: A name for the commit.
+        create_pr: Whether to open a pull request instead of committing to the revision.
+        message: The commit's; its first line is the title. Names the step if left out.
+        token: Left out, that of HF_TOKEN or of the last login is taken.
+        endpoint: Left out, HF_ENDPOINT is taken, as it was when `huggingface_hub` was imported.
+        include: Patterns of files to push besides those that belong to a model.
+        include_optimizer: Whether to push the state of the optimizer and of random numbers too.
+        names: "auto", the default, refuses weights that would not load as the model of config.json;
+            "live" compares nothing.
+        base_model: The repository of the model that was trained, where a path names it here.
+        dry_run: Whether to report only what would be done.
+        whole: The name of a subfolder that is pushed unchanged, such as a step to resume training
+            from. Files of an earlier one are deleted from the repository.
+        listener: Receives progress events, from several threads.
     """
 
-    optimizer: bool = False
-    include: Sequence[str] = ()
-    base_model: str | None = None
-    secrets: Sequence[str] = ()
-    whole: str = ""
-    names: str = "auto"
+    private: bool | None
+    revision: str | None
+    tag: str | None
+    create_pr: bool
+    message: str | None
+    token: str | None
+    endpoint: str | None
+    include: Sequence[str]
+    include_optimizer: bool
+    names: str
+    base_model: str | None
+    dry_run: bool
+    whole: str
+    listener: Listener | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,39 +115,41 @@ class Package:
     whole: str = ""
 
 
-def prepare_package(folder: Folder, repo_id: str, options: PackageOptions) -> Package:
-    """Decides what is published, and refuses what must not be."""
-    step = _step_files(folder, options)
-    paths = sorted(
-        path
-        for path in files_below(folder)
-        if not options.whole or not path.startswith(f"{options.whole}/")
-    )
+def prepare_package(
+    folder: Folder, repo_id: str, options: PushOptions, secrets: Sequence[str]
+) -> Package:
+    """Decides what is published, and refuses what must not be, such as `secrets` in use."""
+    whole = options.get("whole", "")
+    step = _step_files(folder, whole, options)
+    paths = sorted(p for p in folder.walk(_DEPTH) if not (whole and p.startswith(f"{whole}/")))
     manifest = read_model_manifest(folder, paths)
     refuse_checkpoints(folder, paths)
+    configs = [path for path in paths if path.endswith("config.json") and "/" not in path]
+    known = [file.document for file in read_small(folder, stat_all(folder, configs)).values()]
     chosen = choose_files(
-        paths, code=_names_code(folder, paths), optimizer=options.optimizer, include=options.include
+        paths,
+        code=any(isinstance(document, dict) and has_auto_map(document) for document in known),
+        optimizer=options.get("include_optimizer", False),
+        include=options.get("include", ()),
     )
     refs = stat_all(folder, [*chosen.files, *step.files])
-    small_paths = [path for path in chosen.files if _is_small(path, refs[path].size_bytes)]
-    small = read_small(folder, small_paths)
+    small = read_small(folder, [path for path in chosen.files if _is_small(refs[path])])
     large_paths = [path for path in chosen.files if path not in small]
-    documents = {path: file.document for path, file in small.items()}
-    check_complete(folder, manifest, chosen.files, documents)
+    check_complete(folder, manifest, chosen.files, {p: file.document for p, file in small.items()})
     if manifest is not None:
         check_against_manifest(small.values(), manifest, folder.location)
-    base_model, facts = _facts(small, manifest, repo_id, options.base_model)
+    config, adapter = _document(small, CONFIG) or {}, _document(small, ADAPTER_CONFIG)
+    base_model = base_model_of(config, adapter, options.get("base_model"))
     contents = clean_contents(small, base_model, large_paths)
     large = _large(folder, large_paths, manifest)
     words = {file.path: file.words for file in large}
-    texts = _texts(folder, step.files, refs)
-    compared = _compared(folder, small, manifest, options.names)
+    texts = _read_texts(folder, [refs[path] for path in step.files])
+    compared = _compare_names(folder, small, manifest, options.get("names", "auto"))
     streamed = [path for path in step.files if path not in texts]
-    texts = clean_step_contents(texts, streamed, options.whole, base_model)
-    check_contents(
-        contents | words | texts, folder.location, options.secrets, [*large_paths, *streamed]
-    )
-    _search_unusual_files(folder, refs, [*large_paths, *streamed], options)
+    texts = clean_step_contents(texts, streamed, whole, base_model)
+    check_contents(contents | words | texts, folder.location, secrets, [*large_paths, *streamed])
+    _search_unusual_files(folder, refs, [*large_paths, *streamed], whole, secrets)
+    facts = ModelFacts(repo_id.rsplit("/", 1)[-1], base_model, adapter, config, manifest)
     return Package(
         contents=contents | texts,
         large=large + tuple(LargeFile(path, refs[path].size_bytes, ()) for path in streamed),
@@ -256,20 +158,20 @@ def prepare_package(folder: Folder, repo_id: str, options: PackageOptions) -> Pa
         card=None if CARD in contents else write_card(facts),
         step=facts.step,
         notes=(*_notes(small, contents), *compared),
-        whole=options.whole,
+        whole=whole,
     )
 
 
-def _step_files(folder: Folder, options: PackageOptions) -> FileSelection:
+def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelection:
     """Selects the files of the step that is pushed unchanged; paths are those in the repository."""
-    whole = options.whole
     if not whole:
         return FileSelection((), ())
-    paths = [path.removeprefix(f"{whole}/") for path in files_of_whole(folder, whole)]
+    inside = [path for path in folder.walk(_WHOLE_DEPTH) if path.startswith(f"{whole}/")]
+    paths = [path.removeprefix(f"{whole}/") for path in inside]
     recorded: Mapping[str, object] = {}
     if MANIFEST_NAME in paths:
         recorded = read_manifest(folder, whole).files
-    patterns = [pattern.removeprefix(f"{whole}/") for pattern in options.include]
+    patterns = [pattern.removeprefix(f"{whole}/") for pattern in options.get("include", ())]
     chosen = choose_step_files(paths, recorded.keys(), patterns)
     return FileSelection(
         tuple(f"{whole}/{path}" for path in chosen.files),
@@ -278,26 +180,30 @@ def _step_files(folder: Folder, options: PackageOptions) -> FileSelection:
 
 
 def _search_unusual_files(
-    folder: Folder, refs: Mapping[str, FileRef], paths: Sequence[str], options: PackageOptions
+    folder: Folder,
+    refs: Mapping[str, FileRef],
+    paths: Sequence[str],
+    whole: str,
+    secrets: Sequence[str],
 ) -> None:
     """Searches files that only `include` selects before anything is uploaded, whatever their size.
 
     The other files are searched while they are uploaded.
     """
     usual = choose_files(paths, code=True, optimizer=True).files
-    step = [path.removeprefix(f"{options.whole}/") for path in paths if path not in usual]
-    usual += tuple(f"{options.whole}/{path}" for path in choose_step_files(step, ()).files)
-    secrets: list[str] = []
+    step = [path.removeprefix(f"{whole}/") for path in paths if path not in usual]
+    usual += tuple(f"{whole}/{path}" for path in choose_step_files(step, ()).files)
+    found: list[str] = []
     for path in paths:
         if path not in usual:
             size = refs[path].size_bytes
             starts = range(0, size, MAX_SMALL_BYTES)
             blocks = (folder.read(path, at, min(at + MAX_SMALL_BYTES, size)) for at in starts)
-            secrets += [f"{kind} in {path}" for kind in secrets_in(blocks, options.secrets)]
-    refuse_secrets(secrets, folder.location)
+            found += [f"{kind} in {path}" for kind in secrets_in(blocks, secrets)]
+    refuse_secrets(found, folder.location)
 
 
-def _compared(
+def _compare_names(
     folder: Folder, small: Mapping[str, LoadedFile], manifest: Manifest | None, names: str
 ) -> tuple[str, ...]:
     """Refuses weights that would not load as the model of config.json; returns notes."""
@@ -309,44 +215,34 @@ def _compared(
     if names == "live" or chosen:
         said = "--names live" if names == "live" else f"the folder was written with {chosen[0]}"
         return (f"names and shapes are not compared with the model of config.json: {said}",)
-    tensors = _tensors_of(folder, manifest)
+    if manifest is not None:
+        tensors = {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
+    else:
+        index = read_pretrained_index(folder)
+        entries = () if index is None else index.of_part("model")
+        tensors = {str(entry.name): (entry.dtype, entry.shape) for entry in entries}
     if not tensors:
         return ()
     subject = Subject(config, tensors, frozenset(), folder.location, advice=PUSH)
     return compare_now(subject)
 
 
-def _tensors_of(folder: Folder, manifest: Manifest | None) -> dict[str, tuple[DType, Shape]]:
-    """Returns element types and shapes of what is pushed; the manifest has them, or the headers."""
-    if manifest is not None:
-        return {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
-    index = read_pretrained_index(folder)
-    entries = () if index is None else index.of_part("model")
-    return {str(entry.name): (entry.dtype, entry.shape) for entry in entries}
-
-
-def _texts(folder: Folder, paths: Sequence[str], refs: Mapping[str, FileRef]) -> dict[str, bytes]:
-    """Reads the texts among files, which may hold a secret, and empty files.
+def _read_texts(folder: Folder, files: Iterable[FileRef]) -> dict[str, bytes]:
+    """Reads the texts of a step, which may hold a secret, and empty files.
 
     The Hub's store of large files takes no empty ones.
     """
-    sizes = {path: refs[path].size_bytes for path in paths}
     return {
-        path: folder.read(path, 0, size)
-        for path, size in sizes.items()
-        if not size or (path.endswith(_TEXTS) and size < MAX_SMALL_BYTES)
+        file.path: folder.read(file.path, 0, file.size_bytes)
+        for file in files
+        if not file.size_bytes or (file.path.endswith(_TEXTS) and file.size_bytes < MAX_SMALL_BYTES)
     }
 
 
-def _is_small(path: str, size_bytes: int) -> bool:
-    is_index = path.endswith(INDEX_ENDING)
-    return is_index or (size_bytes < MAX_SMALL_BYTES and not is_weights(path))
-
-
-def _names_code(folder: Folder, paths: Sequence[str]) -> bool:
-    configs = [path for path in paths if path.endswith("config.json") and "/" not in path]
-    documents = (file.document for file in read_small(folder, stat_all(folder, configs)).values())
-    return any(isinstance(d, dict) and has_auto_map(d) for d in documents)
+def _is_small(file: FileRef) -> bool:
+    if file.path.endswith(INDEX_ENDING):
+        return True
+    return file.size_bytes < MAX_SMALL_BYTES and not is_weights(file.path)
 
 
 def _large(
@@ -355,26 +251,10 @@ def _large(
     """Returns the large files; outputs whose bytes are not in order are verified as a whole."""
     in_order = manifest is None or manifest.kind != "torch"
     if not in_order:
-        _verify(folder)
+        for problem in run_verification(folder.location).problems:
+            hint = "write the folder again, then push it"
+            raise VerificationError(problem.message, where=problem.where, hint=hint)
     return tuple(large_file(folder, path, manifest, check=in_order) for path in paths)
-
-
-def _verify(folder: Folder) -> None:
-    report = run_verification(folder.location)
-    for problem in report.problems:
-        raise VerificationError(
-            problem.message, where=problem.where, hint="write the folder again, then push it"
-        )
-
-
-def _facts(
-    small: Mapping[str, LoadedFile], manifest: Manifest | None, repo_id: str, base_model: str | None
-) -> tuple[str | None, ModelFacts]:
-    config = _document(small, CONFIG) or {}
-    adapter = _document(small, ADAPTER_CONFIG)
-    base = base_model_of(config, adapter, base_model)
-    title = repo_id.rsplit("/", 1)[-1]
-    return base, ModelFacts(title, base, adapter, config, manifest)
 
 
 def _document(small: Mapping[str, LoadedFile], path: str) -> Mapping[str, Any] | None:

@@ -1,21 +1,30 @@
-"""Finds keys and tokens in what a push publishes, and removes paths of this machine from it.
+"""Finds keys and tokens in texts, and in files of any kind: binary data, compressed data, archives.
 
-No message repeats a secret.
+Texts in binary data are found by their eight-byte words: a run of 20 characters or more holds an
+aligned word of characters only, and the first half of the next one. Tensors hold few such words,
+so that a search of weights takes less time than their SHA-256. No message repeats a secret.
 """
 
 from __future__ import annotations
 
 import base64
-import posixpath
+import bz2
+import functools
+import io
+import itertools
+import lzma
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.core.model_configs import model_config_to_json, to_json
-from ckptkit.hub.publish.folder_files import ADAPTER_CONFIG, CARD
-from ckptkit.plan.side_files import CONFIG
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.errors import RefusedError
 
 TOKEN_IN_USE = "the token in use"  # noqa: S105  a kind of secret
 PRIVATE_KEY = "a private key"
@@ -199,7 +208,7 @@ def find_secrets(text: bytes, known: Sequence[str] = ()) -> Iterator[str]:
     """Yields the kinds of secrets that a text holds, each once.
 
     Args:
-        text: The text, in UTF-8; see `ckptkit.hub.publish.searching` for files of any kind.
+        text: The text, in UTF-8; see `secrets_in` for files of any kind.
         known: Secrets that are in use, which are also found as base64 or hexadecimal digits.
     """
     if any(form in text for secret in known for form in _forms(secret)):
@@ -207,7 +216,7 @@ def find_secrets(text: bytes, known: Sequence[str] = ()) -> Iterator[str]:
     lower = text.lower()
     has_kind = False
     for kind in _KINDS:
-        if _is_in(kind, text, lower, lambda match: _is_real(match[0])):
+        if _is_in(kind, text, lower, _is_real):
             has_kind = True
             yield kind.name
     if not has_kind and any(_is_in(kind, text, lower, _is_credential) for kind in _NAMED):
@@ -245,9 +254,9 @@ def _is_in(
     return False
 
 
-def _is_real(secret: bytes) -> bool:
-    tail = secret[-16:]
-    return len(set(tail)) >= _FEWEST_CHARACTERS or secret.rstrip(b"-").endswith(b"KEY")
+def _is_real(match: re.Match[bytes]) -> bool:
+    varied = len(set(match[0][-16:])) >= _FEWEST_CHARACTERS
+    return varied or match[0].rstrip(b"-").endswith(b"KEY")
 
 
 def _is_credential(match: re.Match[bytes]) -> bool:
@@ -275,119 +284,191 @@ def _forms(secret: str) -> Iterator[bytes]:
         yield inner.replace(b"+", b"-").replace(b"/", b"_")
 
 
-_PATH = re.compile(r"(?:[A-Za-z]:)?[\\/]|~|\.{1,2}(?:[\\/]|$)|[A-Za-z][A-Za-z0-9+.-]*://")
-_REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
-_PATH_KEYS = frozenset({"also", "base", "config", "like", "path"})  # of a manifest
-_BASE_KEY = "base_model_name_or_path"  # of an adapter
-_NAME_KEYS = frozenset({"_name_or_path", "name_or_path", "id"})  # the last one is of a base model
-_BEST = "best_model_checkpoint"  # a path, also where it looks like none of this machine
-_PLACES = ("_file", "_path", "_dir", "_folder")  # endings of other keys that hold paths
-_FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
-_KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:\s*[\"']?([^\"'\n]*)")  # of the outermost mapping
-_ITEM = re.compile(r"\s*-\s+[\"']?([^\"'\n]*)")
-_BASE_MODEL = "base_model"
-_BASE_TAG = re.compile(r"^base_model:(?:\w+:)?(?!//)")
+MAX_SMALL_BYTES = 64_000_000
+"""Larger files are not held in memory as a whole: no text of a model is, tokenizers take 33 MB."""
+_SMALL_BYTES = 1 << 20  # data up to this size is searched as if it were text
+_CARRIED_BYTES = 4096  # of a block, which are searched again with the next one
+_AROUND_WORDS = 16  # what of the surroundings of a text is searched with it
+_AROUND_BYTES = 8 * _AROUND_WORDS
+_MOST_UNPACKED_BYTES = 1 << 30
+_MOST_MEMORY_BYTES = 256 << 20  # of an unpacker
+_BLOCK_BYTES = 8 << 20
+_DEPTH = 2  # of archives in archives
+_ZIP = b"PK\x03\x04"
+_DAMAGED = (
+    EOFError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    NotImplementedError,
+    zlib.error,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+)
+_HIGH = np.uint64(0x8080808080808080)
+_HALF, _TWICE = np.uint64(0xFFFFFFFF), np.uint64(0x100000001)
+_SPACES = np.uint64(0x2020202020202020)
+_WIDE = (  # the bytes that are zero in UTF-16 of either byte order
+    (np.uint64(0xFF00FF00FF00FF00), np.uint64(0x2000200020002000)),
+    (np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0020002000200020)),
+)
+_DER_KEY = re.compile(  # PKCS #8, also of elliptic curves, and PKCS #1
+    rb"\x30[\x2e-\x83].{0,2}\x02\x01[\x00\x01]\x30[\x05-\x20]\x06[\x03-\x0b](?:\x2a\x86\x48|\x2b\x65)"
+    rb"|\x30\x82..\x02\x01\x00\x02\x82[\x01\x02].\x00",
+    re.DOTALL,
+)
 
 
-def is_local(text: str) -> bool:
-    """Returns whether a text is a local path, or a URL of a store.
+class SecretSearch:
+    """Searches data that comes in blocks, such as a file on its way to the Hub.
 
-    >>> is_local("/data/llama"), is_local("s3://bucket/run"), is_local("meta-llama/Llama-3.1-8B")
-    (True, True, False)
+    Attributes:
+        kinds: The kinds of secrets that were found so far.
     """
-    return _PATH.match(text) is not None
+
+    def __init__(self, known: Sequence[str] = ()) -> None:
+        self.kinds: list[str] = []
+        self._known = known
+        self._plain = [secret.encode() for secret in known if is_worth_searching(secret)]
+        self._tail = b""
+
+    def add(self, block: bytes) -> None:
+        """Searches the next block, and what crosses its border with the one before."""
+        if self._tail:
+            self._search(self._tail + block[:_CARRIED_BYTES])
+        self._search(block)
+        self._tail = (self._tail + block[-_CARRIED_BYTES:])[-_CARRIED_BYTES:]
+
+    def _search(self, data: bytes) -> None:
+        for text in find_texts(data):
+            for kind in find_secrets(text, self._known):
+                if kind not in self.kinds:
+                    self.kinds.append(kind)
+        # find_texts misses secrets that are short, or next to characters outside ASCII.
+        if TOKEN_IN_USE not in self.kinds and any(secret in data for secret in self._plain):
+            self.kinds.append(TOKEN_IN_USE)
 
 
-def is_repo_id(text: str) -> bool:
-    """Returns whether a text can be the id of a repository."""
-    return (
-        _REPO.fullmatch(text) is not None
-        and not is_local(text)
-        and ".." not in text
-        and "--" not in text
-        and not text.endswith((".git", "-", "."))
-    )
+def secrets_in(blocks: Iterable[bytes], known: Sequence[str] = ()) -> list[str]:
+    """Returns the kinds of secrets that a file holds, also in compressed parts of it.
+
+    Args:
+        blocks: Its content in order. The first block shows the kind of the file; the members of a
+            zip archive are unpacked where the archive is one block.
+        known: Secrets that are in use.
+    """
+    return list(_search(iter(blocks), known, _DEPTH))
 
 
-def scrub(path: str, document: Any, base_model: str | None) -> Any:
-    """Returns a JSON document without paths of this machine."""
-    name = posixpath.basename(path)
-    if not isinstance(document, Mapping):
-        return document
-    if name == MANIFEST_NAME:
-        return _manifest(document)
-    return {
-        key: _without_places(key, value, base_model if name == ADAPTER_CONFIG else None)
-        for key, value in document.items()
+def refuse_secrets(secrets: Sequence[str], where: str) -> None:
+    """Refuses to publish secrets."""
+    if secrets:
+        raise RefusedError(
+            f"a push would publish {', '.join(secrets)}",
+            where=where,
+            hint="remove it from the file, and revoke it if it was ever published",
+        )
+
+
+def _search(blocks: Iterator[bytes], known: Sequence[str], depth: int) -> dict[str, None]:
+    search = SecretSearch(known)
+    kinds: dict[str, None] = {}
+
+    def searched() -> Iterator[bytes]:
+        for block in blocks:
+            search.add(block)
+            yield block
+
+    stream = searched()
+    first = next(stream, b"")
+    if _DER_KEY.match(first):
+        kinds[PRIVATE_KEY] = None
+    with suppress(*_DAMAGED):
+        if depth and _unpacker(first) is not None:
+            whole = _unpacked(itertools.chain([first], stream))
+            kinds |= _search(_limited(whole), known, depth - 1)
+        elif depth and first.startswith(_ZIP):
+            with zipfile.ZipFile(io.BytesIO(first)) as archive:
+                for member in archive.infolist():
+                    with archive.open(member) as file:
+                        parts = iter(functools.partial(file.read, _BLOCK_BYTES), b"")
+                        kinds |= _search(_limited(parts), known, depth - 1)
+    for _ in stream:
+        pass
+    return dict.fromkeys(search.kinds) | kinds
+
+
+def _unpacker(first: bytes) -> Any:
+    """Returns a decompressor for a stream by its first bytes; None if it is not compressed."""
+    decompressors: dict[bytes, Callable[[], object]] = {
+        b"\x1f\x8b": lambda: zlib.decompressobj(wbits=31),
+        b"BZh": bz2.BZ2Decompressor,
+        b"\xfd7zXZ\0": lambda: lzma.LZMADecompressor(memlimit=_MOST_MEMORY_BYTES),
     }
+    return next((make() for magic, make in decompressors.items() if first.startswith(magic)), None)
 
 
-def _without_places(key: str, value: Any, base_model: str | None) -> Any:
-    """Empties names that are paths, and removes files and folders of this machine.
-
-    Configurations of models with several parts are nested.
-    """
-    if isinstance(value, Mapping):
-        return {name: _without_places(name, inner, base_model) for name, inner in value.items()}
-    if isinstance(value, str) and key == _BEST:
-        return None
-    if not isinstance(value, str) or not is_local(value):
-        return value
-    if key == _BASE_KEY:
-        return base_model
-    return "" if key in _NAME_KEYS else None if key.endswith(_PLACES) else value
-
-
-def _manifest(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Keeps the last part of paths, which often names the step, and nothing before it."""
-    changed = dict(document)
-    for part in ("source", "options"):
-        if part in changed:
-            changed[part] = _without_folders(changed[part])
-    return changed
+def _unpacked(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the content of compressed streams that follow one another."""
+    unpacker: Any = None
+    for block in blocks:
+        rest = block
+        while rest:
+            if unpacker is None or unpacker.eof:
+                unpacker = _unpacker(rest)
+            if unpacker is None:
+                return
+            piece = unpacker.decompress(rest, _BLOCK_BYTES)
+            while piece:
+                yield piece
+                left = getattr(unpacker, "unconsumed_tail", b"")
+                piece = b"" if unpacker.eof else unpacker.decompress(left, _BLOCK_BYTES)
+            rest = unpacker.unused_data if unpacker.eof else b""
 
 
-def _without_folders(value: Any, key: str = "") -> Any:
-    if isinstance(value, str) and (key in _PATH_KEYS or is_local(value)):
-        return value.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1].lstrip("~")
-    if isinstance(value, Mapping):
-        return {name: _without_folders(inner, name) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(inner, key) for inner in value]
-    return value
+def _limited(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    left = _MOST_UNPACKED_BYTES
+    for block in blocks:
+        yield block
+        left -= len(block)
+        if left <= 0:
+            return
 
 
-def scrub_card(text: str) -> str:
-    """Returns a model card whose metadata names no local base, which the Hub would refuse."""
-    front = _FRONT.match(text)
-    if front is None:
-        return text
-    lines = _without_local_bases(front[2].splitlines(keepends=True))
-    return f"{front[1]}{''.join(lines)}{front[3]}{text[front.end() :]}"
+def find_texts(data: bytes) -> Iterator[bytes]:
+    """Yields the texts in some data, with their surroundings; those in UTF-16 also as ASCII."""
+    parts = data if len(data) <= _SMALL_BYTES else _texts_of_binary(data)
+    yield parts
+    if b"\0" in parts:
+        yield parts.translate(None, b"\0")
 
 
-def _without_local_bases(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a card's metadata without local paths under `base_model`.
+def _texts_of_binary(data: bytes) -> bytes:
+    words = np.frombuffer(data, "<u8", len(data) // 8)
+    plain = np.flatnonzero(((words & _HIGH) == 0) & (words != 0))
+    texts = plain[_are_characters(words[plain])]
+    texts = texts[texts < len(words) - 1]
+    following = (words[texts + 1] & _HALF) * _TWICE  # the half of a word, as a word
+    texts = texts[((following & _HIGH) == 0) & _are_characters(following)]
+    if not len(texts):
+        return data[-_AROUND_BYTES:]
+    gaps = np.flatnonzero(np.diff(texts) > 2 * _AROUND_WORDS)
+    starts = texts[np.concatenate(([0], gaps + 1))] - _AROUND_WORDS
+    stops = texts[np.concatenate((gaps, [len(texts) - 1]))] + 2 + _AROUND_WORDS
+    ranges = zip((starts * 8).tolist(), (stops * 8).tolist(), strict=True)
+    pieces = [data[max(start, 0) : stop] for start, stop in ranges]
+    return b"\n".join([*pieces, data[-_AROUND_BYTES:]])
 
-    Libraries write these. All other keys are the author's own.
-    """
-    below = ""
-    for line in lines:
-        key, item = _KEY.match(line), _ITEM.match(line)
-        below = key[1] if key is not None else below
-        value = (key[2] if key is not None else item[1] if item is not None else "").strip()
-        base = _BASE_TAG.sub("", value)
-        is_of_base = below == _BASE_MODEL or base != value
-        if not (is_of_base and is_local(base)):
-            yield line
+
+def _are_characters(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Returns which words of ASCII bytes hold text, also UTF-16, without control characters."""
+    are_text = _have_no_control(words)
+    for zeros, spaces in _WIDE:
+        are_text |= ((words & zeros) == 0) & _have_no_control(words | spaces)
+    return are_text
 
 
-def scrub_content(path: str, data: bytes, document: Any, base_model: str | None) -> bytes:
-    """Returns a file's content as it is published; the same bytes where nothing is taken out."""
-    if path == CARD:
-        changed = scrub_card(data.decode(errors="surrogateescape"))
-        return changed.encode(errors="surrogateescape")
-    new = scrub(path, document, base_model)
-    if new == document:
-        return data
-    return model_config_to_json(new) if posixpath.basename(path) == CONFIG else to_json(new)
+def _have_no_control(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    # Source: "hasless" of https://graphics.stanford.edu/~seander/bithacks.html
+    below: NDArray[np.bool_] = ((words - _SPACES) & ~words & _HIGH) == 0
+    return below

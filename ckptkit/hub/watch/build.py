@@ -20,8 +20,7 @@ from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError, VerificationError
-from ckptkit.core.manifest import Manifest
-from ckptkit.engine.outcome import Event, Listener, Planned, ignore
+from ckptkit.engine.outcome import Event, Listener, Planned
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit.plan.load_report import WATCH, Advice
 from ckptkit.plan.side_files import CONFIG
@@ -163,36 +162,38 @@ class BuildSettings:
         return self.state_folder.replace("{step}", str(step))
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltFolder:
-    """A folder that was built from a step, and verified.
-
-    Attributes:
-        manifest: Of the folder.
-        notes: Messages for the user.
-    """
-
-    manifest: Manifest
-    notes: tuple[str, ...]
-
-
 def build_folder(
-    src: PathLike, out: Path, step: int, settings: BuildSettings, listener: Listener | None = None
-) -> BuiltFolder:
+    src: PathLike, out: Path, step: int, settings: BuildSettings, listener: Listener
+) -> tuple[str, ...]:
     """Builds the folder that is pushed from a step, and verifies it.
 
     Returns:
-        The folder.
+        Notes for the user.
     """
     notes: list[str] = []
 
     def listen(event: Event) -> None:
         if isinstance(event, Planned):
             notes.extend(event.notes)
-        (listener or ignore)(event)
+        listener(event)
 
     shutil.rmtree(out, ignore_errors=True)
-    manifest = _build(src, out, settings, listen)
+    resources, kind = settings.resources, settings.kind
+    if kind == "auto":  # problems of an adapter are reported when it is extracted
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(open_checkpoint(src))
+            adapter = describe_adapters(checkpoint, SideFolders(stack, checkpoint, None))
+        kind = "model" if adapter is None else "adapter"
+    if kind == "adapter":
+        manifest = run_extraction(
+            src, out, settings.adapter, resources=resources, listener=listen
+        ).manifest
+    else:
+        advice = settings.advice
+        job = ConversionJob(
+            src, out, settings.request, settings.base, resources=resources, advice=advice
+        )
+        manifest = run_job(job, listen).whole
     if settings.needs_config and manifest.kind == "model" and not (out / CONFIG).is_file():
         raise RefusedError(
             "neither the step nor a base has a config.json, without which the model does not load",
@@ -203,30 +204,7 @@ def build_folder(
     if settings.state_folder:
         _check(run_verification(src, listener=listener), InputError)
         _put_state(src, out / settings.whole_folder(step))
-    return BuiltFolder(manifest, tuple(dict.fromkeys(notes)))
-
-
-def _build(src: PathLike, out: Path, settings: BuildSettings, listener: Listener) -> Manifest:
-    if settings.kind == "adapter" or (settings.kind == "auto" and _holds_adapter(src)):
-        return run_extraction(
-            src, out, settings.adapter, resources=settings.resources, listener=listener
-        ).manifest
-    job = ConversionJob(
-        src,
-        out,
-        settings.request,
-        settings.base,
-        resources=settings.resources,
-        advice=settings.advice,
-    )
-    return run_job(job, listener).whole
-
-
-def _holds_adapter(src: PathLike) -> bool:
-    """Returns whether the checkpoint holds an adapter of PEFT; its problems are reported later."""
-    with ExitStack() as stack:
-        checkpoint = stack.enter_context(open_checkpoint(src))
-        return describe_adapters(checkpoint, SideFolders(stack, checkpoint, None)) is not None
+    return tuple(dict.fromkeys(notes))
 
 
 def _check(result: Verification, kind: type[VerificationError | InputError]) -> None:
@@ -245,7 +223,12 @@ def _put_state(src: PathLike, out: Path) -> None:
         for path in _files_below(folder):
             name = out / path.relative_to(folder)
             name.parent.mkdir(parents=True, exist_ok=True)
-            _link_or_copy(path, name)
+            try:
+                os.link(path, name)
+            except FileNotFoundError:
+                raise
+            except OSError:  # another file system, or one without hard links
+                shutil.copyfile(path, name)
     except FileNotFoundError as error:
         raise InputError("the step was removed while it was read", where=str(src)) from error
     except OSError as error:
@@ -266,12 +249,3 @@ def _download(src: PathLike, out: Path) -> None:
 
 def _files_below(folder: Path) -> Sequence[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def _link_or_copy(path: Path, name: Path) -> None:
-    try:
-        os.link(path, name)
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(path, name)

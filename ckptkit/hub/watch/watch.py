@@ -1,4 +1,4 @@
-"""Pushes each committed step of a run to the Hub, as one commit and one tag.
+"""Watches a run, and pushes each committed step to the Hub, as one commit and one tag.
 
 Errors that may pass by themselves are retried; errors of a step leave that step out. All others,
 such as wrong credentials, end a watch, since no step could be pushed.
@@ -6,11 +6,14 @@ such as wrong credentials, end a watch, since no step could be pushed.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -20,6 +23,7 @@ from ckptkit.core.errors import (
     HubUnavailableError,
     InputError,
     NoSpaceError,
+    NotACheckpointError,
     OutputError,
     OutputExistsError,
     RefusedError,
@@ -27,15 +31,33 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.engine.outcome import Listener
+from ckptkit.hub.client import Hub, quiet_client
 from ckptkit.hub.publish.folder_files import NEVER
+from ckptkit.hub.publish.hub_commit import check_tag
 from ckptkit.hub.publish.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
 from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
-from ckptkit.hub.watch.hub_branch import PushedSteps, StepCommit
-from ckptkit.hub.watch.watched_run import WatchedRun
-from ckptkit.runs.push_journal import PushJournal, StepPush
-from ckptkit.runs.save_order import unknown_metric
+from ckptkit.hub.watch.steps import (
+    TAG_PREFIX,
+    BranchSettings,
+    PushedSteps,
+    StepCommit,
+    WatchedRun,
+)
+from ckptkit.runs.marks import FileLocks
+from ckptkit.runs.pruning import prune_run
+from ckptkit.runs.push_journal import (
+    WATCH_FOLDER,
+    PushJournal,
+    StepPush,
+    open_journal,
+    take_watch_lock,
+    watch_identity,
+)
+from ckptkit.runs.save_order import Retention, unknown_metric
 from ckptkit.runs.steps import RunStep
+from ckptkit.storage.place_identity import identify_place
+from ckptkit.storage.places import PathLike, is_url, local_path
 from ckptkit.storage.remote.errors import RetryPolicy
 
 
@@ -46,13 +68,8 @@ def is_transient(error: CkptkitError) -> bool:
     return isinstance(error, HubUnavailableError | NoSpaceError | InputError)
 
 
-def is_step_error(error: CkptkitError) -> bool:
-    """Returns whether an error concerns one step only."""
-    if isinstance(error, AccessError | NoSpaceError | OutputError | StorageError):
-        return False
-    return isinstance(error, InputError | RefusedError | OutputExistsError | VerificationError)
-
-
+_OF_NO_STEP = (AccessError, NoSpaceError, OutputError, StorageError)
+_OF_A_STEP = (InputError, RefusedError, OutputExistsError, VerificationError)
 WATCH_RETRIES = RetryPolicy(
     attempts=6, first_wait_seconds=2.0, longest_wait_seconds=300.0, jitter=0.0
 )
@@ -157,16 +174,20 @@ class Watch:
                 is_last = ending and failed >= self._settings.retries.attempts
                 if is_last or not is_transient(error):
                     raise
-                self._wait_after(error, failed, pauses)
+                seconds = self._settings.retries.wait_seconds(failed)
+                facts = {"error": error.to_json(), "tries": failed, "seconds": seconds}
+                self._emit("retrying", None, **facts)
+                pauses.wait(seconds)
                 continue
             failed = 0
-            if is_idle and ending:
-                if not self._wait_for_unsettled(pauses):
-                    self._check_seen()
-                    return
-                continue
-            if is_idle:
+            if is_idle and not ending:
                 pauses.wait(self._settings.poll_seconds)
+            elif is_idle and not self._wait_for_unsettled(pauses):
+                # A run whose steps were all pushed and removed is no error.
+                absence = self._run.absence
+                if self._settings.needs_steps and absence is not None and not self._journal.pushes:
+                    raise absence
+                return
 
     def _wait_for_unsettled(self, pauses: Pauses) -> bool:
         """Waits if steps may still be written to; returns whether there were any."""
@@ -190,15 +211,6 @@ class Watch:
         pauses.wait(self._settings.poll_seconds)
         return True
 
-    def _check_seen(self) -> None:
-        """Raises an error if there never was a step to push.
-
-        A run whose steps were all pushed and removed is no error.
-        """
-        absence = self._run.absence
-        if self._settings.needs_steps and absence is not None and not self._journal.pushes:
-            raise absence
-
     def close(self) -> None:
         """Releases the steps that wait, and removes what was built."""
         for digest in list(self._marks):
@@ -220,9 +232,16 @@ class Watch:
         if waiting and (ending or not self._settings.at_end):
             self._push(waiting[0], progress)
             return False
-        if self._has_pushed:
+        if self._has_pushed and self._prune is not None:
             self._has_pushed = False
-            self._remove_old()
+            try:
+                removed = self._prune()
+            except CkptkitError as error:
+                text = f"nothing was removed from the run: {error}"
+                self._emit("warning", None, message=text)
+            else:
+                if removed:
+                    self._emit("pruned", None, steps=list(removed))
         return True
 
     def _finish_interrupted(self) -> None:
@@ -297,30 +316,27 @@ class Watch:
 
     def _push(self, step: RunStep, progress: Listener) -> None:
         began = time.monotonic()
-        push = self._new_push(step)
-        try:
-            commit = self._hub.find(push) or self._upload(step, push, progress)
-            self._complete(push, commit, began)
-        except CkptkitError as error:
-            if not is_step_error(error):
-                raise
-            self._give_up(step, error)
-
-    def _new_push(self, step: RunStep) -> StepPush:
         earlier = self._journal.pushes.get(step.step)
         replaces = ""
         if earlier is not None:
             replaces = earlier.commit if earlier.state == "pushed" else earlier.replaces
-        return StepPush(
+        push = StepPush(
             step=step.step,
             digest=step.digest,
             state="pushing",
             repo_id=self._journal.repo_id,
-            tag=self._hub.tag_of(step.step),
+            tag=f"{self._hub.tag_prefix}{step.step}",
             save_number=step.save_number,
             metrics=dict(step.metrics),
             replaces=replaces,
         )
+        try:
+            commit = self._hub.find(push) or self._upload(step, push, progress)
+            self._complete(push, commit, began)
+        except _OF_NO_STEP:
+            raise
+        except _OF_A_STEP as error:
+            self._give_up(step, error)
 
     def _upload(self, step: RunStep, push: StepPush, progress: Listener) -> StepCommit:
         folder = self._build(step, progress)
@@ -331,7 +347,11 @@ class Watch:
         left = [skip.path.removeprefix(f"{whole}/") for skip in commit.skipped]
         left = [path for path in left if PurePosixPath(path).name != NEVER]
         if left:
-            self._emit("warning", step.step, message=_skipped_text(left))
+            names = redact_secrets(", ".join(left[:_LISTED]))
+            more = f" and {len(left) - _LISTED:,} more" if len(left) > _LISTED else ""
+            text = f"not pushed with the step: {names}{more}"
+            text += "; --include GLOB adds files without secrets"
+            self._emit("warning", step.step, message=text)
         return commit
 
     def _build(self, step: RunStep, progress: Listener) -> Path:
@@ -341,10 +361,10 @@ class Watch:
             return folder
         self._remove_built()  # of another step, whose push failed
         self._emit("building", step.step)
-        built = build_folder(
+        notes = build_folder(
             self._run.place_of(step), folder, step.step, self._settings.build, progress
         )
-        for note in built.notes:
+        for note in notes:
             self._emit("warning", step.step, message=note)
         self._built_digest = step.digest
         return folder
@@ -393,27 +413,124 @@ class Watch:
         else:
             self._journal.forget(push.step)
 
-    def _remove_old(self) -> None:
-        if self._prune is None:
-            return
-        try:
-            removed = self._prune()
-        except CkptkitError as error:
-            self._emit("warning", None, message=f"nothing was removed from the run: {error}")
-            return
-        if removed:
-            self._emit("pruned", None, steps=list(removed))
-
-    def _wait_after(self, error: CkptkitError, failed: int, pauses: Pauses) -> None:
-        seconds = self._settings.retries.wait_seconds(failed)
-        self._emit("retrying", None, error=error.to_json(), tries=failed, seconds=seconds)
-        pauses.wait(seconds)
-
     def _emit(self, name: EventName, step: int | None, **facts: Any) -> None:
         self._listener(WatchEvent(name, step, facts))
 
 
-def _skipped_text(paths: Sequence[str]) -> str:
-    names = redact_secrets(", ".join(paths[:_LISTED]))
-    more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
-    return f"not pushed with the step: {names}{more}; --include GLOB adds files without secrets"
+_LOCK_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRequest:
+    """A run to watch, and the repository to push to.
+
+    Attributes:
+        run: The directory or URL that steps are saved in.
+        repo_id: The repository.
+        state: The folder of journal and lock; by default inside a local run.
+        settings: Which steps are pushed, and how.
+        branch: The branch of the repository.
+        tag_prefix: What comes before the number in the names of tags.
+        retention: Which steps stay in the run after a push; all without a rule.
+        token: Of the Hub; that of the environment or of the last login by default.
+        endpoint: Of the Hub; that of the environment by default.
+        waits_for_lock: Whether to wait for another watch of the run to end, instead of refusing.
+    """
+
+    run: PathLike
+    repo_id: str
+    state: Path | None = None
+    settings: WatchSettings = field(default_factory=WatchSettings)
+    branch: BranchSettings = field(default_factory=BranchSettings)
+    tag_prefix: str = TAG_PREFIX
+    retention: Retention = field(default_factory=Retention)
+    token: str | None = field(default=None, repr=False)
+    endpoint: str | None = None
+    waits_for_lock: bool = False
+
+
+def run_watch(
+    request: WatchRequest, pauses: Pauses, listener: WatchListener, progress: Listener
+) -> Watch:
+    """Watches a run until the end is requested and no step waits.
+
+    Args:
+        request: What to watch.
+        pauses: Waits between two listings, and requests the end.
+        listener: Receives all events.
+        progress: Receives progress events of builds and uploads.
+
+    Returns:
+        The watch; its `failures` are the steps that could not be pushed.
+    """
+    check_tag(f"{request.tag_prefix}1")
+    state = state_folder(request)
+    with ExitStack() as stack:
+        stack.enter_context(_take_lock(request, state, pauses, listener))
+        stack.enter_context(quiet_client())
+        hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
+        hub.resolve_owner()
+        # An identity distinguishes a run from an earlier one at its path. That of a URL does not
+        # depend on its spelling; older versions took the spelling.
+        named = os.fspath(request.run).rstrip("/")
+        own = "" if is_url(request.run) else watch_identity(local_path(request.run) / WATCH_FOLDER)
+        texts = [identify_place(request.run).name, named] if is_url(request.run) else [named]
+        hashes = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+        identity, *former = [own] if own else hashes
+        journal, note = open_journal(state, hub.repo_id, identity, former)
+        started = {"run": os.fspath(request.run), "repo_id": hub.repo_id, "state": str(state)}
+        listener(WatchEvent("started", None, started))
+        if note:
+            listener(WatchEvent("warning", None, {"message": note}))
+        branch = PushedSteps(hub, request.branch, request.tag_prefix, progress)
+        run = WatchedRun(request.run, state)
+        prune = None if request.retention.keeps_all else partial(_prune, request, state)
+        watch = Watch(run, journal, branch, request.settings, listener, prune)
+        stack.callback(watch.close)
+        watch.run(pauses, progress)
+    return watch
+
+
+def state_folder(request: WatchRequest) -> Path:
+    """Returns the folder for the state of a watch."""
+    if request.state is not None:
+        return request.state
+    location = os.fspath(request.run)
+    if is_url(request.run):
+        raise RefusedError(
+            "is a URL, where the state of the watch cannot be kept",
+            where=location,
+            hint="pass a local directory with --state",
+        )
+    if not local_path(location).is_dir():
+        raise NotACheckpointError(
+            "is not a directory",
+            where=location,
+            hint="pass the directory that the training saves to",
+        )
+    return local_path(location) / WATCH_FOLDER
+
+
+def _prune(request: WatchRequest, state: Path) -> Sequence[int]:
+    result = prune_run(request.run, request.retention, state=state)
+    if result.failed:
+        first = result.failed[0]
+        raise OutputError(first.why, where=first.step.name)
+    return [step.step for step in result.removed]
+
+
+def _take_lock(
+    request: WatchRequest, state: Path, pauses: Pauses, listener: WatchListener
+) -> FileLocks:
+    own = None if is_url(request.run) else local_path(request.run) / WATCH_FOLDER
+    has_reported = False
+    while True:
+        try:
+            return take_watch_lock(state, own)
+        except RefusedError as error:
+            if isinstance(error, OutputError) or not request.waits_for_lock:
+                raise
+            if not has_reported:
+                listener(WatchEvent("waiting", None, {"error": error.to_json()}))
+                has_reported = True
+        pauses.wait(_LOCK_POLL_SECONDS)

@@ -19,7 +19,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils import hub
 
 from ckptkit.core.errors import OutputError
-from ckptkit.hub.publish.searching import MAX_SMALL_BYTES, secrets_in
+from ckptkit.hub.publish.secrets import MAX_SMALL_BYTES, secrets_in
 from ckptkit.integrations.model_export import export_into, is_sharded
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.checkpoints import (

@@ -7,16 +7,20 @@ import json
 import pytest
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.hub.publish.card import ModelFacts, base_model_of, is_ours, write_card
-from ckptkit.hub.publish.folder_files import choose_files, find_stale_files
-from ckptkit.hub.publish.package import LoadedFile, check_contents, clean_contents
-from ckptkit.hub.publish.secrets import (
-    find_secrets,
-    is_repo_id,
-    redact_secrets,
+from ckptkit.hub.client import is_repo_id
+from ckptkit.hub.publish.contents import (
+    LoadedFile,
+    ModelFacts,
+    base_model_of,
+    check_contents,
+    clean_contents,
+    is_ours,
     scrub,
     scrub_card,
+    write_card,
 )
+from ckptkit.hub.publish.folder_files import choose_files, find_stale_files
+from ckptkit.hub.publish.secrets import find_secrets, redact_secrets
 
 SECRETS = {
     "a Hugging Face token": "hf_" + "aZ4kQ9xLmP2vR7tY" * 2 + "ab",

@@ -1,25 +1,139 @@
-"""The branch that a watch pushes to: the commits of pushed steps, and their tags.
+"""The steps of a watched run: as they are in the run, and as commits in a branch on the Hub.
 
-The title of a step's commit holds the step's number and the digest of its manifest, so that a watch
-that was killed between a commit and its journal entry finds the commit again.
+A digest identifies a step: that of its manifest, or of its files' sizes and times. The title of a
+step's commit holds the step's number and digest, so that a watch that was killed between a commit
+and its journal entry finds the commit again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.core.errors import CkptkitError, HubError, RefusedError
+from ckptkit.core.errors import (
+    CkptkitError,
+    HubError,
+    IncompleteCheckpointError,
+    InputError,
+    NotACheckpointError,
+    RefusedError,
+)
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Listener
+from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.client import NOT_FOUND, Hub, status_of
 from ckptkit.hub.publish.folder_files import Skipped
 from ckptkit.hub.publish.hub_commit import tag_commit
 from ckptkit.hub.publish.publish import push as push_folder
+from ckptkit.runs.listing import list_run
 from ckptkit.runs.push_journal import StepPush
+from ckptkit.runs.run_paths import open_run
+from ckptkit.runs.steps import RunStep
+from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
 TAG_PREFIX = "step-"
 _MAIN = "main"
+_QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
+_DIGEST_LENGTH = 16  # hexadecimal digits
+_LISTED = 5
+
+
+class WatchedRun:
+    """Lists a run repeatedly, and reads no manifest twice.
+
+    Attributes:
+        absence: Why the last listing had no complete step; None if it had one.
+    """
+
+    def __init__(self, run: PathLike, state: Path) -> None:
+        self._run = run
+        self._state = state
+        self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest
+        self._unsettled: dict[
+            str, str
+        ] = {}  # steps without a manifest, with digests of the last listing
+        self._taken: set[str] = set()  # those of them that the last listing returned
+        self.absence: InputError | None = None
+
+    def look(self) -> tuple[RunStep, ...]:
+        """Returns the complete steps, the lowest number first; none if the run does not exist yet.
+
+        A step without a manifest is included once it has not changed for a while.
+        """
+        try:
+            listing = list_run(self._run, state=self._state)
+        except NotACheckpointError as error:
+            self._unsettled, self._taken, self.absence = {}, set(), error
+            return ()
+        steps = [step for step in listing.steps if parse_step(step.name) is not None]
+        self.absence = None
+        if steps and not any(step.complete for step in steps):
+            problems = "; ".join(f"{step.name}: {step.problem}" for step in steps[-_LISTED:])
+            self.absence = IncompleteCheckpointError(
+                f"no step is complete; {problems}",
+                where=listing.location,
+                hint="run it again once a step has been saved; `ckptkit ls` shows all of them",
+            )
+        before, self._unsettled = self._unsettled, {}
+        self._taken = set()
+        seen: dict[int, RunStep] = {}
+        for step in steps:
+            digest = self._digest(step, before) if step.complete else ""
+            if digest:
+                seen[step.step] = replace(step, digest=digest)
+        return tuple(seen.values())
+
+    @property
+    def unsettled(self) -> Mapping[str, str]:
+        """Steps without a manifest that may still be written to, with their digests."""
+        return {n: digest for n, digest in self._unsettled.items() if n not in self._taken}
+
+    def hold(self, step: RunStep) -> AbstractContextManager[object]:
+        """Returns a context manager that protects a step from pruning."""
+        return open_run(self._run).hold(step.name, step.markers)
+
+    def is_there(self, step: RunStep) -> bool:
+        """Returns whether a step is still in the run, and was not replaced."""
+        try:
+            return any(now.digest == step.digest for now in self.look() if now.step == step.step)
+        except InputError:
+            return True  # the run cannot be listed now
+
+    def place_of(self, step: RunStep) -> PathLike:
+        """Returns the path or URL of a step, with the options of its storage."""
+        location = f"{os.fspath(self._run).rstrip('/')}/{step.name}"
+        if isinstance(self._run, Place):
+            return self._run.beside(location)
+        return location if is_url(location) else str(Path(self._run) / step.name)
+
+    def _digest(self, step: RunStep, before: Mapping[str, str]) -> str:
+        """Returns the digest of a step; empty if it may not be finished yet."""
+        path = f"{step.name}/{MANIFEST_NAME}"
+        manifest = next((file for file in step.files if file.path == path), None)
+        if manifest is not None:
+            identity, digest = self._digests.get(step.name, ("", ""))
+            if identity != manifest.identity:
+                with open_source(self._run) as source:
+                    digest = _short_digest(source.read(path, 0, manifest.size_bytes))
+                self._digests[step.name] = manifest.identity, digest
+            return digest
+        listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in step.files)
+        digest = _short_digest(listed.encode())
+        self._unsettled[step.name] = digest
+        is_quiet = step.modified > 0 and time.time() - step.modified > _QUIET_SECONDS
+        if is_quiet or before.get(step.name) == digest:
+            self._taken.add(step.name)
+            return digest
+        return ""
+
+
+def _short_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +171,21 @@ class BranchSettings:
 
 
 class PushedSteps:
-    """The pushed steps of a run in one branch; sends as few requests as possible."""
+    """The pushed steps of a run in one branch; sends as few requests as possible.
+
+    Attributes:
+        tag_prefix: What comes before the number in the names of tags.
+    """
 
     def __init__(
         self, hub: Hub, settings: BranchSettings, tag_prefix: str, listener: Listener | None = None
     ) -> None:
         self._hub = hub
         self._settings = settings
-        self._tag_prefix = tag_prefix
+        self.tag_prefix = tag_prefix
         self._listener = listener
         self._commits: dict[str, str] | None = None  # by title
         self._tags: dict[str, str] = {}
-
-    def tag_of(self, step: int) -> str:
-        return f"{self._tag_prefix}{step}"
 
     def check(self) -> None:
         """Sends the first requests, which fail with a wrong token."""

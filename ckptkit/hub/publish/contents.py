@@ -1,0 +1,337 @@
+"""What is published of a push's small files: without paths of this machine, and with a model card.
+
+Manifests are made to match what is published, so that it can be verified where it is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.core.checksums import digest_as
+from ckptkit.core.errors import FormatError, VerificationError
+from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_manifest
+from ckptkit.core.model_configs import model_config_to_json, to_json
+from ckptkit.formats.file_sets import INDEX_ENDING
+from ckptkit.hub.client import is_local, is_repo_id
+from ckptkit.hub.publish.folder_files import ADAPTER_CONFIG, CARD
+from ckptkit.hub.publish.secrets import find_secrets, refuse_secrets, secrets_in
+from ckptkit.plan.side_files import CONFIG
+from ckptkit.storage.base import Source
+from ckptkit.version import __version__
+
+_PARSED = ("config.json", INDEX_ENDING, MANIFEST_NAME)
+_OF_STEPS = ("config.json", MANIFEST_NAME, "run.json", "trainer_state.json")
+_HINT = (
+    "restore the file, or write the folder again; if you changed it on purpose, delete"
+    " ckptkit.json, and the push verifies nothing"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFile:
+    """A file of the folder in memory, parsed where it is JSON."""
+
+    path: str
+    data: bytes
+    document: Any
+
+
+def read_small(source: Source, paths: Iterable[str]) -> dict[str, LoadedFile]:
+    files = {}
+    for path in paths:
+        data = source.read(path, 0, source.stat(path).size_bytes)
+        document = None
+        if path.endswith(_PARSED):
+            try:
+                document = json.loads(data)
+            except (ValueError, RecursionError) as error:
+                where = posixpath.join(source.location, path)
+                raise FormatError(f"is not JSON: {error}", where=where) from error
+        files[path] = LoadedFile(path, data, document)
+    return files
+
+
+def check_against_manifest(files: Iterable[LoadedFile], manifest: Manifest, where: str) -> None:
+    """Compares small files with the digests in the manifest."""
+    for file in files:
+        record = manifest.files.get(file.path)
+        if record is None or not record.digest:
+            continue
+        if digest_as(record.digest, memoryview(file.data)) != record.digest:
+            raise VerificationError(
+                "has another digest than the manifest",
+                where=posixpath.join(where, file.path),
+                hint=_HINT,
+            )
+
+
+def clean_contents(
+    files: Mapping[str, LoadedFile], base_model: str | None, large: Iterable[str]
+) -> dict[str, bytes]:
+    """Returns files without paths of this machine, with a manifest that matches them."""
+    contents = {
+        path: scrub_content(path, file.data, file.document, base_model)
+        for path, file in files.items()
+    }
+    if MANIFEST_NAME in contents:
+        manifest = parse_manifest(contents[MANIFEST_NAME], where=MANIFEST_NAME)
+        contents[MANIFEST_NAME] = _fit_manifest(manifest, contents, set(large)).to_json()
+    return contents
+
+
+def clean_step_contents(
+    texts: Mapping[str, bytes], others: Iterable[str], folder: str, base_model: str | None
+) -> dict[str, bytes]:
+    """Returns the texts of a step that is pushed with a model, without paths of this machine.
+
+    Its manifest is made to match them, so that a run elsewhere can verify what it resumes from.
+    """
+    contents = dict(texts)
+    for path in texts:
+        if path.endswith(_OF_STEPS):
+            document = None
+            with suppress(ValueError, RecursionError):  # other texts are published unchanged
+                document = json.loads(texts[path])
+            contents[path] = scrub_content(path, texts[path], document, base_model)
+    own = f"{folder}/{MANIFEST_NAME}"
+    if own in contents:
+        manifest = parse_manifest(contents[own], where=own)
+        inside = {f"{folder}/{path}": path for path in manifest.files}
+        small = {inside[path]: contents[path] for path in inside.keys() & contents.keys()}
+        large = {path.removeprefix(f"{folder}/") for path in others}
+        contents[own] = _fit_manifest(manifest, small, large).to_json()
+    return contents
+
+
+def _fit_manifest(manifest: Manifest, contents: Mapping[str, bytes], large: set[str]) -> Manifest:
+    """Gives the manifest the sizes and digests of the published files, and of no others."""
+    names = large | contents.keys()
+    records = {path: record for path, record in manifest.files.items() if path in names}
+    tensors = {name: t for name, t in manifest.tensors.items() if t.file in names}
+    for path, data in contents.items():
+        if path in records and records[path].digest:
+            digest = digest_as(records[path].digest, memoryview(data))
+            records[path] = FileRecord(len(data), digest)
+    return replace(manifest, files=records, tensors=tensors)
+
+
+def check_contents(
+    contents: Mapping[str, bytes], where: str, known: Sequence[str], others: Iterable[str] = ()
+) -> None:
+    """Refuses to publish keys and tokens.
+
+    Args:
+        contents: The content of files, by path.
+        where: The folder of the files.
+        known: Secrets that are in use.
+        others: Further files that are published; only their names are searched.
+    """
+    paths = "\n".join([*contents, *others])
+    secrets = [f"{kind} in the name of a file" for kind in find_secrets(paths.encode(), known)]
+    if not secrets:
+        secrets = [
+            f"{kind} in {path}"
+            for path, data in sorted(contents.items())
+            for kind in secrets_in([data], known)
+        ]
+    refuse_secrets(secrets, where)
+
+
+_PATH_KEYS = frozenset({"also", "base", "config", "like", "path"})  # of a manifest
+_BASE_KEY = "base_model_name_or_path"  # of an adapter
+_NAME_KEYS = frozenset({"_name_or_path", "name_or_path", "id"})  # the last one is of a base model
+_BEST = "best_model_checkpoint"  # a path, also where it looks like none of this machine
+_PLACES = ("_file", "_path", "_dir", "_folder")  # endings of other keys that hold paths
+_FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
+_KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:\s*[\"']?([^\"'\n]*)")  # of the outermost mapping
+_ITEM = re.compile(r"\s*-\s+[\"']?([^\"'\n]*)")
+_BASE_MODEL = "base_model"
+_BASE_TAG = re.compile(r"^base_model:(?:\w+:)?(?!//)")
+
+
+def scrub(path: str, document: Any, base_model: str | None) -> Any:
+    """Returns a JSON document without paths of this machine.
+
+    Paths in a manifest keep their last part, which often names the step.
+    """
+    name = posixpath.basename(path)
+    if not isinstance(document, Mapping):
+        return document
+    if name == MANIFEST_NAME:
+        parts = ("source", "options")
+        return {k: _without_folders(v) if k in parts else v for k, v in document.items()}
+    return {
+        key: _without_places(key, value, base_model if name == ADAPTER_CONFIG else None)
+        for key, value in document.items()
+    }
+
+
+def _without_places(key: str, value: Any, base_model: str | None) -> Any:
+    """Empties names that are paths, and removes files and folders of this machine.
+
+    Configurations of models with several parts are nested.
+    """
+    if isinstance(value, Mapping):
+        return {name: _without_places(name, inner, base_model) for name, inner in value.items()}
+    if isinstance(value, str) and key == _BEST:
+        return None
+    if not isinstance(value, str) or not is_local(value):
+        return value
+    if key == _BASE_KEY:
+        return base_model
+    return "" if key in _NAME_KEYS else None if key.endswith(_PLACES) else value
+
+
+def _without_folders(value: Any, key: str = "") -> Any:
+    if isinstance(value, str) and (key in _PATH_KEYS or is_local(value)):
+        return value.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1].lstrip("~")
+    if isinstance(value, Mapping):
+        return {name: _without_folders(inner, name) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(inner, key) for inner in value]
+    return value
+
+
+def scrub_card(text: str) -> str:
+    """Returns a model card whose metadata has no local path under `base_model`.
+
+    Libraries write these, and the Hub would refuse them. All other keys are the author's own.
+    """
+    front = _FRONT.match(text)
+    if front is None:
+        return text
+    lines = []
+    below = ""
+    for line in front[2].splitlines(keepends=True):
+        key, item = _KEY.match(line), _ITEM.match(line)
+        below = key[1] if key is not None else below
+        value = (key[2] if key is not None else item[1] if item is not None else "").strip()
+        base = _BASE_TAG.sub("", value)
+        is_of_base = below == _BASE_MODEL or base != value
+        if not (is_of_base and is_local(base)):
+            lines.append(line)
+    return f"{front[1]}{''.join(lines)}{front[3]}{text[front.end() :]}"
+
+
+def scrub_content(path: str, data: bytes, document: Any, base_model: str | None) -> bytes:
+    """Returns a file's content as it is published; the same bytes where nothing is taken out."""
+    if path == CARD:
+        changed = scrub_card(data.decode(errors="surrogateescape"))
+        return changed.encode(errors="surrogateescape")
+    new = scrub(path, document, base_model)
+    if new == document:
+        return data
+    return model_config_to_json(new) if posixpath.basename(path) == CONFIG else to_json(new)
+
+
+MARK = "<!-- written by ckptkit push; delete this line to keep your changes -->"
+_CAUSAL = "ForCausalLM"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a card says.
+
+    Attributes:
+        title: The name of the repository, without its owner.
+        base_model: The repository of the base, or None.
+        adapter: `adapter_config.json`, where an adapter is pushed.
+        config: `config.json`; empty where there is none.
+        manifest: Of the folder; None where it has none.
+    """
+
+    title: str
+    base_model: str | None
+    adapter: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    manifest: Manifest | None
+
+    @property
+    def step(self) -> int | None:
+        step = self.manifest.source.get("step") if self.manifest is not None else None
+        return step if isinstance(step, int) else None
+
+    @property
+    def dtype(self) -> str:
+        """The element type of most parameters; empty where it is unknown."""
+        elements: dict[str, int] = {}
+        for tensor in self.manifest.tensors.values() if self.manifest is not None else ():
+            size = 1
+            for length in tensor.shape:
+                size *= length
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + size
+        configured = self.config.get("dtype") or self.config.get("torch_dtype") or ""
+        return max(elements, key=lambda name: elements[name]) if elements else str(configured)
+
+
+def base_model_of(
+    config: Mapping[str, Any], adapter: Mapping[str, Any] | None, base_model: str | None
+) -> str | None:
+    """Returns the repository of the model that was trained, where known."""
+    named = base_model or (
+        adapter.get("base_model_name_or_path") if adapter else config.get("_name_or_path")
+    )
+    is_repository = isinstance(named, str) and "/" in named and is_repo_id(named)
+    return str(named) if is_repository else base_model
+
+
+def write_card(facts: ModelFacts) -> str:
+    """Returns the card: metadata for the Hub, and a few lines for people."""
+    what = "An adapter" if facts.adapter is not None else "A model"
+    trained = f" trained from `{facts.base_model}`" if facts.base_model else ""
+    about = f"{what}{trained}, written by ckptkit {__version__}."
+    lines = [*_front(facts), "", MARK, "", f"# {facts.title}", "", about]
+    rows = [f"| {name} | {value} |" for name, value in _rows(facts)]
+    if rows:
+        lines += ["", "| | |", "|---|---|", *rows]
+    return "\n".join([*lines, ""])
+
+
+def is_ours(card: bytes) -> bool:
+    """Returns whether a card was written by ckptkit, and not edited since."""
+    return MARK.encode() in card
+
+
+def _front(facts: ModelFacts) -> Iterator[str]:
+    yield "---"
+    if facts.base_model:
+        yield f"base_model: {json.dumps(facts.base_model)}"
+        relation = "adapter" if facts.adapter is not None else "finetune"
+        yield f"base_model_relation: {relation}"
+    if facts.adapter is not None:
+        yield "library_name: peft"
+    elif facts.config.get("model_type"):
+        yield "library_name: transformers"
+    architectures = facts.config.get("architectures") or [""]
+    if str(architectures[0]).endswith(_CAUSAL):
+        yield "pipeline_tag: text-generation"
+    yield "tags:"
+    yield "- ckptkit"
+    kind = (facts.adapter or {}).get("peft_type")
+    if isinstance(kind, str) and kind.isalnum():
+        yield f"- {kind.lower()}"
+    yield "---"
+
+
+def _rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
+    if facts.step is not None:
+        yield "Step", f"{facts.step:,}"
+    if facts.dtype:
+        yield "Element type", f"`{facts.dtype}`"
+    adapter = facts.adapter or {}
+    for key, name in (("peft_type", "Adapter"), ("r", "Rank"), ("lora_alpha", "Alpha")):
+        if isinstance(adapter.get(key), (str, int, float)):
+            yield name, f"`{adapter[key]}`".replace("|", "")
+    if facts.manifest is not None:
+        origin = facts.manifest.source
+        form, ranks = origin.get("format"), origin.get("world_size")
+        if isinstance(form, str) and form.replace("_", "").isalnum():
+            of = f", of {ranks:,} ranks" if isinstance(ranks, int) else ""
+            yield "Made from", f"a `{form}` checkpoint{of}"
+        yield "Tensors", f"{len(facts.manifest.tensors):,}, each with its digest in `ckptkit.json`"
