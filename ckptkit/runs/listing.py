@@ -13,12 +13,11 @@ from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import parse_step
 from ckptkit.formats.registry import describe_missing, recognise
-from ckptkit.runs.local import RunStore, StoredFile
 from ckptkit.runs.marks import is_step_folder
-from ckptkit.runs.run_paths import find_runs_nearby, marker, open_run, read_pushes
+from ckptkit.runs.run_paths import RunStore, find_runs_nearby, marker, open_run, read_pushes
 from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
-from ckptkit.runs.steps import RunStep, parse_metrics, series_of, step_of_manifest
+from ckptkit.runs.steps import RunStep, StoredFile, parse_metrics, series_of, step_of_manifest
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
 
@@ -112,7 +111,12 @@ class _Listing:
         names = [n for n in self._files if n in self._candidates or is_step_folder(n)]
         if not names:
             raise self._no_steps()
-        steps = self._ordered([self._step(name) for name in names])
+        steps = [self._step(name) for name in names]
+        orders: dict[str, int] = {}
+        for series in {step.series for step in steps}:
+            complete = [step for step in steps if step.complete and step.series == series]
+            orders |= save_orders(self._source, complete)
+        steps = [replace(step, save_number=orders.get(step.name, 0)) for step in steps]
         steps.sort(key=lambda step: (step.step, step.name))
         links = [n for n in self._source.linked_folders() if parse_step(n) is not None]
         return RunListing(
@@ -122,14 +126,6 @@ class _Listing:
             best=frozenset(self._best_of_trainer(steps)),
             notes=tuple(f"{name} is a link, which is not followed" for name in links),
         )
-
-    def _ordered(self, steps: Sequence[RunStep]) -> list[RunStep]:
-        """Finds out in which order the complete steps of each series were saved."""
-        orders: dict[str, int] = {}
-        for series in {step.series for step in steps}:
-            complete = [step for step in steps if step.complete and step.series == series]
-            orders |= save_orders(self._source, complete)
-        return [replace(step, save_number=orders.get(step.name, 0)) for step in steps]
 
     def _step(self, name: str) -> RunStep:
         files = tuple(self._files[name])
@@ -178,8 +174,13 @@ class _Listing:
         unfinished = self._unfinished(name)
         if unfinished:
             return unfinished
-        # If a model comes with its optimizer, both have to be complete.
-        lacking = (self._lacks(candidate) for candidate in _main(candidates))
+        # Single torch files often accompany a model without being checkpoints. If a model comes
+        # with its optimizer, both have to be complete.
+        main = [c for c in candidates if c.format not in {"torch", "foreign"}] or candidates
+        lacking = (
+            self._manifests.lacks(candidate) or describe_missing(self._source, candidate)
+            for candidate in main
+        )
         return next(filter(None, lacking), "")
 
     def _unfinished(self, name: str) -> str:
@@ -195,9 +196,6 @@ class _Listing:
 
     def _has(self, name: str, file: str) -> bool:
         return f"{name}/{file}" in self._paths
-
-    def _lacks(self, candidate: Candidate) -> str:
-        return self._manifests.lacks(candidate) or describe_missing(self._source, candidate)
 
     def _metrics_of_trainer(self, name: str, step: int) -> dict[str, float | None]:
         """Returns what the Trainer's evaluations at this step gave, if it saved the step."""
@@ -244,12 +242,6 @@ class _Listing:
             below = sorted({name for name in walked if not name.startswith(".")})
             hint += f"; below it are {', '.join(below[:_NAMED])}" if below else ""
         return NotACheckpointError(message, where=location, hint=hint)
-
-
-def _main(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Leaves out single torch files, which often accompany a model without being checkpoints."""
-    main = [c for c in candidates if c.format not in {"torch", "foreign"}]
-    return main or list(candidates)
 
 
 def _by_folder(entries: Iterable[_T], path_of: Callable[[_T], str]) -> dict[str, list[_T]]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
 from ckptkit.runs.listing import RunListing, list_run
-from ckptkit.runs.local import RunStore, StoredFile
-from ckptkit.runs.run_paths import open_run
+from ckptkit.runs.run_paths import RunStore, open_run
 from ckptkit.runs.save_order import (
     Retention,
     missing_metric,
     steps_to_remove,
     unknown_metric,
 )
-from ckptkit.runs.steps import RunStep, abandoned
+from ckptkit.runs.steps import RunStep, StoredFile, abandoned
 from ckptkit.storage.places import PathLike
 
 Action = Literal["keep", "remove", "failed"]
@@ -137,7 +136,9 @@ class _Verdicts:
         self._newest_files = frozenset(_with_newest_files(listing.steps))
 
     def all(self) -> list[PrunedStep]:
-        self._refuse_unknown_metric()
+        if missing_metric(self._listing.steps, self._retention):
+            where = f"--keep-best {self._retention.keep_best}"
+            raise unknown_metric((step.metrics for step in self._listing.steps), where=where)
         series: dict[str, list[RunStep]] = {}
         for step in self._listing.steps:
             series.setdefault(step.series, []).append(step)
@@ -153,14 +154,12 @@ class _Verdicts:
             if step.complete and step.step in gone:
                 why = "training went back from it" if step.step in left else "no rule keeps it"
                 yield PrunedStep(step, "remove", why)
+            elif step.complete:
+                rule = next((why for why, removed in rules.items() if step.step not in removed), "")
+                why = rule if rule == NEWEST else self._protection(step) or rule
+                yield PrunedStep(step, "keep", why)
             else:
-                yield PrunedStep(step, "keep", self._why_kept(step, rules))
-
-    def _why_kept(self, step: RunStep, rules: Mapping[str, set[int]]) -> str:
-        if not step.complete:
-            return f"not complete: {step.problem}"
-        rule = next((why for why, removed in rules.items() if step.step not in removed), "")
-        return rule if rule == NEWEST else self._protection(step) or rule
+                yield PrunedStep(step, "keep", f"not complete: {step.problem}")
 
     def _protection(self, step: RunStep) -> str:
         pushing = next((push for push in step.pushes if push.state == "pushing"), None)
@@ -183,13 +182,6 @@ class _Verdicts:
         if wanted.keep_best is not None:
             why = f"the best {wanted.keep_best}"
             yield why, replace(wanted, keep_last=None, keep_every=None)
-
-    def _refuse_unknown_metric(self) -> None:
-        steps = self._listing.steps
-        if not missing_metric(steps, self._retention):
-            return
-        where = f"--keep-best {self._retention.keep_best}"
-        raise unknown_metric((step.metrics for step in steps), where=where)
 
 
 def _with_newest_files(steps: Sequence[RunStep]) -> Iterator[str]:
@@ -250,19 +242,16 @@ class _Pruning:
         if mark is None:
             return False
         with mark:
-            self._check_newest(step)
+            newest = self._newest[step.series]
+            if not all(self._store.is_there(path) for path in newest.markers):
+                raise RefusedError(
+                    f"not removed, since {newest.name}, the newest complete step, is gone"
+                    " meanwhile",
+                    where=self._listing.location,
+                    hint="check what else prunes the run, then run again",
+                )
             self._store.remove(step.name, step.files)
         return True
-
-    def _check_newest(self, step: RunStep) -> None:
-        """Refuses to remove a step after another process has removed the newest one."""
-        newest = self._newest[step.series]
-        if not all(self._store.is_there(path) for path in newest.markers):
-            raise RefusedError(
-                f"not removed, since {newest.name}, the newest complete step, is gone meanwhile",
-                where=self._listing.location,
-                hint="check what else prunes the run, then run again",
-            )
 
 
 def _freed(files: Iterable[StoredFile]) -> int:

@@ -200,7 +200,15 @@ def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
             return None
         raise _unwritable(folder, error) from error
     if file is None:
-        raise _taken(folder)
+        try:
+            owner = (folder / _LOCK).read_text(encoding="utf-8", errors="replace")[:200].strip()
+        except OSError:
+            owner = ""
+        raise RefusedError(
+            f"another watch is running: {owner or 'an unknown process'}",
+            where=str(folder),
+            hint="only one watch can push the steps of a run; end the other one first",
+        )
     file.truncate(0)
     file.write_at(0, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()))
     return file
@@ -217,18 +225,6 @@ def watch_identity(folder: Path) -> str:
         return identity_in(folder, LOCAL_DISK)
     except OSError:
         return ""
-
-
-def _taken(folder: Path) -> RefusedError:
-    try:
-        owner = (folder / _LOCK).read_text(encoding="utf-8", errors="replace")[:200].strip()
-    except OSError:
-        owner = ""
-    return RefusedError(
-        f"another watch is running: {owner or 'an unknown process'}",
-        where=str(folder),
-        hint="only one watch can push the steps of a run; end the other one first",
-    )
 
 
 def _read(path: Path) -> tuple[str, dict[int, StepPush]]:

@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 from ckptkit.core.errors import CkptkitError, MissingFileError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.local import StoredFile
+from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.places import PathLike, Place, place_of
 from ckptkit.storage.remote.errors import as_input_error, describe_error
 from ckptkit.storage.remote.store import ObjectInfo, get_store
@@ -39,15 +40,8 @@ class RunObjects:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._store = get_store(place)
+        self.location, self.protocol = str(place), self._store.protocol
         self._root = self._read("", lambda: self._store.path_of(place))
-
-    @property
-    def location(self) -> str:
-        return str(self._place)
-
-    @property
-    def protocol(self) -> str:
-        return self._store.protocol
 
     def listing(self, folder: str) -> dict[str, ObjectInfo]:
         return self._read(folder, lambda: self._store.list_objects(self._at(folder)))
@@ -137,14 +131,10 @@ def run_and_step(step: PathLike) -> tuple[Place, str]:
 class RemoteRun:
     """A prefix with steps in it; see `RunStore`."""
 
-    def __init__(self, run: PathLike, is_step: Callable[[str], bool]) -> None:
+    def __init__(self, run: PathLike) -> None:
         self._objects = RunObjects(place_of(run))
-        self._is_step = is_step
+        self.location = self._objects.location
         self._begun: set[str] = set()
-
-    @property
-    def location(self) -> str:
-        return self._objects.location
 
     def files(self) -> Sequence[StoredFile]:
         """Returns the objects of all steps, sorted by path."""
@@ -152,7 +142,7 @@ class RemoteRun:
         return [
             StoredFile(path, info.size_bytes, info.modified, info.identity)
             for path, info in sorted(objects.items())
-            if "/" in path and self._is_step(path.split("/", 1)[0])
+            if "/" in path and parse_step(path.split("/", 1)[0]) is not None
         ]
 
     def is_live(self) -> bool | None:

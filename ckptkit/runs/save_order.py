@@ -162,8 +162,10 @@ def save_orders(source: Source, steps: Sequence[RunStep]) -> dict[str, int]:
 
 def _are_apart(source: Source, pairs: Sequence[tuple[RunStep, RunStep]]) -> bool:
     """Returns whether in no pair the Trainer's log of one step is a prefix of the other's."""
-    folders = {step.name for pair in pairs for step in pair}
-    logs = {folder: _log(source, folder) for folder in folders}
+    logs: dict[str, list[Any]] = {}
+    for folder in {step.name for pair in pairs for step in pair}:
+        history = trainer_state(source, folder).get("log_history")
+        logs[folder] = history if isinstance(history, list) else []
     return all(
         logs[higher.name][: len(logs[lower.name])] != logs[lower.name] for lower, higher in pairs
     )
@@ -187,8 +189,3 @@ def trainer_state(source: Source, folder: str) -> Mapping[str, Any]:
     except (CkptkitError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _log(source: Source, folder: str) -> list[Any]:
-    history = trainer_state(source, folder).get("log_history")
-    return history if isinstance(history, list) else []

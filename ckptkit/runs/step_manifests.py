@@ -42,8 +42,23 @@ class StepManifests:
         self._source = source
         self._manifests: dict[str, Manifest | Problem] = dict(problems or {})
         self._outputs: dict[str, Manifest] = {}
-        for candidate in candidates:
-            self._look(step_folder(candidate.folder))
+        for folder in dict.fromkeys(step_folder(candidate.folder) for candidate in candidates):
+            if folder in self._manifests:
+                continue
+            path = posixpath.join(folder, MANIFEST_NAME)
+            try:
+                manifest = read_manifest(source, folder)
+            except MissingFileError:
+                if is_there(source, posixpath.join(folder, RUN_FACTS)):
+                    self._manifests[folder] = Problem(MissingFileError.code, path, _ABSENT)
+                continue
+            except InputError as error:
+                self._manifests[folder] = Problem(error.code, path, error.message)
+                continue
+            if manifest.kind == TRAINING:
+                self._manifests[folder] = manifest
+            else:
+                self._outputs[folder] = manifest
 
     def manifest(self, folder: str) -> Manifest | None:
         """Returns the manifest of a step; None if it is missing, damaged or of another kind."""
@@ -112,24 +127,6 @@ class StepManifests:
         elif manifest is not None:
             yield from file_problems(self._source, folder, manifest)
 
-    def _look(self, folder: str) -> None:
-        if folder in self._manifests or folder in self._outputs:
-            return
-        path = posixpath.join(folder, MANIFEST_NAME)
-        try:
-            manifest = read_manifest(self._source, folder)
-        except MissingFileError:
-            if is_there(self._source, posixpath.join(folder, RUN_FACTS)):
-                self._manifests[folder] = Problem(MissingFileError.code, path, _ABSENT)
-            return
-        except InputError as error:
-            self._manifests[folder] = Problem(error.code, path, error.message)
-            return
-        if manifest.kind == TRAINING:
-            self._manifests[folder] = manifest
-        else:
-            self._outputs[folder] = manifest
-
 
 _ABSENT = "is not there, and it is written last: the save was not finished"
 _UNFINISHED = f"{MANIFEST_NAME!r} {_ABSENT}"
@@ -182,20 +179,16 @@ def digest_problems(
         path = posixpath.join(folder, name)
         if not record.digest or path in leaving_out:
             continue
+        crc = 0
         try:
-            crc = _crc32(source, path, record.size_bytes)
+            for start in range(0, record.size_bytes, _READ_BYTES):
+                stop = min(start + _READ_BYTES, record.size_bytes)
+                crc = crc32(source.read(path, start, stop), crc)
         except InputError as error:
             yield Problem(error.code, path, error.message)
             continue
         if record.digest != f"crc32:{crc:08x}":
             yield Problem(ChecksumError.code, path, "has another CRC-32 than the manifest")
-
-
-def _crc32(source: Source, path: str, size_bytes: int) -> int:
-    crc = 0
-    for start in range(0, size_bytes, _READ_BYTES):
-        crc = crc32(source.read(path, start, min(start + _READ_BYTES, size_bytes)), crc)
-    return crc
 
 
 def _version(manifest: Manifest) -> str:
@@ -228,44 +221,29 @@ def list_files(source: Source) -> list[str]:
     prefetch(source, [FileRange(path, 0, 0) for path in expected if path not in listed])
     manifests = [path for path in paths if posixpath.basename(path) == MANIFEST_NAME]
     manifests += [path for path in expected[:: len(_OF_STEPS)] if path not in listed]
-    prefetch(source, list(_extents(source, manifests)))
+    there = [path for path in manifests if is_there(source, path)]
+    prefetch(source, [FileRange(path, 0, source.stat(path).size_bytes) for path in there])
     for path in manifests:
-        named = (file for file in _named(source, path) if file not in listed)
-        listed.update(file for file in named if is_there(source, file))
+        folder = posixpath.dirname(path)
+        try:
+            manifest = read_manifest(source, folder)
+        except InputError:
+            continue  # reported when the step is listed
+        named = [path, *(posixpath.join(folder, name) for name in manifest.files)]
+        listed.update(file for file in named if file not in listed and is_there(source, file))
     return sorted(listed)
 
 
 def prefetch_headers(source: Source, candidate: Candidate) -> None:
     """Prefetches the headers of all files of a checkpoint together, if each is a round trip."""
-    if distant(source) is not None:
-        prefetch(source, list(_headers(source, candidate)))
-
-
-def _headers(source: Source, candidate: Candidate) -> Iterator[FileRange]:
-    """Yields the ranges that readers need first; prefetching one includes its surroundings."""
+    if distant(source) is None:
+        return
+    # What readers need first; prefetching a range includes its surroundings.
+    ranges: list[FileRange] = []
     for path in candidate.files:
         if path.endswith(_NO_HEADERS) or not is_there(source, path):
             continue
         size = source.stat(path).size_bytes
-        if path.endswith(_ARCHIVES):
-            yield FileRange(path, max(size - 1, 0), size)
-        elif path.endswith(_WEIGHTS):
-            yield FileRange(path, 0, min(1, size))
-        else:
-            yield FileRange(path, 0, size)
-
-
-def _extents(source: Source, manifests: Sequence[str]) -> Iterator[FileRange]:
-    for path in manifests:
-        if is_there(source, path):
-            yield FileRange(path, 0, source.stat(path).size_bytes)
-
-
-def _named(source: Source, path: str) -> Iterator[str]:
-    folder = posixpath.dirname(path)
-    try:
-        manifest = read_manifest(source, folder)
-    except InputError:
-        return  # reported when the step is listed
-    yield path
-    yield from (posixpath.join(folder, name) for name in manifest.files)
+        start = max(size - 1, 0) if path.endswith(_ARCHIVES) else 0
+        ranges.append(FileRange(path, start, min(1, size) if path.endswith(_WEIGHTS) else size))
+    prefetch(source, ranges)

@@ -20,10 +20,30 @@ from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
 from ckptkit.storage.manifests import read_local_manifest
 
 if TYPE_CHECKING:
-    from ckptkit.runs.local import StoredFile
     from ckptkit.runs.push_journal import StepPush
 
 _NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file in a run.
+
+    Attributes:
+        path: Relative to the run, with `/` between segments.
+        size_bytes: Its size.
+        modified: When it was written, in seconds since 1970; 0 where that is unknown.
+        identity: Changes when the file is replaced or rewritten.
+        links: How many names the file has, of which this is one.
+        inode: What the names of one file have in common; empty where a file has one name only.
+    """
+
+    path: str
+    size_bytes: int
+    modified: float
+    identity: str
+    links: int = 1
+    inode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,22 +246,16 @@ def _problem_of(number: int, manifest: Manifest, size_bytes: Callable[[str], int
         return f"has a {MANIFEST_NAME} of kind {manifest.kind!r}, where {TRAINING!r} was expected"
     if manifest.source.get("step") != number:
         return f"is step {manifest.source.get('step')!r} according to its {MANIFEST_NAME}"
-    problems = (
-        _size_problem(file, record.size_bytes, size_bytes)
-        for file, record in manifest.files.items()
-    )
-    return next(filter(None, problems), "")
-
-
-def _size_problem(file: str, expected: int, size_bytes: Callable[[str], int | None]) -> str:
-    try:
-        size = size_bytes(file)
-    except InputError as error:
-        return f"file {file!r}: {error.message}"
-    if size is None:
-        return f"file {file!r} is missing"
-    if size != expected:
-        return f"file {file!r} has {size:,} bytes against {expected:,} in the manifest"
+    for file, record in manifest.files.items():
+        expected = record.size_bytes
+        try:
+            size = size_bytes(file)
+        except InputError as error:
+            return f"file {file!r}: {error.message}"
+        if size is None:
+            return f"file {file!r} is missing"
+        if size != expected:
+            return f"file {file!r} has {size:,} bytes against {expected:,} in the manifest"
     return ""
 
 
@@ -265,11 +279,8 @@ class LocalStepFiles:
     """The files of steps below a directory; see `StepFiles`."""
 
     def __init__(self, run: Path) -> None:
+        self.location = str(run)
         self._run = run
-
-    @property
-    def location(self) -> str:
-        return str(self._run)
 
     def identity(self, name: str) -> tuple[int, ...] | None:
         """Returns numbers of the directory and of its manifest."""

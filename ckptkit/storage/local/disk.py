@@ -384,7 +384,7 @@ class DescriptorPool(Generic[File]):
             with self._lock:
                 slot = self._slots.setdefault(path, _Slot(file))
                 slot.users += 1
-                surplus = self._take_idle(keep=self._limit)
+                surplus = self._take_idle()
             if slot.file is not file:  # another thread was faster
                 file.close()
             self._retire_all(surplus)
@@ -393,14 +393,14 @@ class DescriptorPool(Generic[File]):
         finally:
             with self._lock:
                 slot.users -= 1
-                surplus = self._take_idle(keep=0 if self._closed else self._limit)
+                surplus = self._take_idle()
             self._retire_all(surplus)
 
     def close(self) -> None:
         """Closes every file, those in use as soon as they are given back."""
         with self._lock:
             self._closed = True
-            idle = self._take_idle(keep=0)
+            idle = self._take_idle()
         for file in idle:
             file.close()
 
@@ -411,8 +411,8 @@ class DescriptorPool(Generic[File]):
             else:
                 self._retire(file)
 
-    def _take_idle(self, *, keep: int) -> list[File]:
-        surplus = len(self._slots) - keep
+    def _take_idle(self) -> list[File]:
+        surplus = len(self._slots) - (0 if self._closed else self._limit)
         if surplus <= 0:
             return []
         idle = [path for path, slot in self._slots.items() if not slot.users][:surplus]

@@ -16,11 +16,10 @@ import ckptkit
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import MissingFileError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.local import LocalRun
 from ckptkit.runs.marks import claim, hold
 from ckptkit.runs.pruning import Pruned, prune_run
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
-from ckptkit.runs.run_paths import hold_step
+from ckptkit.runs.run_paths import LocalRun, hold_step
 from ckptkit.runs.save_order import Retention
 from ckptkit.writer.commit import clear
 from tests.made_up_runs import save_step, save_stock_step
