@@ -32,8 +32,7 @@ from ckptkit.training.resume.restore import Apply
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundState
-from ckptkit.training.tiers.recover import NearPlace
-from ckptkit.training.tiers.url_run import steps_of_place
+from ckptkit.training.tiers.url_run import NearPlace, steps_of_place
 from ckptkit.writer.merge import few_collections
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from ckptkit.training.state.objects_on_disk import read_object, read_torch_file
 from ckptkit.training.state.optimizers import OptimizerWalk
 from ckptkit.training.state.structures import Nodes, parse_structures
 from ckptkit.training.step_names import TensorPlaces, adapter_names
-from ckptkit.training.tiers.recover import NearPlace, with_near_files
+from ckptkit.training.tiers.url_run import NearPlace, with_near_files
 
 logger = logging.getLogger(__name__)
 

@@ -1,32 +1,47 @@
 """Saves that are durable on the nodes' own disks first and are drained from there.
 
-Also the choice of the backend of a job: this one, or saves to shared storage.
+`Recovery` drains complete steps that an earlier job left on these disks. `open_save_backend`
+chooses the backend of a job: this one, or saves to shared storage.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError, error_from_json
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputError,
+    NoSpaceError,
+    OutputError,
+    SaveError,
+    error_from_json,
+)
+from ckptkit.core.manifest import source_of_all
 from ckptkit.core.threads import WorkerThread
+from ckptkit.runs.marks import is_step_folder
 from ckptkit.training.agree.barrier import SaveBarrier
-from ckptkit.training.agree.peers import Peers
+from ckptkit.training.agree.peers import Peers, name_ranks
+from ckptkit.training.run_folders import TrainingRun
 from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
 from ckptkit.training.save.saver import OURS, CommitCoordinator, Save, SaveBackend, outcome_here
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.session import Session
 from ckptkit.training.settings import Settings
-from ckptkit.training.tiers.recover import Recovery
 from ckptkit.training.tiers.tier import LocalTier, open_tier
+from ckptkit.writer.drain import BESIDE
 from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
+from ckptkit.writer.record import RECORDS_FOLDER, parse_record
 
 logger = logging.getLogger(__name__)
 _OF_STORAGE = frozenset({NoSpaceError.code, OutputError.code, SaveError.code})
@@ -82,10 +97,9 @@ class TieredBackend:
             wait()
         self._drain_queue.expect(name)
         try:
-            if self._commit_on_nodes(save):
-                self._drain_queue.put(save)
-            else:
+            if not self._commit_on_nodes(save):
                 self._write_directly(save)
+            self._drain_queue.put(save)
         except CkptkitError as error:
             self._give_up(save, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
@@ -108,7 +122,10 @@ class TieredBackend:
         if "proofs" in written:
             kept = self._agree(save, self._commit_this_node(save, written["proofs"]))
             if "proofs" in kept:
-                self._mark_kept(save)
+                save.local_seconds = time.perf_counter() - save.began
+                self._drain_queue.kept(save.attempt.step_name)
+                self._tier.keep_only(self._drain_queue.names)
+                save.handle.keep(self._tier.final(save.attempt))
                 return True
             written = kept
         error = error_from_json(written["error"])
@@ -119,15 +136,13 @@ class TieredBackend:
         return False
 
     def _agree(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        can_rewrite = self._tier.run.takes_saves and save.rewrite is not None
         return self._barrier.agree(
             save.attempt,
-            {"proof": None, "again": self._may_write_anew(save), **value},
+            {"proof": None, "again": can_rewrite, **value},
             _decide,
             timeout_seconds=self._timeout_seconds,
         )
-
-    def _may_write_anew(self, save: Save) -> bool:
-        return self._tier.run.takes_saves and save.rewrite is not None
 
     def _commit_this_node(self, save: Save, proofs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Commits the files of this node's ranks to its disk, if this rank leads."""
@@ -149,12 +164,6 @@ class TieredBackend:
             return {"error": error.to_json()}
         return {}
 
-    def _mark_kept(self, save: Save) -> None:
-        save.local_seconds = time.perf_counter() - save.began
-        self._drain_queue.kept(save.attempt.step_name)
-        self._tier.keep_only(self._drain_queue.names)
-        save.handle.keep(self._tier.final(save.attempt))
-
     def _write_directly(self, save: Save) -> None:
         assert save.rewrite is not None and save.attempt.shared is not None  # noqa: S101, PT018
         self._discard(save)
@@ -163,7 +172,6 @@ class TieredBackend:
         save.error = None
         save.rewrite()
         save.durable = time.perf_counter()
-        self._drain_queue.put(save)
 
     def _give_up(self, save: Save, error: CkptkitError) -> None:
         self._discard(save)
@@ -288,6 +296,242 @@ def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     again = again and all(error["code"] in _OF_STORAGE for _, error in failed)
     rank, error = failed[0]
     return {"error": error_from_json(error).located(f"rank {rank}").to_json(), "again": again}
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Drains what earlier jobs left on the nodes' disks.
+
+    Attributes:
+        tier: This node's disk.
+        run: The run that is saved to.
+        peers: The ranks.
+        process: Copies, and commits on rank 0.
+        timeout_seconds: How long to wait for other ranks.
+        reported: The attempts of which rank 0 has logged that files are missing.
+    """
+
+    tier: LocalTier
+    run: TrainingRun[Any]
+    peers: Peers
+    process: WriterProcess
+    timeout_seconds: float
+    reported: set[str] = field(default_factory=set)
+
+    def run_all(self) -> int:
+        """Drains the newest step that is complete over all nodes, unless the run has a newer one.
+
+        Steps with names of their own are drained too, since no newer step replaces them. The number
+        of ranks and their nodes may have changed since.
+
+        Returns:
+            The largest `save_number` that was drained, 0 for none; the same on all ranks.
+        """
+        here = _describe_copies(self.tier) if self.tier.leads else []
+        topic = "what is on the nodes' own disks"
+        choose = partial(self._next, set())
+        number = 0
+        while (entry := self._agree(topic, here, choose)) is not None:
+            if self._drain(entry):
+                number = max(number, entry["save_number"])
+        return number
+
+    def _drain(self, entry: Mapping[str, Any]) -> bool:
+        """Drains a step, and returns whether it was committed."""
+        if self.peers.rank == 0 and entry["drained"]:
+            logger.warning(
+                "%s was drained before, but the run does not have it any more: it is drained again"
+                " from the nodes' disks; to go back to an older step, use resume(state, step=N)",
+                entry["name"],
+            )
+        elif self.peers.rank == 0:
+            logger.info("%s of an earlier job is drained from the nodes' disks", entry["name"])
+        try:
+            outcome = self._copy_share(entry)
+        except CkptkitError as error:
+            outcome = {"error": error.to_json()}
+        agreed = self._agree(
+            "draining an earlier job's step", outcome, lambda all_of: self._commit(entry, all_of)
+        )
+        if agreed is None:
+            if str(self.tier.ranks[0]) in entry["nodes"]:
+                self.tier.note_drained(entry["name"])
+            return True
+        failure = error_from_json(agreed)
+        if not isinstance(failure, InputError):
+            raise failure
+        if self.peers.rank == 0:
+            logger.warning("%s on the nodes' own disks is skipped: %s", entry["name"], failure)
+        return False
+
+    def _agree(self, topic: str, value: Any, decide: Any) -> Any:
+        # Rank 0 commits after it has waited for all ranks, so the others wait for both.
+        timeout_seconds = self.timeout_seconds * (2 if self.peers.rank else 1)
+        return self.peers.agree(topic, value, decide, timeout_seconds=timeout_seconds)
+
+    def _next(
+        self, tried: set[str], of_ranks: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Any] | None:
+        """Chooses, on rank 0, the newest complete step; logs what newer ones lack."""
+        entries: dict[str, dict[str, Any]] = {}
+        for leader, copies in enumerate(of_ranks):
+            for copy in copies:
+                entry = entries.setdefault(copy["attempt"], {**copy, "nodes": {}})
+                entry["nodes"][str(leader)] = copy["ranks"]
+                if 0 in copy["ranks"]:  # its manifest has what only rank 0 knows
+                    entry["manifest"] = copy["manifest"]
+        last = self.run.last_save_number()
+        for entry in sorted(entries.values(), key=lambda entry: -entry["save_number"]):
+            name, attempt = entry["name"], entry["attempt"]
+            if attempt in tried:
+                continue
+            known = last if is_step_folder(name) else self.run.save_number_of(name)
+            if entry["save_number"] <= known:
+                continue
+            present = {rank for ranks in entry["nodes"].values() for rank in ranks}
+            missing = sorted(set(range(entry["world_size"])) - present)
+            if not missing:
+                tried.add(attempt)
+                return entry
+            if attempt not in self.reported:
+                self.reported.add(attempt)
+                logger.warning(
+                    "%s on the nodes' own disks is skipped: no node of this job has all files of"
+                    " %s",
+                    name,
+                    name_ranks(missing),
+                )
+        return None
+
+    def _target(self, entry: Mapping[str, Any]) -> Path:
+        return self.run.working_folder(Path(entry["name"]), self.peers.nonce, 0)
+
+    def _copy_share(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies this rank's share of the files of its node; returns their proofs."""
+        mine = self._share(entry["nodes"])
+        if not mine:
+            return {"proofs": []}
+        folder = self.tier.path / entry["name"]
+        records = {rank: f"{RECORDS_FOLDER}/{rank}.json" for rank in mine}
+        try:
+            data = {rank: (folder / path).read_bytes() for rank, path in records.items()}
+            # The sidecar is with the files of rank 0, which two nodes may have.
+            further = _further(folder, self.tier) if 0 in mine else {}
+        except OSError as error:
+            raise InputError(f"cannot be read: {error}", where=str(folder)) from error
+        request = Drain(
+            attempt=entry["attempt"],
+            folder=str(folder),
+            target=str(self._target(entry)),
+            records=tuple(records.values()),
+            further=tuple(further),
+        )
+        self.process.request(request)
+        proofs = [
+            {"rank": rank, "path": records[rank], "size_bytes": len(text), "crc32": crc32(text)}
+            for rank, text in data.items()
+        ]
+        return {"beside": further, "proofs": proofs}
+
+    def _share(self, nodes: Mapping[str, Sequence[int]]) -> list[int]:
+        """Returns the earlier ranks whose files this rank copies; those of a node share them."""
+        taken: set[int] = set()  # two nodes may have a rank's files: the first one copies them
+        for leader in sorted(nodes, key=int):
+            left = [rank for rank in nodes[leader] if rank not in taken]
+            taken.update(left)
+            if int(leader) == self.tier.ranks[0]:
+                return left[self.tier.ranks.index(self.peers.rank) :: len(self.tier.ranks)]
+        return []
+
+    def _commit(
+        self, entry: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Commits, on rank 0, what all ranks have copied; returns the error, if any."""
+        target = self._target(entry)
+        error = next((value["error"] for value in of_ranks if "error" in value), None)
+        if error is None:
+            proofs = sorted(
+                (RecordProof(**proof) for value in of_ranks for proof in value["proofs"]),
+                key=lambda proof: proof.rank,
+            )
+            beside = target / BESIDE
+            beside_files = dict(ChainMap(*(value.get("beside", {}) for value in of_ranks)))
+            try:
+                self.process.request(
+                    Commit(
+                        attempt=entry["attempt"],
+                        folder=str(target),
+                        final=str(self.run.below(entry["name"])),
+                        proofs=tuple(proofs),
+                        manifest={**entry["manifest"], "files": beside_files},
+                        beside=str(beside) if beside.is_dir() else "",
+                    )
+                )
+            except CkptkitError as caught:
+                error = caught.to_json()
+        if error is None:
+            return None
+        try:
+            self.process.request(Discard(entry["attempt"], str(target)))
+        except CkptkitError as caught:
+            logger.warning("%s could not be removed: %s", target, caught)
+        return dict(error)
+
+
+def _describe_copies(tier: LocalTier) -> list[dict[str, Any]]:
+    """Returns the whole parts of steps on this node as JSON values, for the other ranks."""
+    try:
+        copies = list(tier.copies())
+    except OSError as error:
+        logger.warning("%s cannot be listed: %s", tier.path, error)
+        return []
+    described: list[dict[str, Any]] = []
+    for copy in copies:
+        source, files = copy.manifest.source, copy.manifest.files
+        numbers = (source.get("save_number"), source.get("world_size"), source.get("step"))
+        try:
+            sizes = {name: (copy.path / name).stat().st_size for name in files}
+        except OSError:
+            continue
+        is_whole = all(sizes[name] == record.size_bytes for name, record in files.items())
+        if not is_whole or not all(isinstance(number, int) for number in numbers):
+            continue
+        source = source_of_all(source)
+        described.append(
+            {
+                "name": copy.path.name,
+                "attempt": str(source.get("attempt")),
+                "save_number": source["save_number"],
+                "world_size": source["world_size"],
+                "ranks": list(copy.ranks),
+                "drained": copy.is_drained,
+                "manifest": json.loads(replace(copy.manifest, source=source, files={}).to_json()),
+            }
+        )
+    return described
+
+
+def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
+    """Returns the files of a node's part that no record names: the sidecar.
+
+    Returns:
+        Their entries of the manifest, by path.
+    """
+    copy = next((copy for copy in tier.copies() if copy.path == folder), None)
+    if copy is None:
+        raise SaveError("it was removed", where=str(folder))
+    named = {
+        file.path
+        for rank in copy.ranks
+        for file in parse_record(
+            (folder / RECORDS_FOLDER / f"{rank}.json").read_bytes(), where=str(folder)
+        ).files
+    }
+    files = copy.manifest.files
+    return {
+        path: {"size_bytes": files[path].size_bytes, "digest": files[path].digest}
+        for path in sorted(files.keys() - named)
+    }
 
 
 def open_save_backend(session: Session, peers: Peers, settings: Settings) -> SaveBackend:

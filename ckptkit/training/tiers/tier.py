@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError, error_from_json
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
@@ -30,15 +30,11 @@ _MARK = "node-"
 _DRAINED = f"{RECORDS_FOLDER}/drained"  # in a node's copy of a step that was drained
 
 
-@dataclass(frozen=True, slots=True)
-class RunIdentity:
+class RunIdentity(NamedTuple):
     """The run that a node's part of a step belongs to; a later run has another `identity`."""
 
     identity: str
     path: str
-
-    def to_json(self) -> dict[str, str]:
-        return {"identity": self.identity, "path": self.path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +104,7 @@ class LocalTier:
         return self.path / attempt.step_name
 
     def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        return {**manifest, "source": {**manifest["source"], NODE_RUN: self._owner.to_json()}}
+        return {**manifest, "source": {**manifest["source"], NODE_RUN: self._owner._asdict()}}
 
     def copies(self) -> Iterator[NodeCopy]:
         return _copies_in(self.path)
@@ -161,8 +157,7 @@ def open_tier(
     with ExitStack() as undo:
         undo.callback(opening.unmark)
         opening.run_on_all("the nodes' own directories", opening.mark)
-        undo.callback(opening.give_back)
-        opening.run_on_all("whose they are", opening.take)
+        opening.run_on_all("whose they are", lambda: opening.take(undo))
         peers.agree(
             "who shares them", opening.ranks, _check_groups, timeout_seconds=timeout_seconds
         )
@@ -202,11 +197,12 @@ class _Opening:
             problem = error.to_json()
         except OSError as error:
             problem = as_failure(error, str(self.path)).to_json()
-        raise_first(
-            self._peers.agree(
-                topic, problem, lambda problems: problems, timeout_seconds=self._timeout_seconds
-            )
+        problems: list[Mapping[str, Any] | None] = self._peers.agree(
+            topic, problem, lambda values: values, timeout_seconds=self._timeout_seconds
         )
+        for rank, document in enumerate(problems):
+            if document is not None:
+                raise error_from_json(document).located(f"rank {rank}")
 
     def mark(self) -> None:
         """Creates the directory, and leaves this rank's mark there."""
@@ -221,7 +217,7 @@ class _Opening:
         self._folder = RunFolder(self.path, prefix=self._run.prefix)
         self._own_mark().touch()
 
-    def take(self) -> None:
+    def take(self, undo: ExitStack) -> None:
         """Finds the ranks that share the directory; the first of them locks and sweeps it."""
         marks = self._own_mark().parent.glob(f"{_MARK}{self._peers.nonce}-*")
         self.ranks = tuple(sorted(int(mark.name.rpartition("-")[2]) for mark in marks))
@@ -230,35 +226,29 @@ class _Opening:
         assert self._folder is not None  # noqa: S101  `mark` has set it
         self.lock = self._folder.lock()
         if self.lock is not None:
+            undo.callback(self.lock.close)
             for note in sweep(self.path):
                 logger.info("%s: %s", self.path, note)
+        # A step of another run, or of an earlier one in the same place, must not be taken for a
+        # step of this run, and must not be removed before it is drained.
         for copy in _copies_in(self.path):
-            if copy.owner.identity != self._owner.identity:
-                self._remove_foreign(copy)
-
-    def _remove_foreign(self, copy: NodeCopy) -> None:
-        """Removes a step of another run, or of an earlier one in the same place.
-
-        It must not be taken for a step of this run, and must not be removed before it is drained.
-        """
-        if self.lock is None or not copy.is_drained:
-            raise RefusedError(
-                f"has {copy.path.name!r}, which was not drained yet, of another run, or an earlier"
-                f" one, in {copy.owner.path or 'an unknown place'}",
-                where=f"local {self.path}",
-                hint="give every run a directory of its own on the nodes; resume that run so that"
-                " the step is drained, or remove what it left",
-            )
-        remove_folder(copy.path)
-        logger.info("%s: %s of the run %s was removed", self.path, copy.path.name, copy.owner.path)
+            if copy.owner.identity == self._owner.identity:
+                continue
+            name, run = copy.path.name, copy.owner.path
+            if self.lock is None or not copy.is_drained:
+                raise RefusedError(
+                    f"has {name!r}, which was not drained yet, of another run, or an earlier"
+                    f" one, in {run or 'an unknown place'}",
+                    where=f"local {self.path}",
+                    hint="give every run a directory of its own on the nodes; resume that run so"
+                    " that the step is drained, or remove what it left",
+                )
+            remove_folder(copy.path)
+            logger.info("%s: %s of the run %s was removed", self.path, name, run)
 
     def unmark(self) -> None:
         with suppress(OSError):
             self._own_mark().unlink(missing_ok=True)
-
-    def give_back(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
 
     def _own_mark(self) -> Path:
         name = f"{_MARK}{self._peers.nonce}-{self._peers.rank}"
@@ -278,28 +268,16 @@ def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
             )
 
 
-def raise_first(problems: list[Mapping[str, Any] | None]) -> None:
-    """Raises the first of the ranks' errors, with its rank."""
-    for rank, document in enumerate(problems):
-        if document is not None:
-            raise error_from_json(document).located(f"rank {rank}")
-
-
 def _copies_in(folder: Path) -> Iterator[NodeCopy]:
     for path in sorted(folder.iterdir()):
-        copy = None if path.name.startswith(".") else _copy_at(path)
-        if copy is not None:
-            yield copy
-
-
-def _copy_at(path: Path) -> NodeCopy | None:
-    try:
-        manifest = read_local_manifest(path)
-    except (CkptkitError, OSError):
-        return None
-    ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
-    if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
-        return None
-    document: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
-    owned_by = RunIdentity(str(document.get("identity", "")), str(document.get("path", "")))
-    return NodeCopy(path, manifest, tuple(ranks), owned_by)
+        if path.name.startswith("."):
+            continue
+        try:
+            manifest = read_local_manifest(path)
+        except (CkptkitError, OSError):
+            continue
+        ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
+        if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
+            document: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
+            of_run = RunIdentity(str(document.get("identity", "")), str(document.get("path", "")))
+            yield NodeCopy(path, manifest, tuple(ranks), of_run)

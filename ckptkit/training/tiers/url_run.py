@@ -1,25 +1,33 @@
 """A run whose steps are at a URL; what is being written is on the node's own disk.
 
-Also the trainer's end of the process that uploads, which takes the requests of a writer process.
+A resume reads the files of a step that the node still has from its disk: `NearPlace`,
+`with_near_files`. `UploadProcess` is the trainer's end of the process that uploads, which takes the
+requests of a writer process.
 """
 
 from __future__ import annotations
 
 import logging
 import posixpath
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
-from ckptkit.core.errors import CkptkitError, FormatError, UsageError
+from ckptkit.core.errors import CkptkitError, FormatError, InputError, UsageError
+from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.core.text import Closing
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.steps import KnownSteps, RunStep, list_saved_steps
+from ckptkit.storage.base import Folder, distant, prefetch
 from ckptkit.storage.local.names import WORK_INFIX
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.run_folders import TrainingRun
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
-from ckptkit.training.tiers.recover import NearPlace
 from ckptkit.writer.messages import (
     Commit,
     Discard,
@@ -42,6 +50,110 @@ from ckptkit.writer.upload.step_objects import (
 from ckptkit.writer.upload.uploader import NICENESS, upload_command
 
 logger = logging.getLogger(__name__)
+
+
+class NearPlace(Place):
+    """A URL of which this node may have a part.
+
+    Attributes:
+        near: The directory of that part.
+    """
+
+    __slots__ = ("near",)
+
+    near: Path
+
+    @classmethod
+    def of(cls, place: Place, near: Path) -> NearPlace:
+        """Returns a place with the directory that may have some of its files."""
+        new = cls(place, place.options)
+        new.near = near
+        return new
+
+    def step(self, name: str) -> NearPlace:
+        return NearPlace.of(self.beside(posixpath.join(self, name)), self.near / name)
+
+
+def with_near_files(far: Folder, near: Path, manifest: Manifest) -> Folder:
+    """Returns a step's source that reads from the node's own disk what it has of that save.
+
+    Args:
+        far: The step.
+        near: This node's part of it, which may not exist.
+        manifest: Of the step.
+    """
+    try:
+        copy = read_local_manifest(near)
+    except (CkptkitError, OSError):
+        return far
+    attempt = manifest.source.get("attempt")
+    if not attempt or copy.source.get("attempt") != attempt:
+        return far
+    names: list[str] = []
+    for name, record in copy.files.items():
+        if manifest.files.get(name) == record:
+            with suppress(OSError):
+                if (near / name).stat().st_size == record.size_bytes:
+                    names.append(name)
+    return _NearFirst(far, LocalSource(near), names)
+
+
+class _NearFirst(Closing):
+    """A remote folder of which some files are read locally, until a local read fails."""
+
+    def __init__(self, far: Folder, near: LocalSource, names: Collection[str]) -> None:
+        self._far = far
+        self._near = near
+        self._names = frozenset(names)
+
+    @property
+    def location(self) -> str:
+        return self._far.location
+
+    def walk(self, depth: int) -> Iterator[str]:
+        return self._far.walk(depth)
+
+    def stat(self, path: str) -> FileRef:
+        return self._far.stat(path)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        if path in self._names:
+            try:
+                return self._near.read(path, start, stop)
+            except (InputError, OSError):
+                self._names -= {path}
+        return self._far.read(path, start, stop)
+
+    def read_into(self, path: str, start: int, target: memoryview) -> None:
+        if path in self._names:
+            try:
+                self._near.read_into(path, start, target)
+            except (InputError, OSError):
+                self._names -= {path}
+            else:
+                return
+        self._far.read_into(path, start, target)
+
+    @property
+    def is_distant(self) -> bool:
+        return distant(self._far) is not None
+
+    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
+        for wanted, target in reads:
+            self.read_into(wanted.path, wanted.start, target)
+
+    def prefetch(self, ranges: Collection[FileRange]) -> None:
+        prefetch(self._far, [wanted for wanted in ranges if wanted.path not in self._names])
+
+    def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
+        return self._far.changed(refs)
+
+    def linked_folders(self) -> list[str]:
+        return self._far.linked_folders()
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
 
 
 class UploadProcess(WriterProcess):
@@ -70,7 +182,8 @@ class UploadProcess(WriterProcess):
         opened again, since other ranks may be uploading that very step again.
         """
         if isinstance(request, Discard):
-            self._failed.setdefault(request.attempt, _step_of(request.folder))
+            name = _name(request.folder).removeprefix(".").partition(WORK_INFIX)[0]
+            self._failed.setdefault(request.attempt, name)
             return Written(request.attempt, 0, 0.0, 0.0)
         answer = super().request(self._translated(request))
         if isinstance(request, Commit):
@@ -103,10 +216,6 @@ class UploadProcess(WriterProcess):
                 visible_seconds=request.visible_seconds,
             )
         return request
-
-
-def _step_of(folder: str) -> str:
-    return _name(folder).removeprefix(".").partition(WORK_INFIX)[0]
 
 
 def _name(place: str) -> str:
