@@ -34,7 +34,7 @@ from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.pieces import ObjectFile
 from ckptkit.training.tiers.url_run import UrlRun, check_place
 from ckptkit.version import __version__
-from ckptkit.writer.failures import as_failure
+from ckptkit.writer.process import as_failure
 from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)

@@ -61,7 +61,13 @@ def publish(folder: Path, final: Path, disk: Disk) -> Path | None:
     except OSError as error:
         if error.errno not in OCCUPIED:
             raise
-        _refuse_strangers(final)
+        if not final.is_dir() or final.is_symlink() or not (final / MANIFEST_NAME).is_file():
+            raise OutputExistsError(
+                f"expected a step or nothing, found something without a {MANIFEST_NAME}",
+                where=str(final),
+                hint="it may be a checkpoint of another tool; move it away, or save into another"
+                " directory",
+            ) from error
         old = new_hidden_path(final, OLD)
         replaced = replace_folder(folder, final, old, disk)
         # Only an old step is put back by a sweep; `folder` has a hidden name as well.
@@ -115,16 +121,6 @@ def _remove_unread(step: Path) -> bool:
     return True
 
 
-def _refuse_strangers(final: Path) -> None:
-    if final.is_dir() and not final.is_symlink() and (final / MANIFEST_NAME).is_file():
-        return
-    raise OutputExistsError(
-        f"expected a step or nothing, found something without a {MANIFEST_NAME}",
-        where=str(final),
-        hint="it may be a checkpoint of another tool; move it away, or save into another directory",
-    )
-
-
 def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
     """Commits an attempt of which every rank has proved its record.
 
@@ -150,8 +146,11 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
         else:
             attempt.write_metadata(attempt.merge(request.attempt, request.proofs))
     notes = attempt.copy_from(request.beside)
-    manifest = without(of_node(request.manifest, ranks), attempt.lost)
-    size_bytes = attempt.finish(manifest, keeps_records=bool(ranks))
+    manifest = request.manifest
+    if ranks:  # it names the ranks whose files the folder has
+        source = {**manifest["source"], NODE_RANKS: list(ranks)}
+        manifest = {**manifest, "source": source}
+    size_bytes = attempt.finish(without(manifest, attempt.lost), keeps_records=bool(ranks))
     replaced = publish(folder, final, disk)
     # A step with lost values must not retire a complete one.
     remove = () if attempt.lost else request.remove
@@ -268,13 +267,6 @@ class _Attempt:
         return sum(file.size_bytes for file in self.files.values()) + len(manifest)
 
 
-def of_node(document: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[str, Any]:
-    """Returns a manifest that names the ranks whose files the folder has, if not all have."""
-    if not ranks:
-        return document
-    return {**document, "source": {**document["source"], NODE_RANKS: list(ranks)}}
-
-
 def manifest_bytes(
     document: Mapping[str, Any], files: Mapping[str, FileRecord], where: str
 ) -> bytes:
@@ -355,8 +347,9 @@ class RecordGatherer:
         for record, where in self._records(attempt, proofs, range(len(proofs))):
             merger.add(record, where=where)
         merged = merger.result()
-        for unit in merged.empty:
-            self._forget(unit)
+        for unit in merged.empty:  # the step does without their files
+            for path in [path for path in self.files if path.startswith(f"{unit}/")]:
+                del self.files[path]
         return merged
 
     def check(self, attempt: str, proofs: Sequence[RecordProof], ranks: Sequence[int]) -> None:
@@ -373,11 +366,6 @@ class RecordGatherer:
         for path, record in files.items():
             self._see([WrittenFile(path, record.size_bytes, None)], where)
             self.files[path] = record
-
-    def _forget(self, unit: str) -> None:
-        """Leaves out the files of a directory that the step does without."""
-        for path in [path for path in self.files if path.startswith(f"{unit}/")]:
-            del self.files[path]
 
     def _records(
         self, attempt: str, proofs: Sequence[RecordProof], ranks: Sequence[int]

@@ -109,7 +109,12 @@ class Drainer:
         """
         began, processor = time.monotonic(), time.process_time()
         folder, target = Path(request.folder), Path(request.target)
-        _check_place(target.parent)
+        if not target.parent.is_dir():  # a new one might be on the disk below a mount point
+            raise OutputError(
+                "the directory of the run does not exist any more",
+                where=str(target.parent),
+                hint="check that it is mounted; the step stays on the node's own disk meanwhile",
+            )
         records = {path: read_small(folder, path) for path in request.records}
         listed = recorded_files(folder, records)
         extra = {posixpath.join(BESIDE, path): read_small(folder, path) for path in request.further}
@@ -154,16 +159,6 @@ class Drainer:
         except OSError:  # refused, or the file has the maximum number of links
             return False
         return True
-
-
-def _check_place(run: Path) -> None:
-    """Refuses a directory that has vanished: a new one might be on the disk below a mount point."""
-    if not run.is_dir():
-        raise OutputError(
-            "the directory of the run does not exist any more",
-            where=str(run),
-            hint="check that it is mounted; the step stays on the node's own disk meanwhile",
-        )
 
 
 class _Copier:

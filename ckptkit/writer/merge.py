@@ -297,8 +297,17 @@ class _UnitMerger:
 
     def add(self, content: Mapping[str, Any], file_sizes: Mapping[str, int], where: str) -> None:
         tensors = [self._tensor(claim, where) for claim in content["tensors"]]
-        names = [_text(name) for name in content["data_files"]]
-        ends = [self._end_of(name, file_sizes, where) for name in names]
+        names: list[str] = []
+        ends: list[int] = []
+        for name in content["data_files"]:
+            if not isinstance(name, str):
+                raise ValueError(f"expected a name, found {name!r:.100}")  # noqa: TRY004  garbled
+            check_relative(name, where)
+            path = f"{self._name}/{name}" if self._name else name
+            if path not in file_sizes:
+                raise FormatError("a data file is not among the files", where=f"{where}: {path}")
+            names.append(name)
+            ends.append(file_sizes[path])
         files = [self._files.setdefault(name, len(self._files)) for name in names]
         numbers = self._sizes
         for number, offsets, sizes, file, start, length in content["chunks"]:
@@ -323,24 +332,6 @@ class _UnitMerger:
         for path, tensor in self._tensors.items():
             with self._sparing(path):
                 self._prove(tensor, tuple(tensor.shape), places[path])
-        self._check_expected()
-        keys: dict[str, None] = {}
-        kept = {path: tensor for path, tensor in self._tensors.items() if not self._is_lost(path)}
-        objects = [stored for stored in self._objects.values() if not self._is_lost(stored.path)]
-        names = [stored.key for stored in objects]
-        names += [flat_key(path) for tensor in kept.values() for path in tensor.paths]
-        for key in names:
-            if key in keys:
-                raise self._error(FormatError, key, "two values have this key")
-            keys[key] = None
-        stored = [
-            DcpTensor(path, tensor.dtype, tuple(tensor.shape), places[first])
-            for first, tensor in kept.items()
-            for path in tensor.paths
-        ]
-        return MergedUnit(tuple(stored), tuple(objects))
-
-    def _check_expected(self) -> None:
         keys = {flat_key(path) for tensor in self._tensors.values() for path in tensor.paths}
         for path, where in self._expected.items():
             key = flat_key(path)
@@ -352,6 +343,21 @@ class _UnitMerger:
                         f"no rank wrote it, though {where} expects it of another rank",
                         hint=_PARTS_HINT,
                     )
+        kept = {path: tensor for path, tensor in self._tensors.items() if not self._is_lost(path)}
+        objects = [stored for stored in self._objects.values() if not self._is_lost(stored.path)]
+        names = [stored.key for stored in objects]
+        names += [flat_key(path) for tensor in kept.values() for path in tensor.paths]
+        keys = set()
+        for key in names:
+            if key in keys:
+                raise self._error(FormatError, key, "two values have this key")
+            keys.add(key)
+        stored = [
+            DcpTensor(path, tensor.dtype, tuple(tensor.shape), places[first])
+            for first, tensor in kept.items()
+            for path in tensor.paths
+        ]
+        return MergedUnit(tuple(stored), tuple(objects))
 
     def _is_lost(self, path: KeyPath) -> bool:
         return bool(self._lost) and any(path[: len(start)] == start for start in self._lost)
@@ -392,13 +398,6 @@ class _UnitMerger:
             tensor.paths += map(_key_path, new)
         return tensor
 
-    def _end_of(self, name: str, file_sizes: Mapping[str, int], where: str) -> int:
-        check_relative(name, where)
-        path = f"{self._name}/{name}" if self._name else name
-        if path not in file_sizes:
-            raise FormatError("a data file is not among the files", where=f"{where}: {path}")
-        return file_sizes[path]
-
     def _add_object(self, stored: DcpObject, where: str) -> None:
         if stored.key in self._objects:
             other = self._objects[stored.key].file
@@ -422,18 +421,19 @@ class _UnitMerger:
     def _prove(self, tensor: _Tensor, shape: Sizes, places: _Places) -> None:
         """Proves that the chunks are inside the tensor and cover each element once."""
         boxes: list[tuple[Sizes, Sizes]] = []
-        total = 0
+        total, elements = 0, math.prod(shape)
+        key = flat_key(tensor.paths[0])
         for offsets, sizes, *_ in places:
             if len(offsets) != len(shape) or len(sizes) != len(shape):
                 raise self._error(
                     FormatError,
-                    flat_key(tensor.paths[0]),
+                    key,
                     f"expected chunks of {len(shape)} dimensions, found one of {len(sizes)}",
                 )
             if not all(map(le, map(add, offsets, sizes), shape)):
                 raise self._error(
                     FormatError,
-                    flat_key(tensor.paths[0]),
+                    key,
                     f"the chunk at {list(offsets)} of sizes {list(sizes)} is outside of the shape"
                     f" {list(shape)}",
                 )
@@ -441,12 +441,6 @@ class _UnitMerger:
             if volume:
                 boxes.append((offsets, sizes))
                 total += volume
-        self._judge(tensor, total, shape, boxes)
-
-    def _judge(
-        self, tensor: _Tensor, total: int, shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]
-    ) -> None:
-        key, elements = flat_key(tensor.paths[0]), math.prod(shape)
         if total < elements:
             raise self._error(
                 IncompleteCheckpointError, key, f"{total:,} of {elements:,} elements were written"
@@ -480,12 +474,6 @@ def _key_path(path: Sequence[Any]) -> KeyPath:
     if not all(isinstance(part, str) or (type(part) is int and part >= 0) for part in path):
         raise ValueError(f"expected a path of keys, found {path!r:.100}")
     return tuple(path)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    raise ValueError(f"expected a name, found {value!r:.100}")
 
 
 def _outside(name: str, start: int, length: int, end: int, where: str) -> FormatError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -175,14 +175,10 @@ class _Sums:
             self._at = end
             if end < self._archive.stop:
                 return
-            self._place()
-
-    def _place(self) -> None:
-        assert self._archive is not None  # noqa: S101  narrows the type
-        for at in self._archive.crc_at:
-            self._buffer[at : at + _CRC_BYTES] = self._crc.to_bytes(_CRC_BYTES, "little")
-        self._archive = next(self._left, None)
-        self._at, self._crc = self._archive.start if self._archive else 0, 0
+            for at in self._archive.crc_at:
+                self._buffer[at : at + _CRC_BYTES] = self._crc.to_bytes(_CRC_BYTES, "little")
+            self._archive = next(self._left, None)
+            self._at, self._crc = self._archive.start if self._archive else 0, 0
 
 
 def _check_image(image: Image, buffer_bytes: int) -> int:
@@ -275,16 +271,22 @@ class Persister:
         """Writes the files of a wave durably, then the record if the request has one."""
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
-        files = self._files_of(request.attempt)
-        new: list[WrittenFile] = []
-        for path in (*_paths(request), *(link.path for link in request.keeps)):
+        if request.attempt not in self._files and len(self._files) >= _MOST_ATTEMPTS:
+            del self._files[next(iter(self._files))]
+        files = self._files.setdefault(request.attempt, [])
+        paths = [item.path for item in (*request.images, *request.inline, *request.links)]
+        for path in (*paths, *(link.path for link in request.keeps)):
             check_relative(path, request.folder)
-        made = make_folders(folder, self._parents(request), self._disk)
+        if request.record is not None:
+            check_relative(request.record_path, request.folder)
+            paths.append(request.record_path)
+        parents = {os.path.dirname(path) for path in paths}  # noqa: PTH120  a key, not a place
+        made = make_folders(folder, parents, self._disk)
         links = Links(folder, self._disk)
         links.take(request.links)
         notes = self._write_images(request, folder, counter)
         note = links.keep(request.keeps)
-        new += [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
+        new = [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
         for inline in request.inline:
             put_file(folder / inline.path, inline.data)
             counter.done_bytes += len(inline.data)
@@ -306,18 +308,6 @@ class Persister:
             kept=not note,
             sums=() if note else self._sums(request, counter),
         )
-
-    def _files_of(self, attempt: str) -> list[WrittenFile]:
-        if attempt not in self._files and len(self._files) >= _MOST_ATTEMPTS:
-            del self._files[next(iter(self._files))]
-        return self._files.setdefault(attempt, [])
-
-    def _parents(self, request: Persist) -> Iterable[str]:
-        paths = _paths(request)
-        if request.record is not None:
-            check_relative(request.record_path, request.folder)
-            paths.append(request.record_path)
-        return {os.path.dirname(path) for path in paths}  # noqa: PTH120  a key, not a place
 
     def _write_images(
         self, request: Persist, folder: Path, counter: ByteCounter
@@ -359,10 +349,3 @@ class Persister:
         self._disk.sync_directory(path.parent)
         rank = int(request.record["rank"])
         return RecordProof(rank, request.record_path, len(data), crc32(data))
-
-
-def _paths(request: Persist) -> list[str]:
-    """Returns the files of a request except the record."""
-    paths = [image.path for image in request.images]
-    paths += [inline.path for inline in request.inline]
-    return [*paths, *(link.path for link in request.links)]

@@ -6,6 +6,7 @@ files; rank 0 has a second one that commits. They differ only in the requests th
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -20,9 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ckptkit.core.errors import CkptkitError, SaveError
-from ckptkit.storage.local.disk import Disk
-from ckptkit.writer.failures import as_failure
+from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError
+from ckptkit.storage.local.disk import Disk, is_out_of_space
 from ckptkit.writer.messages import (
     Answer,
     Buffer,
@@ -65,17 +65,13 @@ def main() -> None:
 
 
 def run(handler: Handler) -> None:
-    """Runs the program with a handler of requests."""
+    """Serves requests until the trainer has closed the connection or is gone."""
     # Slurm and users signal all processes of a job; only the trainer reacts to that.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(int(sys.argv[2]))
-    _serve(socket.socket(fileno=int(sys.argv[1])), handler)
-
-
-def _serve(connection: socket.socket, handler: Handler) -> None:
-    """Serves requests until the trainer has closed the connection or is gone."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
     channel = Channel(connection)
     parent = TrainerProcess()
     with connection, suppress(OSError):  # from an answer to a trainer that is gone
@@ -83,7 +79,7 @@ def _serve(connection: socket.socket, handler: Handler) -> None:
             try:
                 message = channel.receive()
             except (ValueError, TypeError, LookupError, AttributeError) as error:
-                channel.send(_failed("", error, "message"))
+                channel.send(Failed("", as_failure(error, "message").to_json()))
                 continue
             if message is None:
                 return
@@ -197,7 +193,7 @@ class RequestHandler:
         try:
             return self._dispatch(message, counter)
         except Exception as error:  # noqa: BLE001  the trainer reports any error
-            return _failed(attempt, error, folder)
+            return Failed(attempt, as_failure(error, folder).to_json())
 
     def _dispatch(self, message: Message, counter: ByteCounter) -> Answer:
         if isinstance(message, Persist):
@@ -222,9 +218,49 @@ class RequestHandler:
         )
 
 
-def _failed(attempt: str, error: Exception, where: str) -> Failed:
-    failure: CkptkitError = as_failure(error, where)
-    return Failed(attempt, failure.to_json())
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def as_failure(error: BaseException, where: str) -> CkptkitError:
+    """Turns any exception of a writer into an error of ours, which says what to do.
+
+    Args:
+        error: What was raised.
+        where: The folder concerned, for exceptions that do not name a file.
+    """
+    if isinstance(error, CkptkitError):
+        return error
+    if not isinstance(error, OSError):
+        return SaveError(
+            f"the writer failed with {type(error).__name__}: {error}",
+            where=where,
+            hint="this is a bug of ckptkit; please report it with this text",
+        )
+    where = os.fsdecode(error.filename) if error.filename else where
+    reason = error.strerror or str(error)
+    if is_out_of_space(error):
+        return NoSpaceError(
+            f"the disk or the quota is full: {reason}",
+            where=where,
+            hint="make room, or keep fewer steps with keep_last; the next save tries again",
+        )
+    if error.errno in _NOT_WRITABLE:
+        return OutputError(
+            f"it cannot be written: {reason}",
+            where=where,
+            hint="check that the file system is mounted writable, and who owns the directory",
+        )
+    if isinstance(error, FileExistsError):
+        return SaveError(
+            "the file exists already",
+            where=where,
+            hint="another job may be saving into the same run; give every job its own directory",
+        )
+    return SaveError(
+        f"the file system reported: {reason}",
+        where=where,
+        hint="see the system's log for what is wrong with the storage",
+    )
 
 
 NICENESS = 10
@@ -242,15 +278,10 @@ def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
         descriptor: Number of the inherited socket.
         niceness: Added to its nice value.
     """
+    spec = find_spec("isal")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    roots = [Path(__file__).resolve().parents[2], *(Path(folder).parent for folder in folders)]
     return [
-        *(sys.executable, "-I", "-S", "-c", _PROGRAM.format(_roots())),
+        *(sys.executable, "-I", "-S", "-c", _PROGRAM.format([str(root) for root in roots])),
         *(str(descriptor), str(niceness)),
     ]
-
-
-def _roots() -> list[str]:
-    """Returns the folders that hold ckptkit and the library of `ckptkit.core.crc`."""
-    root = Path(__file__).resolve().parents[2]
-    spec = find_spec("isal")
-    folders = spec.submodule_search_locations if spec else None
-    return [str(root), *(str(Path(folder).parent) for folder in folders or ())]

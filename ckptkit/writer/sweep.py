@@ -68,10 +68,17 @@ def sweep(run: Path, disk: Disk = LOCAL_DISK) -> tuple[str, ...]:
         return (f"{run} could not be searched for leftovers of earlier jobs: {error}",)
     # Replaced steps come first: one may be the only complete copy of its step.
     for leftover in sorted(folders, key=lambda item: item.kind != OLD):
+        path, final = leftover.path, run / leftover.step
         try:
-            notes.append(_restore_or_remove(leftover, run / leftover.step))
+            whole = (path / MANIFEST_NAME).is_file()
+            if leftover.kind == OLD and whole and not os.path.lexists(final):
+                path.rename(final)
+                notes.append(f"{final.name} was restored, since its replacement was interrupted")
+            else:
+                shutil.rmtree(path)
+                notes.append(f"{path.name}, left by an interrupted save, was removed")
         except OSError as error:
-            notes.append(f"{leftover.path.name} could not be removed: {error}")
+            notes.append(f"{path.name} could not be removed: {error}")
     if folders:
         disk.sync_directory(run)
     return (*notes, *_sweep_sidecars(run / MARKS_FOLDER))
@@ -108,12 +115,3 @@ def _sweep_sidecars(marks: Path) -> list[str]:
             except OSError as error:
                 notes.append(f"{path.name} could not be removed: {error}")
     return notes
-
-
-def _restore_or_remove(leftover: Leftover, final: Path) -> str:
-    whole = (leftover.path / MANIFEST_NAME).is_file()
-    if leftover.kind == OLD and whole and not os.path.lexists(final):
-        leftover.path.rename(final)
-        return f"{leftover.step} was restored, since its replacement was interrupted"
-    shutil.rmtree(leftover.path)
-    return f"{leftover.path.name}, left by an interrupted save, was removed"

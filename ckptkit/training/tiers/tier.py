@@ -21,7 +21,7 @@ from ckptkit.training.agree.peers import Peers
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
 from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.writer.commit import clear
-from ckptkit.writer.failures import as_failure
+from ckptkit.writer.process import as_failure
 from ckptkit.writer.record import RECORDS_FOLDER
 from ckptkit.writer.sweep import sweep
 

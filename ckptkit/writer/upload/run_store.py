@@ -36,7 +36,8 @@ def as_failure(error: BaseException, where: str, options: Mapping[str, Any]) -> 
     if isinstance(error, CkptkitError):
         return error
     text = f"{type(error).__name__}: {describe_error(error, options)}"
-    if _is_denied(error):
+    is_denied = isinstance(error, PermissionError) or status_of(error) in _DENIED
+    if is_denied or "Credential" in type(error).__name__:
         return OutputError(f"the store refused access: {text}", where=where, hint=_REFUSED)
     if isinstance(error, FileNotFoundError):
         return OutputError(
@@ -52,11 +53,6 @@ def as_failure(error: BaseException, where: str, options: Mapping[str, Any]) -> 
             " that the options are those of that library",
         )
     return SaveError(f"the store failed: {text}", where=where, hint=_AWAY)
-
-
-def _is_denied(error: BaseException) -> bool:
-    named = "Credential" in type(error).__name__
-    return named or isinstance(error, PermissionError) or status_of(error) in _DENIED
 
 
 UPLOAD_RETRIES = RetryPolicy(attempts=9, longest_wait_seconds=16.0)

@@ -69,10 +69,6 @@ def claim_step(store: Store, step: str, attempt: str) -> None:
         store.remove(manifest)
 
 
-def is_in_use(store: Store, step: str) -> bool:
-    return store.has_younger(f"{IN_USE}/{step}", MARK_SECONDS)
-
-
 def remove_step(store: Store, step: str) -> None:
     """Removes a step: first the manifest, so that no part of it looks complete."""
     store.remove(f"{step}/{MANIFEST_NAME}")
@@ -92,10 +88,6 @@ def remove_unfinished(store: Store, step: str) -> None:
 def unfinished_steps(paths: Collection[str]) -> list[str]:
     steps = {path.partition("/")[0] for path in paths if path.endswith(f"/{UPLOADING}")}
     return sorted(step for step in steps if f"{step}/{MANIFEST_NAME}" not in paths)
-
-
-def note_newest(store: Store, step: str) -> None:
-    store.put(_NEWEST, step.encode())
 
 
 def newest_step(store: Store) -> str:
@@ -243,7 +235,8 @@ class _Step:
         request, gathering = self._request, self._gathering
         merged = gathering.merge(request.attempt, request.proofs)
         where = self._store.where(self._name)
-        gathering.see(parse_manifest(_text(request.manifest), where=where).files, where)
+        document = json.dumps(request.manifest).encode()
+        gathering.see(parse_manifest(document, where=where).files, where)
         # The sidecar is put before any index: a reader that found only an index would take the step
         # for a checkpoint of another tool.
         self._put_beside()
@@ -267,7 +260,7 @@ class _Step:
         notes: list[str] = []
         removed: list[str] = []
         try:
-            note_newest(self._store, self._name)
+            self._store.put(_NEWEST, self._name.encode())
             kept = {f"{self._name}/{path}" for path in (*self._gathering.files, MANIFEST_NAME)}
             self._store.remove_all(sorted(self._store.entries(self._name).keys() - kept))
             for step in given_up:
@@ -276,7 +269,7 @@ class _Step:
             notes.append(f"leftovers of uploads could not be removed: {error}")
         for step in retired:
             try:
-                if is_in_use(self._store, step):
+                if self._store.has_younger(f"{IN_USE}/{step}", MARK_SECONDS):
                     notes.append(f"{step} stays for now: it is being read")
                     continue
                 remove_step(self._store, step)
@@ -314,7 +307,3 @@ class _DescriptorFile:
 
     def read_bytes(self, start: int, count: int) -> bytes:
         return os.pread(self._descriptor, count, start)
-
-
-def _text(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document).encode()

@@ -16,7 +16,6 @@ from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.durable import naming
 from ckptkit.storage.local.names import check_relative
 from ckptkit.writer.drain import Mark, open_written, read_small, recorded_files, shared_mark
-from ckptkit.writer.failures import as_failure
 from ckptkit.writer.messages import (
     Answer,
     Buffer,
@@ -29,7 +28,7 @@ from ckptkit.writer.messages import (
     UploadFiles,
     Written,
 )
-from ckptkit.writer.process import run
+from ckptkit.writer.process import as_failure, run
 from ckptkit.writer.record import WrittenFile
 from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store
 from ckptkit.writer.upload.run_store import as_failure as as_failure_of_store
