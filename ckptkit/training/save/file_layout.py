@@ -198,26 +198,21 @@ def plan_save(
     frozen = [piece.frozen and piece.entry not in restless for piece in pieces]
     waves = _Waves(limit_bytes)
     units = {piece.unit: _Unit(piece.unit, rank, waves) for piece in pieces}
-    for unit, numbers in _by_unit(pieces, units, [not one for one in frozen]):
+    # Unit by unit, so that each file of a unit is one image.
+    trained_of: dict[str, list[int]] = {}
+    frozen_of: dict[str, list[int]] = {}
+    for number, (piece, is_frozen) in enumerate(zip(pieces, frozen, strict=True)):
+        (frozen_of if is_frozen else trained_of).setdefault(piece.unit, []).append(number)
+    for name, numbers in trained_of.items():
         for number in numbers:
-            unit.add(pieces[number], number, own=owned[number])
-    waves.end_of_trained()
-    for unit, numbers in _by_unit(pieces, units, frozen):
-        unit.begin_frozen()
+            units[name].add(pieces[number], number, own=owned[number])
+    waves.trained = [*zip(map(len, waves.images), map(len, waves.copies), strict=True)]
+    waves.trained_bytes = waves.data_bytes
+    for name, numbers in frozen_of.items():
+        units[name].image, units[name].frozen_from = None, len(units[name].files)
         for number in numbers:
-            unit.add(pieces[number], number, own=owned[number])
+            units[name].add(pieces[number], number, own=owned[number])
     return waves.plan(units, pieces, frozen, signature_of(pieces, owned))
-
-
-def _by_unit(
-    pieces: Sequence[Piece], units: Mapping[str, _Unit], taken: Sequence[bool]
-) -> Iterator[tuple[_Unit, list[int]]]:
-    """Yields the pieces unit by unit, so that each file of a unit is one image."""
-    numbers: dict[str, list[int]] = {}
-    for number, (piece, take) in enumerate(zip(pieces, taken, strict=True)):
-        if take:
-            numbers.setdefault(piece.unit, []).append(number)
-    return ((units[name], of_unit) for name, of_unit in numbers.items())
 
 
 @dataclass(slots=True)
@@ -228,9 +223,6 @@ class _OpenImage:
     start: int
     stop: int
     archives: list[ArchiveData]
-
-    def closed(self) -> Image:
-        return Image(self.path, self.start, self.stop - self.start, tuple(self.archives))
 
 
 class _Waves:
@@ -244,8 +236,8 @@ class _Waves:
         self.data_bytes = 0
         self._end = 0
         self._largest = 0
-        self._trained: list[tuple[int, int]] = []  # images and copies of each wave
-        self._trained_bytes = 0
+        self.trained: list[tuple[int, int]] = []  # images and copies of each wave
+        self.trained_bytes = 0
 
     def reserve(self, size_bytes: int, image: _OpenImage | None) -> tuple[int, bool]:
         """Allocates the next bytes of the buffer.
@@ -266,10 +258,6 @@ class _Waves:
         self._largest = max(self._largest, self._end)
         return start, image is None or (full and start == 0)
 
-    def end_of_trained(self) -> None:
-        counts = zip(map(len, self.images), map(len, self.copies), strict=True)
-        self._trained, self._trained_bytes = list(counts), self.data_bytes
-
     def plan(
         self,
         units: Mapping[str, _Unit],
@@ -279,8 +267,11 @@ class _Waves:
     ) -> SavePlan:
         """Returns the plan of everything that was added."""
         steps = [step for wave in self.copies for step in wave]
-        images = [[image.closed() for image in wave] for wave in self.images]
-        counts = [*self._trained, *[(0, 0)] * (len(images) - len(self._trained))]
+        images = [
+            [Image(i.path, i.start, i.stop - i.start, tuple(i.archives)) for i in wave]
+            for wave in self.images
+        ]
+        counts = [*self.trained, *[(0, 0)] * (len(images) - len(self.trained))]
         samples = tuple(
             tuple(map(sample_of, wave[count:]))
             for wave, (_, count) in zip(self.copies, counts, strict=True)
@@ -291,13 +282,13 @@ class _Waves:
             literals=tuple(map(tuple, self.literals)),
             copies=tuple(map(tuple, self.copies)),
             trained=tuple(
-                Fixed(wave[:count]) for wave, (count, _) in zip(images, self._trained, strict=False)
+                Fixed(wave[:count]) for wave, (count, _) in zip(images, self.trained, strict=False)
             ),
             samples=samples,
             ranges=tuple(
                 Fixed(chain.from_iterable(sample.ranges() for sample in wave)) for wave in samples
             ),
-            frozen_bytes=self.data_bytes - self._trained_bytes,
+            frozen_bytes=self.data_bytes - self.trained_bytes,
             buffer_bytes=_up(self._largest, IMAGE_ALIGNMENT),
             data_bytes=self.data_bytes,
             record_units={name: unit.record() for name, unit in units.items()},
@@ -312,27 +303,29 @@ class _Waves:
 
 
 class _Unit:
-    """The part of the plan for one DCP directory."""
+    """The part of the plan for one DCP directory.
+
+    Attributes:
+        image: The file that grows; None to start a new one with the next archive.
+        files: The names of its files.
+        frozen_from: The index of the first file of frozen weights; None before these.
+    """
 
     def __init__(self, name: str, rank: int, waves: _Waves) -> None:
         self._folder = f"{name}/" if name else ""
         self._rank = rank
         self._waves = waves
-        self._image: _OpenImage | None = None
+        self.image: _OpenImage | None = None
         self._numbers: dict[KeyPath, int] = {}
         self._tensors: list[dict[str, Any]] = []
         self._chunks: list[list[Any]] = []
-        self._files: list[str] = []
-        self._frozen_from: int | None = None
+        self.files: list[str] = []
+        self.frozen_from: int | None = None
         self._left_to_others: dict[KeyPath, None] = {}
-
-    def begin_frozen(self) -> None:
-        """Makes the next archive start a new file; only frozen weights follow."""
-        self._image, self._frozen_from = None, len(self._files)
 
     def add(self, piece: Piece, number: int, *, own: bool) -> None:
         """Adds a piece, or records that another rank writes it."""
-        dtype = storable_dtype(piece)
+        dtype = check_storable(piece.local, piece.key)
         # No rank may own a tensor without elements; it has to be listed nevertheless, and several
         # ranks may do so.
         nothing = 0 in piece.shape
@@ -340,7 +333,13 @@ class _Unit:
         if not own or not (piece.elements or nothing):
             self._left_to_others[piece.key_path] = None
             return
-        tensor = self._tensor(piece, dtype)
+        tensor = self._numbers.setdefault(piece.key_path, len(self._tensors))
+        if tensor == len(self._tensors):
+            aliases = [list(alias) for alias in piece.aliases]
+            shape, path = list(piece.shape), list(piece.key_path)
+            self._tensors.append(
+                {"path": path, "dtype": dtype.name, "shape": shape, "aliases": aliases}
+            )
         if nothing:
             self._add_archive(tensor, Box((0,) * len(piece.shape), piece.shape), dtype)
             return
@@ -369,22 +368,9 @@ class _Unit:
             "tensors": Fixed(self._tensors),
             "chunks": Fixed(self._chunks),
             "objects": [],
-            "data_files": self._files,
+            "data_files": self.files,
             "expected": Fixed(expected),
         }
-
-    def _tensor(self, piece: Piece, dtype: DType) -> int:
-        number = self._numbers.setdefault(piece.key_path, len(self._tensors))
-        if number == len(self._tensors):
-            self._tensors.append(
-                {
-                    "path": list(piece.key_path),
-                    "dtype": dtype.name,
-                    "shape": list(piece.shape),
-                    "aliases": [list(alias) for alias in piece.aliases],
-                }
-            )
-        return number
 
     def _cut(self, place: Box, dtype: DType) -> Iterator[tuple[Span, Box]]:
         """Yields parts of a box that fit into a wave, with their elements in the box."""
@@ -404,48 +390,31 @@ class _Unit:
     def _add_archive(self, tensor: int, box: Box, dtype: DType) -> int:
         """Appends an archive to the directory's file, and returns the start of its data."""
         archive = archive_of_tensor(dtype, box.sizes)
-        start, anew = self._waves.reserve(archive.padded_bytes, self._image)
-        image = self._open_image(start) if anew else self._image
-        assert image is not None  # noqa: S101  not anew only where there is one
+        size_bytes = len(archive.head) + archive.data_bytes + len(archive.tail)
+        image = self.image
+        start, anew = self._waves.reserve(size_bytes, image)
+        if image is None or anew:
+            number, first = len(self.files), self.frozen_from
+            # Files of frozen weights are shared by steps, so their names differ from torch's, which
+            # other programs may overwrite.
+            end = str(number) if first is None else f"frozen_{number - first}"
+            name = f"__{self._rank}_{end}.distcp"
+            self.image = image = _OpenImage(self._folder + name, start, start, [])
+            self.files.append(name)
+            self._waves.images[-1].append(image)
         data = start + len(archive.head)
         stop = data + archive.data_bytes
         if archive.data_bytes:  # without data the checksum is 0, as in the literals
             image.archives.append(
                 ArchiveData(data, stop, tuple(start + at for at in archive.crc_at))
             )
-        image.stop = start + archive.padded_bytes
+        image.stop = start + size_bytes
         self._waves.literals[-1] += [(start, archive.head), (stop, archive.tail)]
         self._waves.data_bytes += archive.data_bytes
         place = [list(box.offsets), list(box.sizes)]
-        extent = [len(self._files) - 1, start - image.start, archive.size_bytes]
+        extent = [len(self.files) - 1, start - image.start, archive.size_bytes]
         self._chunks.append([tensor, *place, *extent])
         return data
-
-    def _open_image(self, start: int) -> _OpenImage:
-        number, first = len(self._files), self._frozen_from
-        # Files of frozen weights are shared by steps, so their names differ from torch's, which
-        # other programs may overwrite.
-        end = str(number) if first is None else f"frozen_{number - first}"
-        name = f"__{self._rank}_{end}.distcp"
-        self._image = image = _OpenImage(self._folder + name, start, start, [])
-        self._files.append(name)
-        self._waves.images[-1].append(image)
-        return image
-
-
-def storable_dtype(piece: Piece) -> DType:
-    """Returns the type of a piece's elements."""
-    local = piece.local
-    if _is_dense(local):
-        try:
-            return _known_dtype(local.dtype)
-        except UnsupportedError:
-            pass
-    return check_storable(local, piece.key)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized and has_data(tensor)
 
 
 def check_storable(tensor: torch.Tensor, where: str) -> DType:
@@ -455,7 +424,7 @@ def check_storable(tensor: torch.Tensor, where: str) -> DType:
         tensor: The elements on this rank.
         where: Its name, for messages.
     """
-    if not _is_dense(tensor):
+    if tensor.layout is not torch.strided or tensor.is_quantized or not has_data(tensor):
         kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
         raise UnsupportedError(
             "expected a dense tensor, found"
@@ -464,14 +433,9 @@ def check_storable(tensor: torch.Tensor, where: str) -> DType:
             hint=_SAVE_HINT,
         )
     try:
-        return _known_dtype(tensor.dtype)
+        return dtype_named(str(tensor.dtype))
     except UnsupportedError as error:
         raise UnsupportedError(error.message, where=where, hint=_SAVE_HINT) from error
-
-
-@lru_cache
-def _known_dtype(dtype: torch.dtype) -> DType:
-    return dtype_named(str(dtype))
 
 
 def _up(value: int, multiple: int) -> int:
@@ -557,11 +521,6 @@ class TensorArchive:
     tail: bytes
     size_bytes: int
     crc_at: tuple[int, ...]
-
-    @property
-    def padded_bytes(self) -> int:
-        """Length of the archive with padding."""
-        return len(self.head) + self.data_bytes + len(self.tail)
 
 
 @lru_cache(_ARCHIVES)

@@ -1,44 +1,21 @@
-"""A save after the training thread is done with it: written, agreed on, committed and reported."""
+"""A save whose files are written: agreed on by all ranks, committed and reported."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckptkit.core.errors import CkptkitError, SaveError, error_from_json
-from ckptkit.core.threads import WorkerThread
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
-from ckptkit.training.save.frozen import WaveFiles
-from ckptkit.training.save.staging import Staged
-from ckptkit.training.save.writer_process import WriterProcess
-from ckptkit.writer.messages import Inline, Persist, Written
+from ckptkit.writer.messages import Written
 
 logger = logging.getLogger(__name__)
 OURS = "this is a bug of ckptkit; please report it with the log's traceback"
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """What one message to the writer requests.
-
-    Attributes:
-        files: Files of the buffer, and files to link.
-        staged: The copies into the buffer, which may still be running on a device.
-        inline: Small files, with the last wave.
-        record: The rank's record, with the last wave.
-    """
-
-    files: WaveFiles
-    staged: Staged
-    inline: tuple[Inline, ...] = ()
-    record: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -72,9 +49,6 @@ class Save:
     error: CkptkitError | None = None
     rewrite: Callable[[], None] | None = None
 
-    def note_staged(self) -> None:
-        self.handle.blocked_seconds = time.perf_counter() - self.began
-
 
 class SaveBackend(Protocol):
     """Where saves go, and how they end once this rank's part is written."""
@@ -98,81 +72,6 @@ class SaveBackend(Protocol):
     def close(self) -> None:
         """Waits for queued saves."""
         ...
-
-
-class Saver:
-    """A thread that writes and ends the saves of one buffer, one after another.
-
-    Each wave is written by the writer process, which is killed if it hangs. After the last wave the
-    save is handed to the backend.
-    """
-
-    def __init__(
-        self,
-        writer: WriterProcess,
-        backend: SaveBackend,
-        *,
-        rank: int,
-    ) -> None:
-        """Starts the thread; the writer is started by the first save, or by `prepare`."""
-        self._writer = writer
-        self._backend = backend
-        self._rank = rank
-        self._worker = WorkerThread("ckptkit-saver")
-
-    def write(self, save: Save, wave: Wave) -> Future[None]:
-        """Has a wave written; the future ends when the buffer may be used again.
-
-        An error is stored in the save.
-        """
-        return self._worker.submit(partial(self._write, save, wave))
-
-    def finish(self, save: Save) -> None:
-        """Ends the save after all its waves."""
-        self._worker.submit_unwatched(partial(self._finish, save))
-
-    def kill(self) -> None:
-        self._writer.kill()
-
-    def close(self) -> None:
-        """Ends the thread after the saves it has, and the writer."""
-        self._worker.close()
-        self._writer.close()
-
-    def _write(self, save: Save, wave: Wave) -> None:
-        try:
-            wave.staged.wait()
-            if save.error is not None:
-                return
-            if wave.record is not None and not save.answers and not wave.files.links:
-                plain = replace(wave, files=WaveFiles(wave.files.images))
-                save.rewrite = partial(self._write, save, plain)
-            answer = self._writer.request(self._request(save, wave))
-            assert isinstance(answer, Written)  # noqa: S101  the answer to `Persist`
-            save.answers.append(answer)
-            wave.files.on_written(answer)
-        except CkptkitError as error:
-            save.error = error
-        except Exception as error:
-            logger.exception("saving step %d", save.attempt.step)
-            save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
-
-    def _request(self, save: Save, wave: Wave) -> Persist:
-        return Persist(
-            attempt=save.attempt.name,
-            folder=str(save.attempt.folder),
-            images=wave.files.images,
-            inline=wave.inline,
-            record=wave.record,
-            record_path=f".ranks/{self._rank}.json",
-            links=wave.files.links,
-            keeps=wave.files.keeps,
-            ranges=wave.files.ranges,
-        )
-
-    def _finish(self, save: Save) -> None:
-        save.durable = time.perf_counter()
-        self._backend.end(save)
 
 
 Listener = Callable[[SaveReport], None]
@@ -231,7 +130,14 @@ class CommitCoordinator:
         else:
             if self._barrier.rank == 0:
                 logger.info("%s", report)
-                _log_lost(report)
+                for name, reason in sorted(report.lost.items()):
+                    logger.error(
+                        "step %d was saved without the state of %s, and no older step is removed"
+                        " for it: %s",
+                        report.step,
+                        name,
+                        reason,
+                    )
             for note in report.notes:
                 logger.warning("step %d, rank %d: %s", report.step, self._barrier.rank, note)
             save.handle.succeed(report)
@@ -317,16 +223,6 @@ class CommitCoordinator:
             self._listener(report)
         except BaseException:  # the user's code, in our thread, may even exit
             logger.exception("the listener of saves failed")
-
-
-def _log_lost(report: SaveReport) -> None:
-    for name, reason in sorted(report.lost.items()):
-        logger.error(
-            "step %d was saved without the state of %s, and no older step is removed for it: %s",
-            report.step,
-            name,
-            reason,
-        )
 
 
 def outcome_here(save: Save) -> dict[str, Any]:

@@ -101,13 +101,6 @@ class MemoryPlaces:
     disk_folder: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Obtained:
-    descriptor: int
-    kind: str
-    note: str = ""
-
-
 class SharedBuffer:
     """Writable memory with a descriptor that can be passed to another process.
 
@@ -115,6 +108,8 @@ class SharedBuffer:
     memory. A forked child does not get the memory.
 
     Attributes:
+        memory: The bytes.
+        descriptor: -1 without memory; new memory has a number that was never used before.
         kind: "memfd", "shm" or "file"; empty before the first `reserve`.
         note: What the user should know of it; may be empty.
     """
@@ -123,25 +118,15 @@ class SharedBuffer:
         """Allocates no memory yet."""
         self._places = places or MemoryPlaces()
         self._map: mmap.mmap | None = None
-        self._view = memoryview(b"")
-        self._descriptor = -1
         self._highest = -1
+        self.memory = memoryview(b"")
+        self.descriptor = -1
         self.kind = ""
         self.note = ""
 
     @property
-    def descriptor(self) -> int:
-        """The descriptor, -1 without memory; new memory has a number that was never used before."""
-        return self._descriptor
-
-    @property
-    def memory(self) -> memoryview:
-        """The bytes."""
-        return self._view
-
-    @property
     def size_bytes(self) -> int:
-        return len(self._view)
+        return len(self.memory)
 
     def reserve(self, size_bytes: int) -> bool:
         """Makes the buffer at least this large; the content is lost if it grows.
@@ -151,19 +136,31 @@ class SharedBuffer:
         Returns:
             Whether the memory is new.
         """
+        import fcntl  # not there on Windows
+
         if size_bytes <= self.size_bytes:
             return False
         size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.close()  # first, so that old and new memory never exist at once
-        obtained = self._obtain(size_bytes)
-        self._descriptor = self._numbered(obtained.descriptor)
+        descriptor, kind, note = self._obtain(size_bytes)
+        # To a number that this buffer never had, so that it looks changed.
+        self.descriptor = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, self._highest + 1)
+        os.close(descriptor)
+        self._highest = self.descriptor
         try:
-            self._map = _mapped(self._descriptor, size_bytes)
+            memory = mmap.mmap(self.descriptor, size_bytes)
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                with suppress(OSError):  # only ever a matter of speed
+                    memory.madvise(getattr(mmap, advice, mmap.MADV_NORMAL))
+            try:
+                memory.madvise(_POPULATE_WRITE)
+            except OSError:  # an older kernel
+                np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0
         except OSError as error:
             self.close()
             raise _no_space(size_bytes, "memory", str(error)) from error
-        self._view = memoryview(self._map)
-        self.kind, self.note = obtained.kind, obtained.note
+        self._map, self.memory = memory, memoryview(memory)
+        self.kind, self.note = kind, note
         return True
 
     def close(self) -> None:
@@ -171,36 +168,24 @@ class SharedBuffer:
 
         It is truncated as well, so that another process that has it mapped does not keep it.
         """
-        self._unmap()
-        if self._descriptor != -1:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-        self._descriptor = -1
+        with suppress(BufferError):  # a view exists; the memory is released with the last one
+            self.memory.release()
+            if self._map is not None:
+                self._map.close()
+        self.memory, self._map = memoryview(b""), None
+        if self.descriptor != -1:
+            os.ftruncate(self.descriptor, 0)
+            os.close(self.descriptor)
+        self.descriptor = -1
 
     def leave(self) -> None:
         """In a forked child: closes its copy of the descriptor, and leaves the content alone."""
-        if self._descriptor != -1:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        if self.descriptor != -1:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
-    def _numbered(self, descriptor: int) -> int:
-        """Moves a descriptor to a number that this buffer never had, so that it looks changed."""
-        import fcntl  # not there on Windows
-
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, self._highest + 1)
-        os.close(descriptor)
-        self._highest = moved
-        return moved
-
-    def _unmap(self) -> None:
-        with suppress(BufferError):  # a view exists; the memory is released with the last one
-            self._view.release()
-            if self._map is not None:
-                self._map.close()
-        self._view = memoryview(b"")
-        self._map = None
-
-    def _obtain(self, size_bytes: int) -> _Obtained:
+    def _obtain(self, size_bytes: int) -> tuple[int, str, str]:
+        """Returns the descriptor of new memory, its kind, and a note for the user."""
         places = self._places
         short = ""
         available = available_bytes()
@@ -214,17 +199,16 @@ class SharedBuffer:
         if places.anonymous:
             with suppress(OSError):  # refused by the kernel, or by a container's filter
                 descriptor = os.memfd_create("ckptkit", os.MFD_CLOEXEC)
-                return _Obtained(_filled(descriptor, size_bytes, "memory"), "memfd")
+                return _filled(descriptor, size_bytes, "memory"), "memfd", ""
         if places.memory_folder is not None:
             try:
-                return _Obtained(_file_in(places.memory_folder, size_bytes), "shm")
+                return _file_in(places.memory_folder, size_bytes), "shm", ""
             except NoSpaceError as error:
                 short = error.message
         folder = places.disk_folder or Path(tempfile.gettempdir())
         descriptor = _file_in(folder, size_bytes)
         reason = short or "shared memory is disabled"
-        note = f"{reason}: staging in a file under {str(folder)!r}, slower"
-        return _Obtained(descriptor, "file", note)
+        return descriptor, "file", f"{reason}: staging in a file under {str(folder)!r}, slower"
 
 
 def _file_in(folder: Path, size_bytes: int) -> int:
@@ -234,7 +218,9 @@ def _file_in(folder: Path, size_bytes: int) -> int:
         status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize
         if free >= size_bytes or not status.f_blocks:  # some file systems report no sizes
-            return _filled(_nameless(folder), size_bytes, place)
+            descriptor, name = tempfile.mkstemp(prefix=".ckptkit-staging-", dir=folder)
+            Path(name).unlink()
+            return _filled(descriptor, size_bytes, place)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise NoSpaceError(f"{place} cannot be used ({reason})", hint=_PLACE_HINT) from error
@@ -246,12 +232,6 @@ def _file_in(folder: Path, size_bytes: int) -> int:
 
 def _megabytes(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:,.0f} MB"
-
-
-def _nameless(folder: Path) -> int:
-    descriptor, name = tempfile.mkstemp(prefix=".ckptkit-staging-", dir=folder)
-    Path(name).unlink()
-    return descriptor
 
 
 def _filled(descriptor: int, size_bytes: int, place: str) -> int:
@@ -278,19 +258,3 @@ def _no_space(size_bytes: int, place: str, reason: str) -> NoSpaceError:
         f"{place} refused {_megabytes(size_bytes)} for staging: {reason}",
         hint=_HINT,
     )
-
-
-def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
-    memory = mmap.mmap(descriptor, size_bytes)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(OSError):  # only ever a matter of speed
-            memory.madvise(getattr(mmap, advice, mmap.MADV_NORMAL))
-    _touch(memory)
-    return memory
-
-
-def _touch(memory: mmap.mmap) -> None:
-    try:
-        memory.madvise(_POPULATE_WRITE)
-    except OSError:  # an older kernel
-        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0

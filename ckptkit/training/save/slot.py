@@ -7,8 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,21 +15,22 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
+from ckptkit.core.threads import WorkerThread
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save.file_layout import SavePlan, Signatures, plan_save
-from ckptkit.training.save.frozen import FrozenFiles
-from ckptkit.training.save.saver import OURS, Save, SaveBackend, Saver, Wave
+from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
+from ckptkit.training.save.saver import OURS, Save, SaveBackend
 from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.staging import Stager, measure_copy_limit
+from ckptkit.training.save.staging import Staged, Stager, measure_copy_limit
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.forecast import expected_state_bytes
 from ckptkit.training.state.objects import is_plain, serialise, torch_archive
-from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
+from ckptkit.training.state.pieces import ObjectValue, Piece
 from ckptkit.training.step_names import RNG
-from ckptkit.writer.messages import Inline
+from ckptkit.writer.messages import Inline, Persist, Written
 
 logger = logging.getLogger(__name__)
 
@@ -55,33 +55,22 @@ class _Hook:
 
 
 def call_before_changes(
-    method: Callable[[], None], models: Iterable[nn.Module]
+    method: Callable[[], None], models: Iterable[nn.Module], *, steps: bool = True
 ) -> Callable[[], None]:
     """Has a method called before each step of any optimizer and each load into the models.
 
     Args:
         method: Called without arguments; its object is not kept alive.
         models: Whose `load_state_dict` calls it; from torch 2.5 on.
+        steps: Whether steps of optimizers call it as well as loads.
 
     Returns:
         A function that removes the hooks.
     """
     hook = _Hook(method)
     with ExitStack() as undo:
-        undo.callback(register_optimizer_step_pre_hook(hook).remove)
-        undo.callback(_call_before_loading(hook, models))
-        return undo.pop_all().close
-
-
-def call_before_loading(
-    method: Callable[[], None], models: Iterable[nn.Module]
-) -> Callable[[], None]:
-    """Has a method called before each load into the models, as `call_before_changes` does."""
-    return _call_before_loading(_Hook(method), models)
-
-
-def _call_before_loading(hook: _Hook, models: Iterable[nn.Module]) -> Callable[[], None]:
-    with ExitStack() as undo:
+        if steps:
+            undo.callback(register_optimizer_step_pre_hook(hook).remove)
         for model in models:
             register = getattr(model, "register_load_state_dict_pre_hook", None)  # torch 2.5
             if register is not None:
@@ -90,7 +79,11 @@ def _call_before_loading(hook: _Hook, models: Iterable[nn.Module]) -> Callable[[
 
 
 class SaveSlot:
-    """The resources of one save; a second save waits until the first has ended."""
+    """The resources of one save, and the thread that writes it.
+
+    A second save waits until the first has ended. Each wave is written by the writer process, which
+    is killed if it hangs. After the last wave the save is handed to the backend.
+    """
 
     def __init__(
         self,
@@ -114,7 +107,8 @@ class SaveSlot:
             WriterTimeouts(settings.stall_seconds, settings.timeout_seconds), self._buffer
         )
         self._stager = Stager(self._buffer)
-        self._saver = Saver(self._writer, backend, rank=peers.rank)
+        self._worker = WorkerThread("ckptkit-saver")
+        self._backend = backend
         self._frozen = frozen
         self._signatures = Signatures()
         self._plan: SavePlan | None = None
@@ -138,7 +132,12 @@ class SaveSlot:
         """Allocates the memory for a save, and starts the writer."""
         pieces = bound.holdings(0).pieces  # cached, so the first save finds them faster
         plan = self._plan_for(pieces)
-        self._reserve(plan, expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0]))
+        # Large enough for later saves, so that it need not grow.
+        further_bytes = expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0])
+        self._stager.close()
+        limit, needed = self._settings.staging_limit_bytes, plan.buffer_bytes + further_bytes
+        self._buffer.reserve(needed if limit is None else min(needed, limit))
+        self._log_buffer_note()
         self._copy_limit = measure_copy_limit(self._buffer)
         self._stager.load(plan)
         self._writer.start()
@@ -176,15 +175,16 @@ class SaveSlot:
             self._current = save.handle
             self._log_buffer_note()
             if not save.handle.blocked_seconds:
-                save.note_staged()
-            self._saver.finish(save)
+                save.handle.blocked_seconds = time.perf_counter() - save.began
+            self._worker.submit_unwatched(partial(self._finish, save))
 
     def kill(self) -> None:
-        self._saver.kill()
+        self._writer.kill()
 
     def close(self) -> None:
         """Waits for the save under way, and ends the thread and the writer."""
-        self._saver.close()
+        self._worker.close()
+        self._writer.close()
         self._unguard()
         self._stager.close()
         self._buffer.close()
@@ -200,19 +200,10 @@ class SaveSlot:
         for number, of_wave in enumerate(files.waves):
             staged = self._stager.stage(plan, holdings.pieces, number, frozen=files.frozen)
             save.handle.staging(staged)
-            if number == last:
-                wave = Wave(of_wave, staged, *self._last_wave_files(save, plan, holdings))
-                save.note_staged()
-                self._saver.write(save, wave)
-            else:
-                self._saver.write(save, Wave(of_wave, staged)).result()
+            if number < last:  # the next wave needs the buffer
+                self._worker.submit(partial(self._write, save, of_wave, staged)).result()
                 if save.error is not None:
                     return
-
-    def _last_wave_files(
-        self, save: Save, plan: SavePlan, holdings: Holdings
-    ) -> tuple[tuple[Inline, ...], dict[str, object]]:
-        """Returns the small files of the last wave, and this rank's record."""
         record, inline = record_of(
             plan,
             holdings.objects,
@@ -221,8 +212,61 @@ class SaveSlot:
             attempt=save.attempt.name,
             step=save.attempt.step,
         )
-        record["dispensable"] = [one.to_json() for one in holdings.dispensable]
-        return (*inline, *(Inline(file.path, file.data) for file in holdings.files)), record
+        record["dispensable"] = [entry.to_json() for entry in holdings.dispensable]
+        small = (*inline, *(Inline(file.path, file.data) for file in holdings.files))
+        save.handle.blocked_seconds = time.perf_counter() - save.began
+        write = partial(self._write, save, files.waves[last], staged, small, record)
+        self._worker.submit_unwatched(write)
+
+    def _write(
+        self,
+        save: Save,
+        files: WaveFiles,
+        staged: Staged,
+        inline: tuple[Inline, ...] = (),
+        record: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Has a wave written, in the thread; an error is stored in the save.
+
+        Args:
+            save: The save.
+            files: Files of the buffer, and files to link.
+            staged: The copies into the buffer, which may still be running on a device.
+            inline: Small files, with the last wave.
+            record: The rank's record, with the last wave.
+        """
+        try:
+            staged.wait()
+            if save.error is not None:
+                return
+            if record is not None and not save.answers and not files.links:
+                plain = WaveFiles(files.images)
+                save.rewrite = partial(self._write, save, plain, staged, inline, record)
+            answer = self._writer.request(
+                Persist(
+                    attempt=save.attempt.name,
+                    folder=str(save.attempt.folder),
+                    images=files.images,
+                    inline=inline,
+                    record=record,
+                    record_path=f".ranks/{self._peers.rank}.json",
+                    links=files.links,
+                    keeps=files.keeps,
+                    ranges=files.ranges,
+                )
+            )
+            assert isinstance(answer, Written)  # noqa: S101  the answer to `Persist`
+            save.answers.append(answer)
+            files.on_written(answer)
+        except CkptkitError as error:
+            save.error = error
+        except Exception as error:
+            logger.exception("saving step %d", save.attempt.step)
+            save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+
+    def _finish(self, save: Save) -> None:
+        save.durable = time.perf_counter()
+        self._backend.end(save)
 
     def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
         owners, signature = self._signatures.of(pieces)
@@ -234,14 +278,6 @@ class SaveSlot:
             )
             self._plan, self._restless = plan, restless
         return plan
-
-    def _reserve(self, plan: SavePlan, further_bytes: int) -> None:
-        """Makes the buffer large enough for later saves, so that it need not grow."""
-        self._stager.close()
-        limit = self._settings.staging_limit_bytes
-        needed = plan.buffer_bytes + further_bytes
-        self._buffer.reserve(needed if limit is None else min(needed, limit))
-        self._log_buffer_note()
 
     def _log_buffer_note(self) -> None:
         """Logs each new note about the buffer once."""
@@ -256,12 +292,13 @@ class SaveSlot:
             self._unguard()
             with ExitStack() as undo:
                 undo.callback(call_before_changes(self._stager.join, models))
-                undo.callback(call_before_loading(self._frozen.forget, models))
+                undo.callback(call_before_changes(self._frozen.forget, models, steps=False))
                 self._unguard = undo.pop_all().close
             self._guarded = models
 
 
-_ARCHIVES = 4096
+_MOST_ARCHIVES = 4096
+_archives: dict[str, bytes] = {}  # of plain values, by their text, since 1 == True
 
 
 def record_of(
@@ -323,25 +360,18 @@ def objects_file(
     return Inline(f"{unit}/{name}" if unit else name, bytes(data)), rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """A plain value as a key of a cache: compared by its text, since 1 == True."""
-
-    text: str
-    value: object = field(compare=False)
-
-
 def _archive_of(item: ObjectValue) -> bytes:
     value = item.value
     if item.archive:
         return item.archive
     if is_plain(value):
-        return _archive_of_plain(_Plain(repr(value), value))
+        text = repr(value)
+        archive = _archives.get(text)
+        if archive is None:
+            if len(_archives) >= _MOST_ARCHIVES:
+                _archives.clear()
+            archive = _archives[text] = torch_archive(value)
+        return archive
     if item.key_path[0] == RNG:  # ours and large; known to be readable
         return torch_archive(value)
     return serialise(value, ".".join(map(str, item.key_path)))
-
-
-@lru_cache(_ARCHIVES)
-def _archive_of_plain(value: _Plain) -> bytes:
-    return torch_archive(value.value)

@@ -70,24 +70,34 @@ class Stager:
         self._wave = -1  # whose literals are in place
         self._staged = Staged()
 
-    def load(self, plan: SavePlan) -> None:
-        """Prepares the buffer for a plan, and grows it if it is too small.
+    def load(self, plan: SavePlan, wave: int | None = 0) -> None:
+        """Prepares the buffer for a wave of a plan, and grows it if it is too small.
 
-        The buffer must not be in use. Does nothing if the plan is loaded already.
+        The buffer must not be in use. Does nothing if the wave is loaded already.
+
+        Args:
+            plan: The plan.
+            wave: Whose literals are put in place; None for none.
         """
-        if plan is self._plan and self._descriptor == self._buffer.descriptor:
+        if plan is not self._plan or self._descriptor != self._buffer.descriptor:
+            self._staged.wait()
+            self._plan, self._targets, self._wave = None, {}, -1
+            if plan.buffer_bytes > self._buffer.size_bytes:
+                self.close()
+                self._buffer.reserve(plan.buffer_bytes)
+            if self._buffer.size_bytes:
+                self._base = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
+            self._plan, self._descriptor = plan, self._buffer.descriptor
+            self._cuda.prepare(plan.devices, self._base)
+        if wave is None:
             return
-        self._forget()
-        if plan.buffer_bytes > self._buffer.size_bytes:
-            self._cuda.unpin()
-            self._base = torch.empty(0, dtype=torch.uint8)
-            self._buffer.reserve(plan.buffer_bytes)
-        if self._buffer.size_bytes:
-            self._base = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
-        self._plan, self._descriptor = plan, self._buffer.descriptor
-        self._cuda.prepare(plan.devices, self._base)
-        self._put_literals(plan, 0)
-        self._targets_of(plan, 0)
+        if self._wave != wave:
+            memory = self._buffer.memory
+            for start, data in plan.literals[wave]:
+                memory[start : start + len(data)] = data
+            self._wave = wave
+        if wave not in self._targets:
+            self._targets[wave] = [_target(self._base, step) for step in plan.copies[wave]]
 
     def stage(
         self, plan: SavePlan, pieces: Sequence[Piece], wave: int = 0, *, frozen: bool = True
@@ -103,9 +113,8 @@ class Stager:
         Returns:
             The copies, of which those from the CPU are complete.
         """
-        self.load(plan)
-        self._put_literals(plan, wave)
-        targets, steps = self._targets_of(plan, wave), plan.copies[wave]
+        self.load(plan, wave)
+        targets, steps = self._targets[wave], plan.copies[wave]
         if not frozen:
             steps = steps[: len(steps) - len(plan.samples[wave])]
         with torch.no_grad():
@@ -125,7 +134,7 @@ class Stager:
         Returns:
             The bytes of each copy, valid until the next wave is staged.
         """
-        self.load(plan)
+        self.load(plan, None)
         if len(plan.images) > 1:  # they may overwrite literals of another wave
             self._wave = -1
         with torch.no_grad():
@@ -139,28 +148,10 @@ class Stager:
 
     def close(self) -> None:
         """Releases the buffer, which may be closed afterwards."""
-        self._forget()
-        self._cuda.unpin()
-        self._base = torch.empty(0, dtype=torch.uint8)
-
-    def _forget(self) -> None:
         self._staged.wait()
         self._plan, self._targets, self._wave = None, {}, -1
-
-    def _put_literals(self, plan: SavePlan, wave: int) -> None:
-        if self._wave == wave:
-            return
-        memory = self._buffer.memory
-        for start, data in plan.literals[wave]:
-            memory[start : start + len(data)] = data
-        self._wave = wave
-
-    def _targets_of(self, plan: SavePlan, wave: int) -> list[torch.Tensor]:
-        targets = self._targets.get(wave)
-        if targets is None:
-            targets = [_target(self._base, step) for step in plan.copies[wave]]
-            self._targets[wave] = targets
-        return targets
+        self._cuda.unpin()
+        self._base = torch.empty(0, dtype=torch.uint8)
 
     def _copy(
         self,
@@ -176,18 +167,16 @@ class Stager:
                 # as long for large tensors, and twice as long for small ones.
                 torch._foreach_copy_(targets, sources)
             return Staged()
-        copies = list(zip(targets, sources, steps, strict=True))
-        prompt = [(target, source) for target, source, step in copies if step.prompt]
-        rest = [(target, source) for target, source, step in copies if not step.prompt]
-        staged = self._cuda.copy(_on_cuda(prompt), _on_cuda(rest))
-        for target, source, _ in copies:
-            if not source.is_cuda:
-                target.copy_(source)
+        prompt: list[Pair] = []
+        rest: list[Pair] = []
+        on_host: list[Pair] = []
+        for target, source, step in zip(targets, sources, steps, strict=True):
+            pairs = on_host if not source.is_cuda else prompt if step.prompt else rest
+            pairs.append((target, source))
+        staged = self._cuda.copy(prompt, rest)
+        for target, source in on_host:
+            target.copy_(source)
         return staged
-
-
-def _on_cuda(pairs: Sequence[Pair]) -> list[Pair]:
-    return [pair for pair in pairs if pair[1].is_cuda]
 
 
 class _CudaCopies:

@@ -109,15 +109,12 @@ class WriterProcess:
     def _start(self) -> Channel:
         if self._process is not None and self._process.poll() is not None:
             self._forget(0)
-        if self._channel is None:
-            self._launch()
-        channel = self._channel
-        assert channel is not None  # noqa: S101  `_launch` has set it
+        channel = self._channel or self._launch()
         buffer = self._buffer
-        if buffer is None:
+        if buffer is None or not buffer.size_bytes:
             return channel
         known = buffer.descriptor, buffer.size_bytes  # numbers of descriptors are reused
-        if buffer.size_bytes and known != self._announced:
+        if known != self._announced:
             self._announced = known
             self._send(channel, Buffer(buffer.size_bytes), (buffer.descriptor,))
         return channel
@@ -131,7 +128,7 @@ class WriterProcess:
         except OSError as error:
             raise self._died() from error
 
-    def _launch(self) -> None:
+    def _launch(self) -> Channel:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             command = list(self._timeouts.command(theirs.fileno()))
@@ -148,6 +145,7 @@ class WriterProcess:
                 raise WriterError(f"could not be started: {error}", where=self._name) from error
         ours.settimeout(self._timeouts.stall_seconds)  # for each message
         self._socket, self._channel, self._announced = ours, Channel(ours), _NOTHING
+        return self._channel
 
     def _answer(self, channel: Channel) -> Written | StepCommitted | Failed:
         heard = grew = time.monotonic()

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training.save.file_layout import check_storable, storable_dtype
+from ckptkit.training.save.file_layout import check_storable
 from ckptkit.training.state import rank_bound
 from ckptkit.training.state.dtensors import (
     Copies,
@@ -287,7 +287,7 @@ class _Walk:
             if not state.sharded:
                 objects += rank_bound.composed_of(state, self._unit, self._path)
         for piece in pieces:
-            storable_dtype(piece)
+            check_storable(piece.local, piece.key)
         collected = self.collected
         self.collected = CollectedState()
         objects += collected.objects
