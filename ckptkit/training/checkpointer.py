@@ -29,7 +29,6 @@ from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.storage.local.disk import Closable
 from ckptkit.training.agree.peers import open_peers
 from ckptkit.training.agree.save_requests import open_requests
-from ckptkit.training.binding import Binding
 from ckptkit.training.export.export import Exporter, ExportHandle, ExportOptions, make_request
 from ckptkit.training.handle import SaveHandle, SkippedError
 from ckptkit.training.resume.resume import decline, resume, resume_from
@@ -39,7 +38,7 @@ from ckptkit.training.save.saver import Save
 from ckptkit.training.save.slot import SaveSlot
 from ckptkit.training.session import Session, open_session
 from ckptkit.training.settings import Options, check_options
-from ckptkit.training.state.collect import BoundState
+from ckptkit.training.state.collect import Binding, BoundState
 from ckptkit.training.tiers.save import open_save_backend
 
 logger = logging.getLogger(__name__)
@@ -62,41 +61,6 @@ def first_of(errors: Sequence[CkptkitError | None]) -> CkptkitError | None:
     )
 
 
-class OneCall:
-    """Refuses a call while another thread is in one, and suspends the caller's modes of torch."""
-
-    def __init__(self, lock: threading.Lock, what: str) -> None:
-        self._lock = lock
-        self._what = what
-        self._undo = ExitStack()
-        self._unsuited = ""
-
-    def check_modes(self) -> None:
-        """Refuses modes of the caller under which the state cannot be read or written."""
-        if self._unsuited:
-            raise UsageError(
-                f"{self._unsuited} is active, under which tensors are not those of the training",
-                where=f"Checkpointer.{self._what}",
-                hint="make the call outside of it",
-            )
-
-    def __enter__(self) -> Self:
-        if not self._lock.acquire(blocking=False):
-            raise SaveError(
-                "another thread is saving or resuming at this moment",
-                where=f"Checkpointer.{self._what}",
-                hint="call the Checkpointer from one thread, in the same order on every rank",
-            )
-        with ExitStack() as undo:
-            undo.callback(self._lock.release)
-            self._unsuited = undo.enter_context(plain_torch())
-            self._undo = undo.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
-
-
 @contextmanager
 def plain_torch() -> Iterator[str]:
     """Suspends the caller's modes of torch, and disables autograd.
@@ -114,7 +78,9 @@ def plain_torch() -> Iterator[str]:
             active = undo.enter_context(dispatch._disable_current_modes()) or []  # noqa: SLF001
         # Inside a function under torch.compile, calls from here must not be compiled.
         undo.callback(eval_frame.set_eval_frame, eval_frame.set_eval_frame(None))
-        undo.enter_context(_no_function_modes())
+        while torch._C._len_torch_function_stack():  # noqa: SLF001 - such as of torch.set_default_device
+            mode = torch._C._pop_torch_function_stack()  # noqa: SLF001 - torch.overrides takes off one only
+            undo.callback(torch._C._push_on_torch_function_stack, mode)  # noqa: SLF001
         undo.enter_context(torch._C._DisableAutocast())  # noqa: SLF001 - for all devices
         undo.enter_context(torch.inference_mode(mode=False))
         undo.enter_context(torch.no_grad())
@@ -125,50 +91,42 @@ def plain_torch() -> Iterator[str]:
         yield unsuited
 
 
-@contextmanager
-def _no_function_modes() -> Iterator[None]:
-    """Removes modes such as that of `torch.set_default_device` from the stack of this thread."""
-    modes = [
-        torch._C._pop_torch_function_stack()  # noqa: SLF001 - torch.overrides takes off one only
-        for _ in range(torch._C._len_torch_function_stack())  # noqa: SLF001
-    ]
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)  # noqa: SLF001
-
-
-def _callers_level() -> int:
-    """Returns the stack level, for the calling function, of the first frame outside of ckptkit."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - documented, and quicker than inspect
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ckptkit."):
-        level, frame = level + 1, frame.f_back
-    return level
+def _check_modes(unsuited: str, what: str) -> None:
+    if unsuited:
+        raise UsageError(
+            f"{unsuited} is active, under which tensors are not those of the training",
+            where=f"Checkpointer.{what}",
+            hint="make the call outside of it",
+        )
 
 
 class FailedSaves:
-    """Counts the saves that failed in a row, so that training is warned."""
+    """Counts the saves that failed in a row, so that training is warned.
+
+    Attributes:
+        open: Saves that count once they have ended.
+    """
 
     def __init__(self) -> None:
-        self._open: deque[SaveHandle] = deque()
+        self.open: deque[SaveHandle] = deque()
         self._count = 0
         self._last: CkptkitError | None = None
-
-    def follow(self, handle: SaveHandle) -> None:
-        """Adds a save, which counts once it has ended."""
-        self._open.append(handle)
 
     def warn(self) -> None:
         """Warns the caller of the Checkpointer's method if many saves have failed in a row."""
         error = self.error()
-        if error is not None:
-            warnings.warn(str(error), RuntimeWarning, stacklevel=_callers_level())
+        if error is None:
+            return
+        # The warning names the first line outside of ckptkit.
+        level, frame = 1, sys._getframe()  # noqa: SLF001 - documented, and quicker than inspect
+        while frame.f_back and frame.f_globals.get("__name__", "").startswith("ckptkit."):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(str(error), RuntimeWarning, stacklevel=level)
 
     def error(self) -> SaveError | None:
         """Returns an error for many failures in a row, None if there were fewer."""
-        while self._open and self._open[0].done():
-            ended = self._open.popleft()
+        while self.open and self.open[0].done():
+            ended = self.open.popleft()
             if not ended.skipped:
                 self._last = ended.error
                 self._count = 0 if self._last is None else self._count + 1
@@ -253,8 +211,8 @@ class Checkpointer:
             NoSpaceError: If there is not enough memory; see `staging_limit`.
             OutputError: If the directory of the run is not writable any more.
         """
-        with self._calling("prepare") as call:
-            call.check_modes()
+        with self._calling("prepare") as check_modes:
+            check_modes()
             bound = self._binding.of(state)
             self._session.put_beside(bound)
             for slot in self._slots:
@@ -292,10 +250,10 @@ class Checkpointer:
                 raised on that rank; on the others it is the result of the save.
         """
         began = time.perf_counter()
-        with self._calling("save") as call:
+        with self._calling("save") as check_modes:
 
             def find_bound() -> BoundState:
-                call.check_modes()
+                check_modes()
                 return self._binding.of(state).with_files(files)
 
             attempt = self._session.attempt(step, name)
@@ -325,7 +283,8 @@ class Checkpointer:
             return bound
 
         slot.take(save, find_state)
-        self._failed.follow(save.handle)  # not of a call that raises, which training hears anyway
+        # Not of a call that raises, which training hears anyway.
+        self._failed.open.append(save.handle)
         return save.handle
 
     @check_names
@@ -351,10 +310,10 @@ class Checkpointer:
         Raises:
             CkptkitError: If the export failed on this rank; on the others it is the result.
         """
-        with self._calling("export") as call:
+        with self._calling("export") as check_modes:
 
             def find_bound() -> BoundState:
-                call.check_modes()
+                check_modes()
                 return self._binding.again(state)
 
             step = self._taken.step if self._taken else None
@@ -394,31 +353,33 @@ class Checkpointer:
             ResumeError: If the step does not fit the state, or if all steps are damaged.
             PeerError: If another rank does not take part in time.
         """
-        with self._calling("resume") as call:
+        run, timeout = self._session.run, self._settings.timeout_seconds
+        with self._calling("resume") as check_modes:
             for handle in self._handles:
                 handle.wait()
             self._backend.recover()
             self._frozen.forget()
             try:
-                call.check_modes()
+                check_modes()
                 bound = self._binding.of(state).resuming(self._settings.unfit_optimizer)
             except Exception as error:
-                decline(self._peers, error, timeout_seconds=self._settings.timeout_seconds)
+                decline(self._peers, error, timeout_seconds=timeout)
                 raise
-            loaded_step = self._load(bound, step, folder)
+            loaded_step: int | None
+            if folder is not None:
+                place = self._session.place_of(folder)
+                loaded_step = resume_from(bound, place, self._peers, timeout_seconds=timeout)
+            else:
+                loaded_step = resume(
+                    bound,
+                    run.place,
+                    self._peers,
+                    timeout_seconds=timeout,
+                    step=step,
+                    prefix=run.prefix,
+                )
             self._binding.forget()  # parameters may have left the meta device
             return loaded_step
-
-    def _load(
-        self, bound: BoundState, step: int | None, folder: str | PathLike[str] | None
-    ) -> int | None:
-        timeout, run = self._settings.timeout_seconds, self._session.run
-        if folder is not None:
-            place = self._session.place_of(folder)
-            return resume_from(bound, place, self._peers, timeout_seconds=timeout)
-        return resume(
-            bound, run.place, self._peers, timeout_seconds=timeout, step=step, prefix=run.prefix
-        )
 
     @check_names
     def should_save(self, step: int) -> bool:
@@ -536,9 +497,28 @@ class Checkpointer:
         save.handle.fail(skipped)
         return None
 
-    def _calling(self, what: str) -> OneCall:
+    @contextmanager
+    def _calling(self, what: str) -> Iterator[Callable[[], None]]:
+        """Refuses a call while another thread is in one, and suspends the caller's modes of torch.
+
+        Yields:
+            A function that refuses modes under which the state cannot be read or written.
+
+        Raises:
+            SaveError: If another thread is in a call.
+        """
         self._check_open(what)
-        return OneCall(self._busy, what)
+        if not self._busy.acquire(blocking=False):
+            raise SaveError(
+                "another thread is saving or resuming at this moment",
+                where=f"Checkpointer.{what}",
+                hint="call the Checkpointer from one thread, in the same order on every rank",
+            )
+        try:
+            with plain_torch() as unsuited:
+                yield partial(_check_modes, unsuited, what)
+        finally:
+            self._busy.release()
 
     def _check_open(self, what: str) -> None:
         if self._closed:

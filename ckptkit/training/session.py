@@ -61,31 +61,34 @@ class SidecarFolders:
         self._places: object = ()
         self._files: Sequence[ObjectFile] = ()
 
-    @property
-    def folder(self) -> Path:
-        return self._kept[-1]
+    def put(
+        self,
+        objects: Sequence[object],
+        places: object,
+        collect: Callable[[], Sequence[ObjectFile]],
+    ) -> Path:
+        """Returns the folder for the next save, and removes those that no commit needs.
 
-    def is_of(self, objects: Sequence[object], places: object) -> bool:
-        """Returns whether the newest folder exists and was created for these objects."""
-        exists = bool(self._kept) and self.folder.is_dir()
-        is_same = list(map(id, objects)) == list(map(id, self._objects))
-        return exists and is_same and places == self._places
-
-    def put(self, objects: Sequence[object], places: object, files: Sequence[ObjectFile]) -> None:
-        """Creates a new folder if the files differ, and removes those that no commit needs.
+        It is a new one if the files differ from those of the newest one, or if that is gone.
 
         Args:
             objects: The models and optimizers that the files describe.
             places: The places of other values, which they describe as well.
-            files: The sidecar.
+            collect: Returns the sidecar; called if any of these is another one.
         """
-        if not (self._kept and self.folder.is_dir() and tuple(files) == tuple(self._files)):
+        exists = bool(self._kept) and self._kept[-1].is_dir()
+        is_same = list(map(id, objects)) == list(map(id, self._objects))
+        if exists and is_same and places == self._places:
+            return self._kept[-1]
+        files = collect()
+        if not exists or tuple(files) != tuple(self._files):
             self._count += 1
             self._kept.append(self._create(str(self._count), files))
             self._files = files
         self._objects, self._places = tuple(objects), places
         while len(self._kept) > self._most:
             shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+        return self._kept[-1]
 
     def close(self) -> None:
         """Removes all of them."""
@@ -235,7 +238,18 @@ class Session:
         self, attempt: SaveAttempt, bound: BoundState, metrics: Mapping[str, float] | None
     ) -> SaveAttempt:
         """Returns an attempt with its metrics and its sidecar folder."""
-        source = {**attempt.manifest["source"], "metrics": _numbers(metrics)}
+        if not isinstance(metrics, Mapping | None):
+            raise UsageError(f"expected numbers by name, got {a_kind(metrics)}", where="metrics")
+        try:
+            numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        except (TypeError, ValueError) as error:
+            message = f"expected a number for each name: {error}"
+            raise UsageError(message, where="metrics") from error
+        infinite = [name for name, value in numbers.items() if not math.isfinite(value)]
+        if infinite:
+            logger.warning("not finite, and kept as null: metrics %s", ", ".join(sorted(infinite)))
+        finite = {**numbers, **dict.fromkeys(infinite)}
+        source = {**attempt.manifest["source"], "metrics": finite}
         manifest = {**attempt.manifest, "source": source}
         return replace(attempt, manifest=manifest, beside=self.put_beside(bound))
 
@@ -250,10 +264,12 @@ class Session:
         modules = [model.module for model in bound.models]
         objects = [*modules, *(entry.optimizer for entry in bound.optimizers)]
         places = [(other.key, other.position, other.kind, other.file) for other in bound.others]
-        if not self._descriptions.is_of(objects, places):
+
+        def collect() -> Sequence[ObjectFile]:
             files = collect_sidecar(modules, self._settings.sidecar)
-            self._descriptions.put(objects, places, (*files, run_facts(bound.facts(), modules)))
-        return str(self._descriptions.folder)
+            return *files, run_facts(bound.facts(), modules)
+
+        return str(self._descriptions.put(objects, places, collect))
 
     def origin(self, step: int | None) -> Mapping[str, Any]:
         """Returns the origin of an export of the live state.
@@ -294,7 +310,11 @@ class Session:
 def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
     """Opens a run on all ranks; rank 0 creates, locks and sweeps it."""
     held: list[RunLock | None] = []
-    place = _agree_on_place(run, peers, settings)
+    try:
+        place = _check_place(run, settings)
+    except UsageError as error:  # so that the other ranks fail at once
+        peers.refuse(_LOCK, error, timeout_seconds=settings.timeout_seconds)
+        raise
 
     def make() -> TrainingRun[Any]:
         if isinstance(place, Path):
@@ -315,7 +335,7 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         return opened_run.last_save_number()
 
     with ExitStack() as undo:
-        undo.callback(lambda: _close_locks(held))
+        undo.callback(lambda: [lock.close() for lock in held if lock is not None])
         saved_before = peers.agree(
             _LOCK,
             settings.shared(),
@@ -325,15 +345,6 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         opened = _open_on_all(make, peers, settings)
         undo.pop_all()
     return Session(opened, peers, settings, held[0] if held else None, saved_before)
-
-
-def _agree_on_place(run: PathLike, peers: Peers, settings: Settings) -> Path | Place:
-    """Returns what `_check_place` does; if it refuses, the other ranks fail at once."""
-    try:
-        return _check_place(run, settings)
-    except UsageError as error:
-        peers.refuse(_LOCK, error, timeout_seconds=settings.timeout_seconds)
-        raise
 
 
 def _check_place(run: PathLike, settings: Settings) -> Path | Place:
@@ -356,12 +367,6 @@ def _check_place(run: PathLike, settings: Settings) -> Path | Place:
             " with room for two steps of its ranks",
         )
     return place
-
-
-def _close_locks(locks: Sequence[RunLock | None]) -> None:
-    for lock in locks:
-        if lock is not None:
-            lock.close()
 
 
 def _open_on_all(
@@ -401,16 +406,3 @@ def _check_step(step: object) -> int:
             hint="count steps from 0, or give the directory a name of its own with `name`",
         )
     return count
-
-
-def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float | None]:
-    if not isinstance(metrics, Mapping | None):
-        raise UsageError(f"expected numbers by name, got {a_kind(metrics)}", where="metrics")
-    try:
-        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"expected a number for each name: {error}", where="metrics") from error
-    infinite = [name for name, value in numbers.items() if not math.isfinite(value)]
-    if infinite:
-        logger.warning("not finite, and kept as null: metrics %s", ", ".join(sorted(infinite)))
-    return {name: None if name in infinite else value for name, value in numbers.items()}

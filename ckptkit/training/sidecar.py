@@ -88,8 +88,10 @@ def collect_sidecar(
         Files below `ckptkit/`, sorted by path.
     """
     files: _Files = {}
-    for name, data in _described(models):
-        files[name] = data
+    for model in models:
+        files |= _configurations(innermost(model))
+        if files:
+            break
     for key, value in sidecar.items():
         for name, data in _given(key, value):
             _add(files, name, data, key)
@@ -114,18 +116,14 @@ def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> 
             the `id` under which it was loaded and the `commit_hash` on the Hub, which
             `config.json` does not have.
     """
-    document = {**facts} | _origin(models)
-    return ObjectFile(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
-
-
-def _origin(models: Sequence[nn.Module]) -> dict[str, object]:
-    for model in map(innermost, models):
-        base = _base_of(model)
+    document = {**facts}
+    for base in map(_base_of, map(innermost, models)):
         if hasattr(getattr(base, "config", None), "to_json_string"):
             origin = {"id": _base_id(base), "commit_hash": _commit_hash(base)}
-            origin = {name: text for name, text in origin.items() if text}
-            return {"base_model": origin} if origin else {}
-    return {}
+            if any(origin.values()):
+                document["base_model"] = {name: text for name, text in origin.items() if text}
+            break
+    return ObjectFile(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
 
 
 def _base_id(base: nn.Module) -> str | None:
@@ -138,27 +136,24 @@ def _commit_hash(base: nn.Module) -> str | None:
     return commit if isinstance(commit, str) and commit else None
 
 
-def _described(models: Sequence[nn.Module]) -> Iterator[tuple[str, bytes]]:
-    for wrapped in models:
-        model = innermost(wrapped)
-        files = dict(_configurations(model))
-        if files:
-            yield from files.items()
-            return
-
-
-def _configurations(model: nn.Module) -> Iterator[tuple[str, bytes]]:
+def _configurations(model: nn.Module) -> _Files:
+    """Returns the configurations of a model and its adapters; none for other modules."""
+    files: _Files = {}
     adapters = getattr(model, "peft_config", None)
     base = _base_of(model)
     config = getattr(base, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
-        yield _CONFIG, _model_config(base, config)
+        # As `save_pretrained` of the model would write it.
+        config = copy.deepcopy(config)
+        config.architectures = [type(base).__name__.removeprefix(_FSDP2_PREFIX)]
+        files[_CONFIG] = str(config.to_json_string()).encode()
         generation = getattr(base, "generation_config", None)
         if generation is not None and hasattr(generation, "to_json_string"):
-            yield _GENERATION_CONFIG, generation.to_json_string().encode()
+            files[_GENERATION_CONFIG] = generation.to_json_string().encode()
     for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
         folder = "" if name == _DEFAULT_ADAPTER else f"adapters/{name}/"
-        yield f"{folder}{_ADAPTER_CONFIG}", _adapter_config(adapter, base)
+        files[f"{folder}{_ADAPTER_CONFIG}"] = _adapter_config(adapter, base)
+    return files
 
 
 def _base_of(model: nn.Module) -> nn.Module:
@@ -167,13 +162,6 @@ def _base_of(model: nn.Module) -> nn.Module:
         return model
     get = getattr(model, "get_base_model", None)
     return innermost(cast(Callable[[], nn.Module], get)()) if get is not None else model
-
-
-def _model_config(model: nn.Module, config: Any) -> bytes:
-    """Returns `config.json` as `save_pretrained` of the model would write it."""
-    config = copy.deepcopy(config)
-    config.architectures = [type(model).__name__.removeprefix(_FSDP2_PREFIX)]
-    return str(config.to_json_string()).encode()
 
 
 def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
@@ -277,7 +265,8 @@ def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tupl
         _check_file(name, data, own)
     known = {name.casefold(): name for name in files}
     for name in files:
-        above = (known.get(folder.casefold()) for folder in _folders_of(name))
+        parts = name.split("/")
+        above = (known.get("/".join(parts[:end]).casefold()) for end in range(1, len(parts)))
         other = next(filter(None, above), known[name.casefold()])
         if other != name:
             raise UsageError(
@@ -286,11 +275,6 @@ def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tupl
                 hint="choose another",
             )
     return tuple(ObjectFile(name, bytes(data)) for name, data in files.items())
-
-
-def _folders_of(name: str) -> list[str]:
-    parts = name.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _check_file(name: object, data: object, own: Collection[str]) -> None:

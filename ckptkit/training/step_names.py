@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ TRAINER_STATE = "trainer_state.json"
 """The file with the Trainer's own state."""
 
 _COMPILED = "_orig_mod"
-_RUNNERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+_PARALLEL = (DistributedDataParallel, DataParallel)
+_RUNNERS = (*_PARALLEL, FullyShardedDataParallel)
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED})
 """The names under which FSDP1, activation checkpointing and `torch.compile` keep a module."""
 
@@ -110,7 +111,9 @@ def parallel_prefixes(model: nn.Module) -> tuple[str, ...]:
     A module of the user may be called `module` too, so that the name alone is not enough.
     """
     names = [
-        _without_wrappers(name) for name, module in model.named_modules() if _is_parallel(module)
+        _without_wrappers(name)
+        for name, module in model.named_modules()
+        if isinstance(module, _PARALLEL)
     ]
     return tuple(sorted((f"{name}." if name else "" for name in names), key=len, reverse=True))
 
@@ -120,7 +123,7 @@ def wrapper_names(model: nn.Module) -> list[str]:
     kinds = [
         type(module).__name__
         for module in model.modules()
-        if _is_parallel(module) or not _WRAPPERS.isdisjoint(dict(module.named_children()))
+        if isinstance(module, _PARALLEL) or not _WRAPPERS.isdisjoint(dict(module.named_children()))
     ]
     return list(dict.fromkeys(kinds))
 
@@ -139,10 +142,6 @@ def _without_wrappers(name: str) -> str:
     if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _is_parallel(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel | DataParallel)
 
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES
@@ -179,14 +178,6 @@ class TensorPlaces:
     @property
     def units(self) -> tuple[str, ...]:
         return (self.unit,) if self.adapter is None else (self.unit, self.base_unit)
-
-    def by_unit(self, names: Iterable[str]) -> dict[str, list[KeyPath]]:
-        """Returns the key paths of a tensor's names, by directory."""
-        paths: dict[str, list[KeyPath]] = {}
-        for name in names:
-            unit, path = self.of(name)
-            paths.setdefault(unit, []).append(path)
-        return paths
 
 
 def adapter_names(model: nn.Module) -> AdapterNames | None:

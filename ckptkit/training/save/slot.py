@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -25,8 +26,7 @@ from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import Staged, Stager, measure_copy_limit
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
-from ckptkit.training.state.collect import BoundState
-from ckptkit.training.state.forecast import expected_state_bytes
+from ckptkit.training.state.collect import BoundState, expected_state_bytes
 from ckptkit.training.state.objects import is_plain, serialise, torch_archive
 from ckptkit.training.state.pieces import ObjectValue, Piece
 from ckptkit.training.step_names import RNG
@@ -212,7 +212,7 @@ class SaveSlot:
             attempt=save.attempt.name,
             step=save.attempt.step,
         )
-        record["dispensable"] = [entry.to_json() for entry in holdings.dispensable]
+        record["dispensable"] = [asdict(entry) for entry in holdings.dispensable]
         small = (*inline, *(Inline(file.path, file.data) for file in holdings.files))
         save.handle.blocked_seconds = time.perf_counter() - save.began
         write = partial(self._write, save, files.waves[last], staged, small, record)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,15 +25,32 @@ _LOADER_HINT = "use torchdata's StatefulDataLoader, or leave the dataloader out"
 _PLAIN_HINT = "put values such as counters into a dict, which is saved and restored in place"
 
 
-def entries_of(
+def leaves(
     state: Mapping[str, object], layout: Layout
-) -> Iterator[tuple[str, int | None, object]]:
-    """Yields the values of the mapping, those of lists one by one with their positions."""
+) -> tuple[tuple[str, int | None, object], ...]:
+    """Returns the values of the mapping, those of lists one by one with their positions.
+
+    Two states with the same objects are the same state. To compare them by identity, keep them
+    alive: identities are reused.
+    """
     seen: dict[int, str] = {}
+    entries: list[tuple[str, int | None, object]] = []
     for key, value in state.items():
-        _check_key(key, layout)
-        for position, entry in _members(value):
-            name = key if position is None else f"{key}[{position}]"
+        if not isinstance(key, str) or not key or "/" in key or key.startswith("."):
+            raise UsageError(
+                f"the state has the key {key!r} where a name was expected",
+                hint="use keys such as 'model' and 'optimizer'",
+            )
+        if layout == "dcp" and key in _RESERVED:
+            raise UsageError(
+                "this key is taken by the random number generators, which are always saved",
+                where=key,
+                hint="use another key",
+            )
+        is_list = isinstance(value, list | tuple) and bool(value)
+        several = is_list and all(_has(entry, "state_dict", "load_state_dict") for entry in value)
+        for position, entry in enumerate(value) if several else ((None, value),):
+            name = shown_name(key, position)
             if id(entry) in seen:
                 raise UsageError(
                     f"the same object was found under {seen[id(entry)]!r}",
@@ -40,17 +58,8 @@ def entries_of(
                     hint="name each model, optimizer and other object once",
                 )
             seen[id(entry)] = name
-            yield key, position, entry
-
-
-def leaves(
-    state: Mapping[str, object], layout: Layout
-) -> tuple[tuple[str, int | None, object], ...]:
-    """Returns what `entries_of` yields: two states with the same objects are the same state.
-
-    To compare them by identity, keep them alive: identities are reused.
-    """
-    return tuple(entries_of(state, layout))
+            entries.append((key, position, entry))
+    return tuple(entries)
 
 
 def kind_of(key: str, value: object) -> Kind:
@@ -78,7 +87,11 @@ def kind_of(key: str, value: object) -> Kind:
             where=key,
             hint=_LOADER_HINT if isinstance(value, DataLoader) else _PLAIN_HINT,
         )
-    return _kind_by_methods(value)
+    if isinstance(value, LRScheduler) or _has(value, "get_last_lr"):
+        return "scheduler"
+    if _has(value, "get_scale", "unscale_"):
+        return "scaler"
+    return "dataloader" if _has(value, "__iter__") else "stateful"
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -105,40 +118,6 @@ def taken_from(value: object) -> Literal["model", "optimizer"] | None:
         if any(tensors) and (hasattr(entry, "_metadata") or all(tensors)):
             return "model"
     return None
-
-
-def _kind_by_methods(value: object) -> Kind:
-    if isinstance(value, LRScheduler) or _has(value, "get_last_lr"):
-        return "scheduler"
-    if _has(value, "get_scale", "unscale_"):
-        return "scaler"
-    return "dataloader" if _has(value, "__iter__") else "stateful"
-
-
-def _check_key(key: object, layout: Layout) -> None:
-    if not isinstance(key, str) or not key or "/" in key or key.startswith("."):
-        raise UsageError(
-            f"the state has the key {key!r} where a name was expected",
-            hint="use keys such as 'model' and 'optimizer'",
-        )
-    if layout == "dcp" and key in _RESERVED:
-        raise UsageError(
-            "this key is taken by the random number generators, which are always saved",
-            where=key,
-            hint="use another key",
-        )
-
-
-def _members(value: object) -> Iterator[tuple[int | None, Any]]:
-    """Yields the members of a list of objects with state; other values are one entry."""
-    if (
-        isinstance(value, list | tuple)
-        and value
-        and all(_has(entry, "state_dict", "load_state_dict") for entry in value)
-    ):
-        yield from enumerate(value)
-    else:
-        yield None, value
 
 
 def _has(value: object, *methods: str) -> bool:
@@ -243,77 +222,50 @@ class BoundObject:
         return self.target if self.kind == "plain" else self.target.state_dict()
 
 
-@dataclass(frozen=True, slots=True)
-class BoundEntries:
-    """All entries of the mapping, by kind, each in the order of the mapping."""
-
-    models: tuple[BoundModel, ...]
-    optimizers: tuple[BoundOptimizer, ...]
-    others: tuple[BoundObject, ...]
-
-
-def place_entries(state: Mapping[str, object], layout: Layout, *, rank: int) -> BoundEntries:
-    """Gives each entry of the user's mapping a place in a step."""
-    naming = _Naming(layout, rank)
-    for key, position, value in entries_of(state, layout):
-        naming.take(key, position, value)
-    return BoundEntries(tuple(naming.models), tuple(naming.optimizers), tuple(naming.others))
-
-
-class _Naming:
-    """Gives each entry its place, counting those of a kind."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.models: list[BoundModel] = []
-        self.optimizers: list[BoundOptimizer] = []
-        self.others: list[BoundObject] = []
-        self._layout = layout
-        self._plain = layout == "dcp"
-        self._rank = rank
-        self._counts: dict[str, int] = {}
-
-    def take(self, key: str, position: int | None, value: Any) -> None:
+def place_entries(
+    state: Mapping[str, object], layout: Layout, *, rank: int
+) -> tuple[tuple[BoundModel, ...], tuple[BoundOptimizer, ...], tuple[BoundObject, ...]]:
+    """Gives each entry of the user's mapping a place in a step, by kind, in the mapping's order."""
+    models: list[BoundModel] = []
+    optimizers: list[BoundOptimizer] = []
+    others: list[BoundObject] = []
+    counts: Counter[str] = Counter()
+    is_plain = layout == "dcp"
+    for key, position, value in leaves(state, layout):
         kind = kind_of(key, value)
         path: KeyPath = (key, *index_of(position))
-        if kind == "model":
-            self.models.append(BoundModel(key, position, value, self._places(path, value)))
-        elif kind == "optimizer":
-            unit = "" if self._plain else step_names.optimizer_unit(len(self.optimizers))
-            start = path if self._plain else ("optimizer",)
-            self.optimizers.append(BoundOptimizer(key, position, value, unit, start))
+        if isinstance(value, nn.Module):
+            places = TensorPlaces("", path)
+            if not is_plain:
+                number = len(models)
+                adapter = adapter_names(value) if layout == "trainer" else None
+                base = step_names.base_unit(number) if adapter else ""
+                places = TensorPlaces(step_names.model_unit(number), ("model",), adapter, base)
+            models.append(BoundModel(key, position, value, places))
+        elif isinstance(value, Optimizer):
+            unit = "" if is_plain else step_names.optimizer_unit(len(optimizers))
+            start = path if is_plain else ("optimizer",)
+            optimizers.append(BoundOptimizer(key, position, value, unit, start))
         else:
-            unit = "" if self._plain else f"{key}_{position or 0}"
-            start = path if self._plain else (key,)
-            file = "" if self._plain else self._file(kind)
-            self.others.append(BoundObject(key, position, value, kind, unit, start, file))
+            unit = "" if is_plain else f"{key}_{position or 0}"
+            start = path if is_plain else (key,)
+            counted = "custom" if kind in {"stateful", "plain"} else kind
+            file = "" if is_plain else _file_of(counted, counts[counted], layout, rank)
+            counts[counted] += 1
+            others.append(BoundObject(key, position, value, kind, unit, start, file))
+    return tuple(models), tuple(optimizers), tuple(others)
 
-    def _places(self, path: KeyPath, model: nn.Module) -> TensorPlaces:
-        if self._plain:
-            return TensorPlaces("", path)
-        number = len(self.models)
-        unit, adapter = step_names.model_unit(number), None
-        if self._layout == "trainer":
-            adapter = adapter_names(model)
-        return TensorPlaces(
-            unit, ("model",), adapter, step_names.base_unit(number) if adapter else ""
-        )
 
-    def _file(self, kind: Kind) -> str:
-        counted = "custom" if kind in {"stateful", "plain"} else kind
-        index = self._counts.get(counted, 0)
-        self._counts[counted] = index + 1
-        if counted == "scheduler":
-            trainer = self._layout == "trainer"
-            return (
-                step_names.trainer_scheduler_file(index)
-                if trainer
-                else step_names.scheduler_file(index)
-            )
-        if counted == "scaler":
-            return step_names.scaler_file(index)
-        if counted == "dataloader":
-            return step_names.dataloader_file(index, self._rank)
-        return step_names.custom_file(index)
+def _file_of(kind: str, index: int, layout: Layout, rank: int) -> str:
+    if kind == "scheduler" and layout == "trainer":
+        return step_names.trainer_scheduler_file(index)
+    if kind == "scheduler":
+        return step_names.scheduler_file(index)
+    if kind == "scaler":
+        return step_names.scaler_file(index)
+    if kind == "dataloader":
+        return step_names.dataloader_file(index, rank)
+    return step_names.custom_file(index)
 
 
 def index_of(position: int | None) -> tuple[int, ...]:

@@ -6,20 +6,20 @@ The stages of a pipeline, which are several models in a list, share one place in
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
 
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.index import KeyPath
+from ckptkit.core.text import a_kind
 from ckptkit.training import step_names
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import (
-    BoundEntries,
     BoundModel,
     BoundObject,
     BoundOptimizer,
@@ -27,6 +27,8 @@ from ckptkit.training.state.bound import (
     Unfit,
     class_of,
     index_of,
+    kind_of,
+    leaves,
     path_in_state,
     place_entries,
     taken_from,
@@ -40,7 +42,7 @@ from ckptkit.training.state.objects import (
     serialise_or_refuse,
     torch_archive,
 )
-from ckptkit.training.state.optimizers import CollectedState, OptimizerWalk
+from ckptkit.training.state.optimizers import CollectedState, OptimizerWalk, state_types
 from ckptkit.training.state.pieces import (
     Holdings,
     ObjectFile,
@@ -48,81 +50,11 @@ from ckptkit.training.state.pieces import (
     OptionalEntry,
     Piece,
     Replicas,
-    ShardLayout,
-    whole_layout,
+    select_owned,
 )
-from ckptkit.training.state.structures import VERSION, Leaf, Structure, tables_of, take_apart
+from ckptkit.training.state.structures import VERSION, Structure, tables_of, take_apart
 
 logger = logging.getLogger(__name__)
-
-
-def merge_stages(entries: BoundEntries, world: Copies) -> BoundEntries:
-    """Puts the members of a list that are stages of a pipeline into one DCP directory.
-
-    A rank may have several stages, and another rank another number of them. A stage is a model
-    that is on a part of the ranks only. The tensors of the stages have different names, so that
-    all of them together are the model that a resume without the pipeline has.
-
-    Args:
-        entries: Each with a place of its own.
-        world: The number of ranks, and this one.
-    """
-    positions = {m.position for m in entries.models} | {o.position for o in entries.optimizers}
-    if positions <= {None}:
-        return entries
-    modules = [model.module for model in entries.models if _is_stage(model, world)]
-    if not modules:
-        return entries
-    staged = {id(module) for module in modules}
-    trained = {id(parameter) for module in modules for parameter in module.parameters()}
-    return replace(
-        entries,
-        models=tuple(_models(entries.models, staged)),
-        optimizers=tuple(_optimizers(entries.optimizers, trained)),
-    )
-
-
-def _is_stage(model: BoundModel, world: Copies) -> bool:
-    view = ModelWalk(model.module, model.places, world=world).look()
-    return view.values.count < world.number
-
-
-def _models(models: Iterable[BoundModel], staged: set[int]) -> Iterator[BoundModel]:
-    seen: dict[tuple[str, int | None], int] = {}
-    for model in models:
-        staged_model = replace(
-            model, stage=model.position is not None and id(model.module) in staged
-        )
-        number = seen.setdefault(staged_model.saved_as, len(seen))
-        places = model.places
-        if not places.unit:  # all in one directory, with different key paths
-            places = replace(places, path=_path(staged_model))
-        else:
-            base = step_names.base_unit(number) if places.base_unit else ""
-            places = replace(places, unit=step_names.model_unit(number), base_unit=base)
-        yield replace(staged_model, places=places)
-
-
-def _optimizers(
-    optimizers: Iterable[BoundOptimizer], trained: set[int]
-) -> Iterator[BoundOptimizer]:
-    seen: dict[tuple[str, int | None], int] = {}
-    for optimizer in optimizers:
-        own = {id(p) for group in optimizer.optimizer.param_groups for p in group["params"]}
-        staged = replace(optimizer, stage=optimizer.position is not None and own <= trained)
-        number = seen.setdefault(staged.saved_as, len(seen))
-        if staged.unit:
-            yield replace(staged, unit=step_names.optimizer_unit(number))
-        else:
-            yield replace(staged, path=_path(staged))
-
-
-def _path(entry: BoundModel | BoundOptimizer) -> KeyPath:
-    key, position = entry.saved_as
-    return (key,) if position is None else (key, position)
-
-
-__all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
 
 
 _PER_RANK = frozenset({"dataloader"})
@@ -183,7 +115,17 @@ class BoundState:
         files = [*self._files]
         for other in self.others:
             self._take_other(other, collected, files)
-        self._add_random_states(step, collected.objects, files)
+        states = rng.capture()
+        if self.layout == "dcp":
+            path = (step_names.RNG, str(self.rank))
+            collected.objects.append(ObjectValue("", path, {"step": step, **states}))
+        elif self.layout == "accelerate":
+            file = step_names.random_states_file(self.rank)
+            if file not in {given.path for given in self._files}:  # accelerate counts otherwise
+                files.append(ObjectFile(file, torch_archive({"step": step, **states})))
+        elif self.optimizers:  # a model alone is not trained on, says the Trainer
+            file = step_names.trainer_random_states_file(self.rank, self.world_size)
+            files.append(ObjectFile(file, torch_archive(rng.under_trainer_keys(states))))
         if self.layout == "dcp" and any("." in entry["key"] for entry in self._entries()):
             check_keys(collected.pieces, collected.objects)
         if collected.structures:
@@ -192,21 +134,6 @@ class BoundState:
         return Holdings(
             tuple(collected.pieces), tuple(collected.objects), tuple(files), tuple(dispensable)
         )
-
-    def _add_random_states(
-        self, step: int, objects: list[ObjectValue], files: list[ObjectFile]
-    ) -> None:
-        states = rng.capture()
-        if self.layout == "dcp":
-            path = (step_names.RNG, str(self.rank))
-            objects.append(ObjectValue("", path, {"step": step, **states}))
-        elif self.layout == "accelerate":
-            file = step_names.random_states_file(self.rank)
-            if file not in {given.path for given in self._files}:  # accelerate counts otherwise
-                files.append(ObjectFile(file, torch_archive({"step": step, **states})))
-        elif self.optimizers:  # a model alone is not trained on, says the Trainer
-            file = step_names.trainer_random_states_file(self.rank, self.world_size)
-            files.append(ObjectFile(file, torch_archive(rng.under_trainer_keys(states))))
 
     def pieces(self) -> tuple[Piece, ...]:
         """Returns the tensors of models and optimizers on this rank: what a resume writes into."""
@@ -297,7 +224,16 @@ class BoundState:
             except Exception as error:
                 if sparing is None:
                     raise
-                problem = _shown(bound, error)
+                expected = isinstance(error, CkptkitError)
+                problem = str(error) if expected else f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "%s: the state of %s cannot be saved: %s",
+                    bound.name,
+                    class_of(bound.optimizer),
+                    problem,
+                    exc_info=not expected,
+                )
+                problem = problem[:2_000]
             if sparing is not None:
                 sparing.append(OptionalEntry(bound.name, bound.unit, bound.path, problem))
         return collected
@@ -329,27 +265,19 @@ class BoundState:
             files.append(ObjectFile(bound.file, serialise_or_refuse(state, bound.where)))
 
     def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
-        leaves, nodes = take_apart(state, bound.where)
+        parts, nodes = take_apart(state, bound.where)
         if nodes is not None and self.rank == 0:
             collected.structures.append(Structure(bound.unit, bound.path, nodes))
         meshes = Meshes(Copies())
-        meshes.learn(leaf.value for leaf in leaves)
+        meshes.learn(leaf.value for leaf in parts)
         values = Replicas(self.world_size, self.rank, spread=False)
-        for leaf in leaves:
+        for leaf in parts:
             path = (*bound.path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
-                slot = layout_of_leaf(leaf, path, meshes, values)
+                slot = meshes.slot(".".join(map(str, path)), leaf.value, values)
                 collected.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
             elif self.rank == 0:
                 collected.objects.append(make_object(bound.unit, path, leaf.value, leaf.where))
-
-
-def layout_of_leaf(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> ShardLayout:
-    """Returns the layout of the tensor of a leaf."""
-    name = ".".join(map(str, path))
-    if isinstance(leaf.value, DTensor):
-        return meshes.slot(name, leaf.value, values)
-    return whole_layout(name, leaf.value, values, values)
 
 
 def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:
@@ -379,59 +307,184 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         world_size: How many processes train.
     """
     world = Copies(world_size, rank)
-    entries = merge_stages(place_entries(state, layout, rank=rank), world)
+    models, optimizers, others = place_entries(state, layout, rank=rank)
+    if any(entry.position is not None for entry in (*models, *optimizers)):
+        models, optimizers = _merge_stages(models, optimizers, world)
+    if optimizers and not models:
+        raise UsageError(
+            "an optimizer was found but no model",
+            where=optimizers[0].key,
+            hint="put the model into the mapping too: the optimizer's state is saved by its names",
+        )
+    walks = [
+        ModelWalk(m.module, m.places, world=world, where=path_in_state(m.key, m.position))
+        for m in models
+    ]
+    optimizer_walks = [
+        OptimizerWalk(
+            o.optimizer, o.unit, o.path, world=world, where=path_in_state(o.key, o.position)
+        )
+        for o in optimizers
+    ]
     bound = BoundState(
         layout,
         rank,
         world_size,
-        entries.models,
-        entries.optimizers,
-        entries.others,
-        tuple(
-            ModelWalk(
-                entry.module,
-                entry.places,
-                world=world,
-                where=path_in_state(entry.key, entry.position),
-            )
-            for entry in entries.models
-        ),
-        tuple(
-            OptimizerWalk(
-                entry.optimizer,
-                entry.unit,
-                entry.path,
-                world=world,
-                where=path_in_state(entry.key, entry.position),
-            )
-            for entry in entries.optimizers
-        ),
+        models,
+        optimizers,
+        others,
+        tuple(walks),
+        tuple(optimizer_walks),
     )
-    _check_optimizers(bound)
-    for other in bound.others:
+    bound.tensors(sparing=[])
+    for other in others:
         if other.kind == "plain":
             bound.check_plain(other)
     return bound
 
 
-def _shown(bound: BoundOptimizer, error: Exception) -> str:
-    expected = isinstance(error, CkptkitError)
-    text = str(error) if expected else f"{type(error).__name__}: {error}"
-    logger.warning(
-        "%s: the state of %s cannot be saved: %s",
-        bound.name,
-        class_of(bound.optimizer),
-        text,
-        exc_info=not expected,
-    )
-    return text[:2_000]
+def _merge_stages(
+    models: Sequence[BoundModel], optimizers: Sequence[BoundOptimizer], world: Copies
+) -> tuple[tuple[BoundModel, ...], tuple[BoundOptimizer, ...]]:
+    """Puts the members of a list that are stages of a pipeline into one DCP directory.
 
+    A rank may have several stages, and another rank another number of them. A stage is a model
+    that is on a part of the ranks only. The tensors of the stages have different names, so that
+    all of them together are the model that a resume without the pipeline has.
 
-def _check_optimizers(bound: BoundState) -> None:
-    if bound.optimizers and not bound.models:
-        raise UsageError(
-            "an optimizer was found but no model",
-            where=bound.optimizers[0].key,
-            hint="put the model into the mapping too: the optimizer's state is saved by its names",
+    Args:
+        models: Each with a place of its own.
+        optimizers: Each with a place of its own.
+        world: The number of ranks, and this one.
+    """
+    looks = [ModelWalk(m.module, m.places, world=world).look() for m in models]
+    stages = [
+        model.module
+        for model, look in zip(models, looks, strict=True)
+        if look.values.count < world.number
+    ]
+    if not stages:
+        return tuple(models), tuple(optimizers)
+    staged = {id(module) for module in stages}
+    trained = {id(parameter) for module in stages for parameter in module.parameters()}
+    seen: dict[tuple[str, int | None], int] = {}
+    merged: list[BoundModel] = []
+    for bound in models:
+        is_stage = bound.position is not None and id(bound.module) in staged
+        model = replace(bound, stage=is_stage)
+        number = seen.setdefault(model.saved_as, len(seen))
+        places = model.places
+        if not places.unit:  # all in one directory, with different key paths
+            key, position = model.saved_as
+            places = replace(places, path=(key, *index_of(position)))
+        else:
+            base = step_names.base_unit(number) if places.base_unit else ""
+            places = replace(places, unit=step_names.model_unit(number), base_unit=base)
+        merged.append(replace(model, places=places))
+    seen.clear()
+    merged_optimizers: list[BoundOptimizer] = []
+    for entry in optimizers:
+        own = {id(p) for group in entry.optimizer.param_groups for p in group["params"]}
+        optimizer = replace(entry, stage=entry.position is not None and own <= trained)
+        number = seen.setdefault(optimizer.saved_as, len(seen))
+        key, position = optimizer.saved_as
+        merged_optimizers.append(
+            replace(optimizer, unit=step_names.optimizer_unit(number))
+            if optimizer.unit
+            else replace(optimizer, path=(key, *index_of(position)))
         )
-    bound.tensors(sparing=[])
+    return tuple(merged), tuple(merged_optimizers)
+
+
+_BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
+
+
+def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Sequence[bool]) -> int:
+    """Estimates what optimizers that have never stepped will add to this rank's part of a save.
+
+    Args:
+        bound: The state.
+        pieces: All of it that is on this rank.
+        owners: For each piece whether this rank writes it.
+
+    Returns:
+        Bytes, with the headers around every tensor; 0 where no optimizer is without state.
+    """
+    further: list[Piece] = []
+    counts = 0  # of steps, one number per parameter
+    for optimizer in bound.optimizers:
+        try:
+            has_state = bool(optimizer.optimizer.state)
+        except Exception:  # noqa: BLE001  the save reports a state that cannot be read
+            has_state = True
+        if not has_state:
+            keys = bound.trained_by(optimizer)
+            trained = [piece for piece in pieces if (piece.unit, piece.key_path) in keys]
+            like = [torch.empty(0, dtype=kind) for kind in state_types(optimizer.optimizer)]
+            further += [replace(piece, local=local) for piece in trained for local in like]
+            counts += len(trained) if like else 0
+    # State is dealt out together with the weights, which may thereby go to other ranks.
+    later = [*pieces, *further]
+    before, after = (
+        sum(piece.size_bytes + _BLOB_BYTES for piece in compress(held, owned))
+        for held, owned in ((pieces, owners), (later, select_owned(later)))
+    )
+    return max(0, after - before) + counts * _BLOB_BYTES
+
+
+_Leaves = tuple[tuple[str, int | None, object], ...]
+
+
+class Binding:
+    """Binds the state of each call; mostly it is the same as in the previous call.
+
+    Objects are compared by identity, and kept alive, since identities are reused. Plain dicts and
+    lists may be new ones each time, as in `save(step, {..., "extra": {"epoch": 3}})`.
+    """
+
+    def __init__(self, layout: Layout, *, rank: int, world_size: int) -> None:
+        self._layout: Layout = layout
+        self._rank = rank
+        self._world_size = world_size
+        self._state: Mapping[str, object] | None = None
+        self._leaves: _Leaves = ()
+        self._bound: BoundState | None = None
+
+    def of(self, state: Mapping[str, object]) -> BoundState:
+        """Returns the state with a place on disk for each of its values."""
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"expected a mapping, got {a_kind(state)}",
+                where="state",
+                hint='name the objects, such as {"model": model, "optimizer": optimizer}',
+            )
+        self._state = state
+        before, now = self._leaves, leaves(state, self._layout)
+        bound, self._bound = self._bound, None
+        is_same = len(before) == len(now) and all(
+            old[:2] == new[:2]
+            and (old[2] is new[2] or all(kind_of(key, v) == "plain" for key, _, v in (old, new)))
+            for old, new in zip(before, now, strict=True)
+        )
+        if bound is None or not is_same:
+            bound = bind(state, layout=self._layout, rank=self._rank, world_size=self._world_size)
+        values = {(key, position): value for key, position, value in now}
+        if any(values[o.key, o.position] is not o.target for o in bound.others):
+            others = [replace(o, target=values[o.key, o.position]) for o in bound.others]
+            bound = replace(bound, others=tuple(others))
+        self._leaves, self._bound = now, bound
+        return bound
+
+    def again(self, state: Mapping[str, object] | None) -> BoundState:
+        """Returns a state as `of` does; without one, that of the previous call."""
+        state = self._state if state is None else state
+        if state is None:
+            raise UsageError(
+                "missing, and no earlier call of save, prepare or resume had one",
+                where="state",
+                hint='pass state={"model": model}',
+            )
+        return self.of(state)
+
+    def forget(self) -> None:
+        self._leaves, self._bound = (), None

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.index import Box, Shape
-from ckptkit.training.state.pieces import Replicas, ShardLayout
+from ckptkit.training.state.pieces import Replicas, ShardLayout, whole_layout
 
 try:
     from torch.distributed.tensor import DTensor
@@ -65,6 +65,9 @@ class Meshes:
 
     The ranks of a data parallel wrapper (DDP) have a mesh each, as those of tensor parallelism,
     or all ranks of a mesh are among them, as those of experts that the wrapper ignores.
+
+    Attributes:
+        largest: The mesh that spans the model, None if no tensor is on any.
     """
 
     def __init__(self, around: Copies, ranks: Iterable[int] = ()) -> None:
@@ -76,41 +79,49 @@ class Meshes:
         """
         self._around = around
         self._ranks = frozenset(ranks)
-        self._largest: DeviceMesh | None = None
+        self.largest: DeviceMesh | None = None
         self._cuts: dict[tuple[Any, ...], _Cut] = {}
         self._replicas: dict[tuple[Any, ...], Replicas] = {}
-
-    @property
-    def largest(self) -> DeviceMesh | None:
-        """The mesh that spans the model, None if no tensor is on any."""
-        return self._largest
 
     def learn(self, tensors: Iterable[object]) -> None:
         """Adds the meshes of all DTensors among the values."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
-                if self._largest is None or mesh.size() > self._largest.size():
-                    self._largest = mesh
+                if self.largest is None or mesh.size() > self.largest.size():
+                    self.largest = mesh
                     self._cuts.clear()
                     self._replicas.clear()
 
     def extent(self) -> Copies | None:
         """Returns how many ranks hold parts of the model, None if no tensor is on a mesh."""
-        if self._largest is None:
+        if self.largest is None:
             return None
-        if self._is_inside(self._largest):
+        if self._is_inside(self.largest):
             return self._around
-        return self._around.times(*_place_among_ranks(self._largest))
+        ranks = sorted(_ranks_of(self.largest))
+        mine = self.largest.get_coordinate()
+        if mine is None:
+            return self._around.times(len(ranks) + 1, len(ranks))
+        return self._around.times(len(ranks), ranks.index(int(self.largest.mesh[tuple(mine)])))
 
-    def slot(self, fqn: str, tensor: DTensor, values: Replicas) -> ShardLayout:
-        """Returns where a DTensor's elements belong."""
+    def slot(
+        self, fqn: str, tensor: torch.Tensor, values: Replicas, copies: Replicas | None = None
+    ) -> ShardLayout:
+        """Returns where a tensor's elements belong.
+
+        Args:
+            fqn: Its name.
+            tensor: One that is no DTensor is whole on each of its ranks.
+            values: Which ranks hold what there is once per tensor.
+            copies: Which ranks hold a plain tensor; None for the same ranks.
+        """
+        if not isinstance(tensor, DTensor):
+            return whole_layout(fqn, tensor, values if copies is None else copies, values)
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         shape = tuple(tensor.shape)
         key = (id(mesh), placements, shape)
-        cut = self._cuts.get(key)
-        if cut is None:
-            cut = self._cuts[key] = self._cut(fqn, tensor)
+        cut = self._cuts.get(key) or self._cuts.setdefault(key, self._cut(fqn, tensor))
         return ShardLayout(fqn, shape, cut.places, cut.held, cut.replicas, values, sharded=True)
 
     def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
@@ -137,8 +148,8 @@ class Meshes:
             copies, at = self._around, mesh.get_coordinate()
             if self._is_inside(mesh):
                 copies = _copies_among(mesh, self._ranks, (_root_of(mesh), mesh))
-            elif self._largest is not None and self._largest is not mesh:
-                copies = copies.times(*_copies_in(mesh, self._largest))
+            elif self.largest is not None and self.largest is not mesh:
+                copies = copies.times(*_copies_in(mesh, self.largest))
             for dim in repeated:
                 copies = copies.times(mesh.size(dim), at[dim] if at else 0)
             self._replicas[key] = Replicas(*copies, spread=True)
@@ -231,14 +242,6 @@ def _refuse_scattered(fqn: str, tensor: DTensor) -> None:
 
 def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(mesh.mesh.flatten().tolist())
-
-
-def _place_among_ranks(mesh: DeviceMesh) -> tuple[int, int]:
-    ranks = sorted(_ranks_of(mesh))
-    mine = mesh.get_coordinate()
-    if mine is None:
-        return len(ranks) + 1, len(ranks)
-    return len(ranks), ranks.index(int(mesh.mesh[tuple(mine)]))
 
 
 def _copies_in(mesh: DeviceMesh, largest: DeviceMesh) -> Copies:

@@ -85,7 +85,8 @@ def watched_by(
 
     Args:
         parameter: The parameter, or any other tensor of a model.
-        further: Others through which its elements may be changed.
+        further: Others through which its elements may be changed, or that are frozen if it is, such
+            as the scales of a packed weight.
         tied: Others of the model that are the same tensor: where one is trained, all are.
     """
     if not isinstance(parameter, torch.nn.Parameter):
@@ -94,16 +95,6 @@ def watched_by(
         return ()
     others = [tensor for tensor in (*tied, *further) if tensor is not parameter]
     return tuple(map(weakref.ref, (parameter, *others)))
-
-
-def watched_by_owner(parameter: torch.Tensor | None, tensor: torch.Tensor) -> Watched:
-    """Returns `watched_by` for a tensor that belongs to a parameter, and is frozen if that is.
-
-    Args:
-        parameter: None where it is none of the model's.
-        tensor: Such as the scales of a packed weight.
-    """
-    return () if parameter is None else watched_by(parameter, tensor)
 
 
 def _status(status: os.stat_result) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ckptkit.core.index import KeyPath
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, memory_layout
-from ckptkit.training.state.frozen_watch import watched_by, watched_by_owner
+from ckptkit.training.state.frozen_watch import watched_by
 from ckptkit.training.state.fsdp1 import (
     FlatUnit,
     cast_buffers,
@@ -33,7 +34,6 @@ from ckptkit.training.state.pieces import (
     Replicas,
     ShardLayout,
     Watched,
-    whole_layout,
 )
 from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Structure, take_apart
@@ -116,10 +116,15 @@ class ModelView:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wrapping:
-    """What stays the same from one walk to the next, as long as the modules do.
+class _Structure:
+    """The modules of a model, and how they are wrapped; kept as long as the modules stay the same.
 
     Attributes:
+        modules: All of them, those of several names once per name.
+        names: Of each module in the one that holds it.
+        parallel: The prefixes of data parallel wrappers.
+        flat: Whether some are wrapped by FSDP1.
+        reshards: What shards the parameters of FSDP2 again.
         places: The keys of the tensors in a step.
         world: The number of ranks of the job, and this one.
         group: The ranks of the data parallel wrapper, if any.
@@ -128,6 +133,11 @@ class _Wrapping:
         where: The model's path in the user's state, for messages.
     """
 
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    parallel: tuple[str, ...]
+    flat: bool
+    reshards: tuple[Callable[[], None], ...]
     places: TensorPlaces
     world: Copies
     group: Copies | None
@@ -135,43 +145,34 @@ class _Wrapping:
     meshes: Meshes
     where: str
 
-
-@dataclass(frozen=True, slots=True)
-class _Structure:
-    """The modules of a model, and how they are wrapped.
-
-    Attributes:
-        modules: All of them, those of several names once per name.
-        names: Of each module in the one that holds it.
-        parallel: The prefixes of data parallel wrappers.
-        flat: Whether some are wrapped by FSDP1.
-        reshards: What shards the parameters of FSDP2 again.
-        wrapping: How all of them are wrapped.
-    """
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    parallel: tuple[str, ...]
-    flat: bool
-    reshards: tuple[Callable[[], None], ...]
-    wrapping: _Wrapping
-
     @classmethod
     def of(cls, model: nn.Module, places: TensorPlaces, world: Copies, where: str) -> _Structure:
-        group, ranks, equal = _data_parallel(model)
+        group: Copies | None = None
+        ranks: Sequence[int] = ()
+        equal: set[int] = set()
+        reshards: list[Callable[[], None]] = []
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                ranks = dist.get_process_group_ranks(module.process_group)
+                group = Copies(len(ranks), dist.get_rank(module.process_group))
+                ignored = module.parameters_to_ignore
+                named = module.module.named_parameters()
+                equal |= {id(value) for name, value in named if name not in ignored}
+            reshard = getattr(module, "reshard", None)  # FSDPModule moved between torch versions
+            if callable(reshard) and callable(getattr(module, "unshard", None)):
+                reshards.append(reshard)
         return cls(
             *_outline(model),
             parallel_prefixes(model),
             has_flat_parameters(model),
-            tuple(_reshards(model)),
-            _Wrapping(places, world, group, equal, Meshes(group or Copies(), ranks), where),
+            tuple(reshards),
+            places,
+            world,
+            group,
+            frozenset(equal),
+            Meshes(group or Copies(), ranks),
+            where,
         )
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Whether the model still consists of these modules under these names."""
-        modules, names = _outline(model)
-        same = len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
-        return same and names == self.names
 
 
 class ModelWalk:
@@ -202,7 +203,10 @@ class ModelWalk:
                 packed weights that state dicts lack, which need not be loaded; and to refuse what
                 a resume would not give back.
         """
-        if not self._structure.is_of(self._model):  # a head was replaced, a layer was added
+        modules, member_names = _outline(self._model)
+        before = self._structure.modules
+        is_same = len(modules) == len(before) and all(map(operator.is_, modules, before))
+        if not is_same or member_names != self._structure.names:  # such as of a new head
             self._structure, self._kept = _Structure.of(self._model, *self._place), None
         check_unused(self._structure.modules)
         for reshard in self._structure.reshards:  # evaluations may leave root parameters whole
@@ -233,13 +237,21 @@ class ModelWalk:
         packed = packed_weights(self._model, self._structure.parallel)
         if keep:
             entries += lost_scales(packed, {name for name, _ in entries})
-        look = _Look.of(
-            self._structure.wrapping, units, entries, lasting_scales(packed), for_save=keep
-        )
+        look = _Look(self._structure, units, entries, lasting_scales(packed), for_save=keep)
         for raw, parameter in self._model.named_parameters():
             if id(parameter) not in look.slots:  # state_dict() lacks it, an optimizer may have it
-                look.take_unsaved(clean_fqn(raw, self._structure.parallel), parameter)
-        return look.view(managed_parameters(units)), {id(value) for _, value in entries}
+                fqn = clean_fqn(raw, self._structure.parallel)
+                look.slots[id(parameter)] = (look.slot(fqn, parameter),)
+        view = ModelView(
+            tuple(look.pieces),
+            tuple(look.objects),
+            look.slots,
+            self._structure.meshes,
+            look.values,
+            managed_parameters(units),
+            tuple(look.structures),
+        )
+        return view, {id(value) for _, value in entries}
 
     def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
         """Returns the names and training flags of all tensors of the model, and the tensors."""
@@ -261,15 +273,23 @@ class ModelWalk:
 
     def facts(self) -> dict[str, Any]:
         """Returns how the model is wrapped and split, as plain values."""
-        view, mesh = self.look(), self._structure.wrapping.meshes.largest
-        start = len(self._structure.wrapping.places.path)
+        view, mesh = self.look(), self._structure.meshes.largest
+        start = len(self._structure.places.path)
         tied = [
             [".".join(map(str, path[start:])) for path in (piece.key_path, *piece.aliases)]
             for piece in view.pieces
             if piece.aliases
         ]
+        if self._structure.flat:
+            strategy = f"fsdp1:{strategy_of(self._model)}"
+        elif self._structure.reshards:
+            strategy = "fsdp2"
+        elif mesh is not None:
+            strategy = "dtensor"
+        else:
+            strategy = "plain" if self._structure.group is None else "ddp"
         return {
-            "strategy": self._strategy(),
+            "strategy": strategy,
             "wrappers": wrapper_names(self._model),
             "mesh": None
             if mesh is None
@@ -277,15 +297,6 @@ class ModelWalk:
             "tied": tied,
             "flat_parameters": layout_facts(self._units()),
         }
-
-    def _strategy(self) -> str:
-        if self._structure.flat:
-            return f"fsdp1:{strategy_of(self._model)}"
-        if self._structure.reshards:
-            return "fsdp2"
-        if self._structure.wrapping.meshes.largest is not None:
-            return "dtensor"
-        return "plain" if self._structure.wrapping.group is None else "ddp"
 
     def _units(self) -> tuple[FlatUnit, ...]:
         return flat_units(self._model, self._structure.parallel) if self._structure.flat else ()
@@ -323,60 +334,47 @@ class ModelWalk:
         return [(name, original(name, value)) for name, value in entries]
 
 
-@dataclass(frozen=True, slots=True)
 class _Look:
     """One walk over a model."""
 
-    wrapping: _Wrapping
-    copies: Replicas
-    values: Replicas
-    slots: dict[int, tuple[ShardLayout, ...]] = field(default_factory=dict)
-    pieces: list[Piece] = field(default_factory=list)
-    objects: list[ObjectValue] = field(default_factory=list)
-    structures: list[Structure] = field(default_factory=list)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    scales: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(
-        cls,
-        wrapping: _Wrapping,
+    def __init__(
+        self,
+        structure: _Structure,
         units: tuple[FlatUnit, ...],
         entries: list[tuple[str, object]],
         scales: frozenset[int],
         *,
         for_save: bool,
-    ) -> _Look:
-        wrapping.meshes.learn(value for _, value in entries)
-        group = wrapping.group
-        extent = units[0].extent if units else wrapping.meshes.extent() or group or wrapping.world
-        copies, values = Replicas(*(group or extent)), Replicas(*extent, spread=False)
-        look = cls(wrapping, copies, values, scales=scales)
+    ) -> None:
+        meshes, group = structure.meshes, structure.group
+        meshes.learn(value for _, value in entries)
+        extent = units[0].extent if units else meshes.extent() or group or structure.world
+        self.structure = structure
+        self.copies = Replicas(*(group or extent))
+        self.values = Replicas(*extent, spread=False)
+        self.slots: dict[int, tuple[ShardLayout, ...]] = {}
+        self.pieces: list[Piece] = []
+        self.objects: list[ObjectValue] = []
+        self.structures: list[Structure] = []
+        self.parameters: dict[str, torch.Tensor] = {}
         for unit in units:
-            look.take_unit(unit)
-        named = ((name, value) for name, value in entries if isinstance(value, nn.Parameter))
-        look.parameters.update(named)
+            self.take_unit(unit)
+        self.parameters |= {n: value for n, value in entries if isinstance(value, nn.Parameter)}
         for names, tensor, tied in _without_ties(entries):
-            look.take_tensor(names, tensor, tied)
+            slot = self.slot(names[0], tensor)
+            self.slots[id(tensor)] = (slot,)
+            local = detach_local(tensor)
+            # Neither of the two counts the changes that are made through the other one.
+            further = [local] if isinstance(tensor, DTensor) else []
+            watched = watched_by(tensor, *further, tied=tied)
+            if id(tensor) in scales:  # frozen if the packed weight is
+                owner = self.parameters.get(names[0].rpartition(".")[0])
+                watched = () if owner is None else watched_by(owner, tensor)
+            self._add(slot, names, local, watched)
+        take = self.take_other if for_save else self.take_live
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
-                if for_save:
-                    look.take_other(name, value)
-                else:
-                    look.take_live(name, value)
-        return look
-
-    def view(self, managed: frozenset[int]) -> ModelView:
-        pieces, objects = tuple(self.pieces), tuple(self.objects)
-        return ModelView(
-            pieces,
-            objects,
-            self.slots,
-            self.wrapping.meshes,
-            self.values,
-            managed,
-            tuple(self.structures),
-        )
+                take(name, value)
 
     def take_unit(self, unit: FlatUnit) -> None:
         self.slots[id(unit.parameter)] = tuple(part.in_shard for part in unit.parts)
@@ -392,56 +390,42 @@ class _Look:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             self.parameters[part.fqn] = own
 
-    def take_tensor(
-        self, names: list[str], tensor: torch.Tensor, tied: Sequence[torch.Tensor]
-    ) -> None:
-        slot = self._slot(names[0], tensor)
-        self.slots[id(tensor)] = (slot,)
-        local = detach_local(tensor)
-        # Neither of the two counts the changes that are made through the other one.
-        further = [local] if isinstance(tensor, DTensor) else []
-        watched = watched_by(tensor, *further, tied=tied)
-        if id(tensor) in self.scales:
-            watched = watched_by_owner(self.parameters.get(names[0].rpartition(".")[0]), tensor)
-        self._add(slot, names, local, watched)
-
     def take_other(self, name: str, value: object) -> None:
-        unit, start = self.wrapping.places.of(name)
-        leaves, nodes = take_apart(value, self.wrapping.where + step_of(name))
+        unit, start = self.structure.places.of(name)
+        leaves, nodes = take_apart(value, self.structure.where + step_of(name))
         if nodes is not None and self.values.own == 0:
             self.structures.append(Structure(unit, start, nodes))
         for leaf in leaves:
             path = (*start, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
-                slot = self._slot(".".join(map(str, path)), leaf.value)
+                slot = self.slot(".".join(map(str, path)), leaf.value)
                 self.pieces.extend(slot.pieces(unit, path, detach_local(leaf.value)))
             elif self.values.own == 0:
                 self.objects.append(make_object(unit, path, leaf.value, leaf.where))
 
     def take_live(self, name: str, value: object) -> None:
         """Adds values that a resume replaces, which need not all be fit to be saved."""
-        unit, start = self.wrapping.places.of(name)
+        unit, start = self.structure.places.of(name)
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
-                slot = self._slot(".".join(map(str, path)), leaf)
+                slot = self.slot(".".join(map(str, path)), leaf)
                 self.pieces.extend(slot.pieces(unit, path, detach_local(leaf)))
             elif self.values.own == 0:
                 self.objects.append(ObjectValue(unit, path, leaf))
 
-    def take_unsaved(self, fqn: str, parameter: nn.Parameter) -> None:
-        self.slots[id(parameter)] = (self._slot(fqn, parameter),)
-
     def _add(
         self, slot: ShardLayout, names: Sequence[str], local: torch.Tensor, watched: Watched
     ) -> None:
-        for unit, (path, *aliases) in self.wrapping.places.by_unit(names).items():
+        paths: dict[str, list[KeyPath]] = {}
+        for name in names:
+            unit, key_path = self.structure.places.of(name)
+            paths.setdefault(unit, []).append(key_path)
+        for unit, (path, *aliases) in paths.items():
             self.pieces.extend(slot.pieces(unit, path, local, aliases, watched))
 
-    def _slot(self, fqn: str, tensor: torch.Tensor) -> ShardLayout:
-        if isinstance(tensor, DTensor):
-            return self.wrapping.meshes.slot(fqn, tensor, self.values)
-        equal = id(tensor) in self.wrapping.equal
-        return whole_layout(fqn, tensor, self.copies if equal else self.values, self.values)
+    def slot(self, fqn: str, tensor: torch.Tensor) -> ShardLayout:
+        copies = self.copies if id(tensor) in self.structure.equal else self.values
+        return self.structure.meshes.slot(fqn, tensor, self.values, copies)
 
 
 def members_of(
@@ -475,42 +459,13 @@ def _without_ties(
     distinct: dict[Hashable, tuple[list[str], torch.Tensor, list[torch.Tensor]]] = {}
     for name, value in entries:
         if isinstance(value, torch.Tensor):
-            names, first, tied = distinct.setdefault(_identity(value), ([], value, []))
+            # A key that two tensors share only if they are one; the same on all ranks.
+            key: Hashable = id(value)
+            dense = value.layout is torch.strided and value.device.type != "meta"
+            if type(value) in {torch.Tensor, nn.Parameter} and dense and value.numel():
+                key = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
+            names, first, tied = distinct.setdefault(key, ([], value, []))
             names.append(name)
             if value is not first:
                 tied.append(value)
     yield from distinct.values()
-
-
-def _identity(tensor: torch.Tensor) -> Hashable:
-    """Returns a key that two tensors share only if they are one; the same on all ranks."""
-    plain = type(tensor) in {torch.Tensor, nn.Parameter}
-    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
-    if not plain or not dense or tensor.numel() == 0:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
-
-
-def _data_parallel(model: nn.Module) -> tuple[Copies | None, Sequence[int], frozenset[int]]:
-    """Returns what the data parallel wrapper is to this rank, its ranks, and what it keeps equal.
-
-    These are the identities of parameters.
-    """
-    group: Copies | None = None
-    ranks: Sequence[int] = ()
-    equal: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            ranks = dist.get_process_group_ranks(module.process_group)
-            group = Copies(len(ranks), dist.get_rank(module.process_group))
-            ignored = module.parameters_to_ignore
-            named = module.module.named_parameters()
-            equal |= {id(value) for name, value in named if name not in ignored}
-    return group, ranks, frozenset(equal)
-
-
-def _reshards(model: nn.Module) -> Iterator[Callable[[], None]]:
-    for module in model.modules():
-        reshard = getattr(module, "reshard", None)  # FSDPModule moved between torch versions
-        if callable(reshard) and callable(getattr(module, "unshard", None)):
-            yield reshard

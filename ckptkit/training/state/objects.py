@@ -68,7 +68,8 @@ def make_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectVa
         value: What to save; it may change once this returns.
         where: Its path in the state, for messages.
     """
-    if is_plain(value) and all(map(is_sound, _items(value))):
+    items: Iterable[object] = value if isinstance(value, list | tuple) else (value,)
+    if is_plain(value) and all(map(is_sound, items)):
         return ObjectValue(unit, path, value)
     return ObjectValue(unit, path, value, serialise_or_refuse(value, where))
 
@@ -86,10 +87,6 @@ def is_plain(value: object) -> bool:
     if type(value) in {list, tuple}:
         return all(type(item) in _PLAIN for item in value)  # type: ignore[attr-defined]
     return type(value) in _PLAIN
-
-
-def _items(value: Any) -> Iterable[object]:
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def is_sound(value: object) -> bool:

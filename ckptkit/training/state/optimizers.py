@@ -101,7 +101,7 @@ class OptimizerWalk:
         """
         self._optimizer = optimizer
         self._place = _Place(unit, path, world, where)
-        self._kept = _Kept(_States(), ())
+        self._kept: tuple[_States, tuple[Any, ...], Stamp] | None = None
 
     def states(self, views: Sequence[ModelView]) -> list[Piece]:
         """Returns the tensors in the states of its parameters, which a resume fills in place.
@@ -131,17 +131,23 @@ class OptimizerWalk:
         now = _Inputs.of(optimizer, views)
         if rank_bound.is_paged(optimizer):
             _wait_for_pages(now.values)
-        kept = self._kept
-        if not keep or not kept.still_holds(now):
-            kept = _Kept(walk.take_states(optimizer), now.place)
+        states, place, stamp = self._kept or (None, None, None)
+        if not keep or stamp is None or place != now.place or not stamp.still_holds(now.values):
+            states = None
+        if states is None:
+            states = walk.take_states(optimizer)
             if keep and all(isinstance(value, torch.Tensor) for value in now.values):
-                kept.stamp = Stamp.of(now.values, forget=kept.forget)
-                self._kept = kept
-        walk.collected.add(kept.states)
+                self._kept = states, now.place, Stamp.of(now.values, forget=self._forget)
+        walk.collected.add(states)
         for index, group in enumerate(optimizer.param_groups):
-            walk.take_group(index, group, kept.states.groups[index])
-        walk.take_unbound(optimizer.state)
+            walk.take_group(index, group, states.groups[index])
+        others = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+        if others:
+            walk.take_unbound(others)
         return walk.collected
+
+    def _forget(self) -> None:
+        self._kept = None
 
 
 class _Place(NamedTuple):
@@ -214,7 +220,12 @@ class _Inputs(NamedTuple):
                 values += state.values()
             else:
                 values.append(state)
-        plain = [part for value in values for part in _parts_of(value)]
+        plain: list[Any] = []
+        for value in values:
+            if isinstance(value, torch.Tensor) and is_composed(value):
+                plain += [inner for _, inner in inner_tensors(value)]
+            else:
+                plain.append(value)
         return cls((tuple(map(weakref.ref, views)), identities, names), plain)
 
 
@@ -226,28 +237,6 @@ def _wait_for_pages(values: Sequence[object]) -> None:
     paged = [value for value in values if getattr(value, "is_paged", False)]
     for device in {getattr(value, "page_deviceid", None) for value in paged}:
         torch.cuda.synchronize(device)
-
-
-def _parts_of(value: object) -> Iterable[object]:
-    if isinstance(value, torch.Tensor) and is_composed(value):
-        return [inner for _, inner in inner_tensors(value)]
-    return (value,)
-
-
-@dataclass(slots=True, weakref_slot=True)
-class _Kept:
-    """The pieces of an optimizer, as long as the models and its tensors are the same."""
-
-    states: _States
-    place: tuple[Any, ...]
-    stamp: Stamp | None = None
-
-    def forget(self) -> None:
-        self.states, self.stamp = _States(), None
-
-    def still_holds(self, now: _Inputs) -> bool:
-        stamp = self.stamp
-        return stamp is not None and self.place == now.place and stamp.still_holds(now.values)
 
 
 class _Walk:
@@ -282,7 +271,6 @@ class _Walk:
             if bound and state.sharded:
                 pieces += self._rank_bound_pieces(state)
             else:
-                self._take_values(state)
                 pieces += self._placed_pieces(state, meshes)
             if not state.sharded:
                 objects += rank_bound.composed_of(state, self._unit, self._path)
@@ -322,19 +310,25 @@ class _Walk:
             key = (*path, index, PARAMS)
             self.collected.objects.append(ObjectValue(self._unit, key, names.names))
 
-    def take_unbound(self, state: Mapping[Any, Any]) -> None:
+    def take_unbound(self, values: Mapping[Any, Any]) -> None:
         """Adds what an optimizer keeps besides the states of its parameters: that of rank 0."""
-        values = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-        if values:
-            view = replace(self._views[0], values=Replicas(*self._world, spread=False))
-            where = f"{self._where}.state"
-            self._take_shared((*self._path, STATE), values, view, where, taken=self._seen)
+        view = replace(self._views[0], values=Replicas(*self._world, spread=False))
+        where = f"{self._where}.state"
+        self._take_shared((*self._path, STATE), values, view, where, taken=self._seen)
 
     def _find(self, parameter: torch.Tensor) -> tuple[int, tuple[ShardLayout, ...]]:
         for number, view in enumerate(self._views):
             slots = view.slots.get(id(parameter))
             if slots is not None:
-                self._note([slot.fqn for slot in slots])
+                names = [slot.fqn for slot in slots]
+                twice = self._seen.intersection(names)
+                if twice:
+                    raise UsageError(
+                        f"the optimizer has two parameters called {min(twice)!r}",
+                        where=".".join(map(str, self._path)),
+                        hint="use an optimizer per model",
+                    )
+                self._seen.update(names)
                 return number, slots
         raise UsageError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that belongs to no"
@@ -344,37 +338,23 @@ class _Walk:
             " after the model was wrapped",
         )
 
-    def _note(self, names: Sequence[str]) -> None:
-        twice = self._seen.intersection(names)
-        if twice:
-            raise UsageError(
-                f"the optimizer has two parameters called {min(twice)!r}",
-                where=".".join(map(str, self._path)),
-                hint="use an optimizer per model",
-            )
-        self._seen.update(names)
-
-    def _take_values(self, held: ParameterState) -> None:
-        for slot in held.slots:
-            if slot.values.own or not self._for_save:
-                continue
-            start: KeyPath = (*self._path, STATE, slot.fqn)
-            if held.nodes is not None:
-                self.collected.structures.append(Structure(self._unit, start, held.nodes))
-            for leaf in held.leaves:
-                if not isinstance(leaf.value, torch.Tensor):
-                    self._keep((*start, *leaf.path), leaf)
-
     def _keep(self, path: KeyPath, leaf: Leaf) -> None:
         with _of_optimizer():
             self.collected.objects.append(make_object(self._unit, path, leaf.value, leaf.where))
 
     def _placed_pieces(self, held: ParameterState, meshes: Meshes) -> Iterator[Piece]:
+        """Adds the values of a state under the names of parameters, and yields its tensors."""
         for slot in held.slots:
             start: KeyPath = (*self._path, STATE, slot.fqn)
+            writes = self._for_save and not slot.values.own
+            if writes and held.nodes is not None:
+                self.collected.structures.append(Structure(self._unit, start, held.nodes))
             for leaf in held.leaves:
+                path = (*start, *leaf.path)
                 if isinstance(leaf.value, torch.Tensor):
-                    yield from self._pieces_of(leaf.value, slot, meshes, (*start, *leaf.path))
+                    yield from self._pieces_of(leaf.value, slot, meshes, path)
+                elif writes:
+                    self._keep(path, leaf)
 
     def _rank_bound_pieces(self, held: ParameterState) -> Iterator[Piece]:
         """Adds the values of a state that is bound to this rank, and returns its tensors."""
@@ -389,13 +369,17 @@ class _Walk:
     def _pieces_of(
         self, value: torch.Tensor, slot: ShardLayout, meshes: Meshes, path: KeyPath
     ) -> Iterator[Piece]:
-        if not is_composed(value):
-            placed = _slot_of_state(value, slot, meshes)
-            yield from placed.pieces(self._unit, path, detach_local(value))
+        """Yields the pieces of a tensor in the state of a parameter, which `slot` describes."""
+        if is_composed(value):
+            for rest, inner in inner_tensors(value):
+                part = whole_layout(slot.fqn, inner, slot.replicas, slot.values)
+                yield from part.pieces(self._unit, (*path, *rest), detach_local(inner))
             return
-        for rest, inner in inner_tensors(value):
-            part = whole_layout(slot.fqn, inner, slot.replicas, slot.values)
-            yield from part.pieces(self._unit, (*path, *rest), detach_local(inner))
+        is_dtensor = isinstance(value, DTensor)
+        if is_dtensor or not value.dim() or tuple(value.shape) != slot.held:
+            copies = slot.values if value.numel() == 1 else slot.replicas
+            slot = meshes.slot(slot.fqn, value, slot.values, copies)
+        yield from slot.pieces(self._unit, path, detach_local(value))
 
     def _take_shared(
         self,
@@ -413,7 +397,8 @@ class _Walk:
         for leaf in leaves:
             names = (*path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
-                self.collected.pieces += _shared_pieces(self._unit, names, leaf.value, view)
+                slot = view.meshes.slot(".".join(map(str, names)), leaf.value, view.values)
+                self.collected.pieces += slot.pieces(self._unit, names, local_part(leaf.value))
             elif view.values.own == 0:
                 self._keep(names, leaf)
 
@@ -427,23 +412,35 @@ def _of_optimizer() -> Iterator[None]:
         raise UnsupportedError(error.message, where=error.where, hint=_STATE_HINT) from error
 
 
-def _shared_pieces(
-    unit: str, path: KeyPath, tensor: torch.Tensor, view: ModelView
-) -> Iterator[Piece]:
-    name = ".".join(map(str, path))
-    if isinstance(tensor, DTensor):
-        slot = view.meshes.slot(name, tensor, view.values)
-    else:
-        slot = whole_layout(name, tensor, view.values, view.values)
-    return slot.pieces(unit, path, local_part(tensor))
+_PROBE_SHAPE = (2, 2)
 
 
-def _slot_of_state(tensor: torch.Tensor, slot: ShardLayout, meshes: Meshes) -> ShardLayout:
-    """Returns the layout of a plain state tensor or DTensor that has a place in the full one."""
-    if isinstance(tensor, DTensor):
-        return meshes.slot(slot.fqn, tensor, slot.values)
-    if tensor.dim() and slot.follows(tensor):
-        return slot
-    if tensor.numel() == 1:
-        return whole_layout(slot.fqn, tensor, slot.values, slot.values)
-    return whole_layout(slot.fqn, tensor, slot.replicas, slot.values)
+def state_types(optimizer: Optimizer) -> tuple[torch.dtype, ...]:
+    """Returns which tensors of a parameter's shape an optimizer will keep for it.
+
+    A twin of torch's own optimizers takes one step on a parameter of four elements, without the
+    hooks that the user may have put into all optimizers; the optimizer itself is not touched.
+    Optimizers of other origin, which may do anything in a step, are taken for Adam.
+
+    Returns:
+        The types of the tensors: two for Adam, none for plain SGD.
+    """
+    kind = type(optimizer)
+    dtype = next((p.dtype for group in optimizer.param_groups for p in group["params"]), None)
+    probe = torch.nn.Parameter(torch.zeros(_PROBE_SHAPE, dtype=dtype))
+    adam = (probe.dtype, probe.dtype)
+    if not kind.__module__.startswith("torch.optim."):
+        return adam
+    probe.grad = torch.zeros_like(probe)
+    try:
+        with torch.random.fork_rng(devices=()):
+            twin = kind([probe], **optimizer.defaults)
+            step = type(twin).step
+            getattr(step, "__wrapped__", step)(twin)  # what is around it calls the hooks
+    except Exception:  # noqa: BLE001  such as that it wants a closure
+        return adam
+    return tuple(
+        value.dtype
+        for value in twin.state[probe].values()
+        if isinstance(value, torch.Tensor) and value.shape == probe.shape
+    )

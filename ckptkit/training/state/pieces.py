@@ -148,10 +148,6 @@ class OptionalEntry:
     path: KeyPath
     problem: str = ""
 
-    def to_json(self) -> dict[str, object]:
-        path = list(self.path)
-        return {"name": self.name, "unit": self.unit, "path": path, "problem": self.problem}
-
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
@@ -207,9 +203,6 @@ class ShardLayout:
     @property
     def whole(self) -> bool:
         return self.elements == math.prod(self.shape)
-
-    def follows(self, tensor: torch.Tensor) -> bool:
-        return tuple(tensor.shape) == self.held
 
     def pieces(
         self,

@@ -122,7 +122,7 @@ def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
         return False
     if isinstance(tensor, DTensor):
         return True
-    follows = bool(tensor.dim() and slot.follows(tensor))
+    follows = bool(tensor.dim() and tuple(tensor.shape) == slot.held)
     return follows or tensor.numel() == 1 or (slot.whole and slot.start is None)
 
 

@@ -101,22 +101,18 @@ def take_apart(
         any_tensor: Whether tensors may be of classes of their own.
         taken: Names on the first level that belong to something else.
     """
-    if any_tensor and _is_simple(value):
-        return [Leaf((k,), v, where + step_of(k)) for k, v in value.items()], None  # type: ignore[attr-defined]
+    if (  # a mapping as most optimizers have it, whose leaves show all of it
+        any_tensor
+        and type(value) is dict
+        and value
+        and all(type(key) is str and key.isascii() for key in value)
+        and all(type(item) in _SIMPLE for item in value.values())
+    ):
+        return [Leaf((k,), v, where + step_of(k)) for k, v in value.items()], None
     check_nesting(value, where)
     table = _TableBuilder(any_tensor=any_tensor)
     table.add(value, (), where, frozenset(taken))
     return table.leaves, None if table.is_implied else tuple(table.nodes)
-
-
-def _is_simple(value: object) -> bool:
-    """Whether a value is a mapping as most optimizers have it, whose leaves show all of it."""
-    return (
-        type(value) is dict
-        and bool(value)
-        and all(type(key) is str and key.isascii() for key in value)
-        and all(type(item) in _SIMPLE for item in value.values())
-    )
 
 
 class _TableBuilder:
@@ -158,24 +154,18 @@ class _TableBuilder:
         used, items = set(taken), []
         for key, item in value.items():
             inner = where + step_of(key)
-            name = self._name(key, used, inner)
+            if not (type(key) in _KEYS or type(key) is str) or not is_sound(key):
+                serialise_or_refuse(key, inner)  # refuses what would not come back equal
+            name, number = str(key), 1  # a text that no other key of the mapping has
+            while name in used:
+                number += 1
+                name = f"{key}~{number}"
+            used.add(name)
+            self.is_implied = self.is_implied and type(key) is str and name == key
             items.append((key, self.add(item, (*path, name), inner, frozenset())))
         if not isinstance(value, defaultdict):
             return kind, tuple(items)
         return kind, tuple(items), _name_of_factory(value.default_factory, where)
-
-    def _name(self, key: object, used: set[str], where: str) -> str:
-        """Returns a text for a key that no other key of the mapping has."""
-        if not (type(key) in _KEYS or type(key) is str) or not is_sound(key):
-            serialise_or_refuse(key, where)  # refuses what would not come back equal
-        name = text = str(key)
-        number = 1
-        while name in used:
-            number += 1
-            name = f"{text}~{number}"
-        used.add(name)
-        self.is_implied = self.is_implied and type(key) is str and name == key
-        return name
 
     def _list(self, value: list[Any], path: KeyPath, where: str) -> tuple[Any, ...]:
         if type(value) is not list:
@@ -191,7 +181,11 @@ class _TableBuilder:
         return "list", tuple(children)
 
     def _leaf(self, value: Any, path: KeyPath, where: str) -> tuple[Any, ...]:
-        free = self._free(path)
+        free, number = path, 1
+        while (key := ".".join(map(str, free))) in self._keys:  # another end is spelled alike
+            number += 1
+            free = (*path[:-1], f"{path[-1]}~{number}")
+        self._keys.add(key)
         self.is_implied = self.is_implied and free == path
         self.leaves.append(Leaf(free, value, where))
         if isinstance(value, torch.Tensor):
@@ -200,15 +194,6 @@ class _TableBuilder:
                 self.is_implied = False
                 return "parameter", free, value.requires_grad
         return "leaf", free
-
-    def _free(self, path: KeyPath) -> KeyPath:
-        """Returns the path, with another end where another one is spelled alike."""
-        free, number = path, 1
-        while (key := ".".join(map(str, free))) in self._keys:
-            number += 1
-            free = (*path[:-1], f"{path[-1]}~{number}")
-        self._keys.add(key)
-        return free
 
     def _check_tensor(self, value: torch.Tensor, where: str) -> None:
         if not self._any_tensor and type(value) not in _TENSORS:

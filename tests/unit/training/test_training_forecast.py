@@ -14,8 +14,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ckptkit.training.state.collect import bind
-from ckptkit.training.state.forecast import expected_state_bytes, state_types
+from ckptkit.training.state.collect import bind, expected_state_bytes
+from ckptkit.training.state.optimizers import state_types
 from ckptkit.training.state.pieces import Piece, Replicas, select_owned
 
 HEADERS = 3 * 2048  # of the two moments and the count of steps
