@@ -252,21 +252,18 @@ class Checkpointer:
         began = time.perf_counter()
         with self._calling("save") as check_modes:
 
-            def find_bound() -> BoundState:
+            def find_state(save: Save) -> BoundState:
                 check_modes()
-                return self._binding.of(state).with_files(files)
+                bound = self._binding.of(state).with_files(files)
+                save.attempt = self._session.describe(save.attempt, bound, metrics)
+                return bound
 
-            attempt = self._session.attempt(step, name)
-            handle = self._save(began, attempt, find_bound, metrics)
+            handle = self._save(began, self._session.attempt(step, name), find_state)
         self._failed.warn()
         return handle
 
     def _save(
-        self,
-        began: float,
-        attempt: SaveAttempt,
-        find_bound: Callable[[], BoundState],
-        metrics: Mapping[str, float] | None = None,
+        self, began: float, attempt: SaveAttempt, find_state: Callable[[Save], BoundState]
     ) -> SaveHandle:
         placed = self._backend.placed(attempt)
         save = Save(placed, self._session.handle(placed), began, after=self._taken)
@@ -276,12 +273,6 @@ class Checkpointer:
         if slot is None:
             return save.handle
         self._taken = save.handle
-
-        def find_state() -> BoundState:
-            bound = find_bound()
-            save.attempt = self._session.describe(placed, bound, metrics)
-            return bound
-
         slot.take(save, find_state)
         # Not of a call that raises, which training hears anyway.
         self._failed.open.append(save.handle)
@@ -321,9 +312,13 @@ class Checkpointer:
             return self._exporter.export(find_bound, request, partial(self._save_as, step or 0))
 
     def _save_as(self, step: int, bound: BoundState, name: str) -> SaveHandle:
+        def find_state(save: Save) -> BoundState:
+            save.attempt = self._session.describe(save.attempt, bound, None)
+            return bound
+
         attempt, was_asked = self._session.attempt(step, name), self._was_asked
         self._was_asked = True  # so that it is not skipped
-        handle = self._save(time.perf_counter(), attempt, lambda: bound)
+        handle = self._save(time.perf_counter(), attempt, find_state)
         self._was_asked = was_asked
         return handle
 

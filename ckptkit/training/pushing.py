@@ -185,33 +185,6 @@ _LOG_NAME = "log"
 _MOST_RESTARTS = 3  # of a process that dies without an error message
 
 
-def open_pushing(
-    run: TrainingRun[Any], rank: int, settings: HubSettings | None, retention: Retention
-) -> Pushing | NoPushing:
-    """Starts the process that pushes, on rank 0 if it is requested; see `Pushing`."""
-    if settings is None or rank != 0:
-        return NoPushing()
-    return Pushing(run, settings, retention)
-
-
-class NoPushing:
-    """Instead of `Pushing` if nothing is pushed, or another rank does it."""
-
-    outstanding: frozenset[int] = frozenset()
-
-    @staticmethod
-    def follow(handle: SaveHandle, name: str) -> None:
-        """Does nothing."""
-
-    @staticmethod
-    def listen(report: SaveReport) -> None:
-        """Does nothing."""
-
-    @staticmethod
-    def close() -> None:
-        """Does nothing."""
-
-
 class Pushing:
     """The pushes of a run, by a process that runs as long as the run is open."""
 

@@ -24,16 +24,16 @@ from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
-from ckptkit.training.pushing import open_pushing
+from ckptkit.training.pushing import Pushing
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
 from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.settings import Settings, check_shared
 from ckptkit.training.sidecar import collect_sidecar, run_facts
 from ckptkit.training.state.collect import BoundState
-from ckptkit.training.state.pieces import ObjectFile
 from ckptkit.training.tiers.url_run import UrlRun, check_place
 from ckptkit.version import __version__
+from ckptkit.writer.messages import Inline
 from ckptkit.writer.process import as_failure
 from ckptkit.writer.sweep import sweep
 
@@ -44,6 +44,9 @@ class SidecarFolders:
     """Folders of sidecar files, which never change; the newest one is for the next save.
 
     Commits under way copy from earlier ones, as many as saves may be in flight.
+
+    Attributes:
+        folder: The newest one.
     """
 
     def __init__(self, parents: Sequence[Path], in_flight: int) -> None:
@@ -54,18 +57,19 @@ class SidecarFolders:
             in_flight: How many saves may be under way, including the next one.
         """
         self._parents = parents
+        self.folder = Path()
         self._kept: deque[Path] = deque()
         self._most = in_flight
         self._count = 0
         self._objects: tuple[object, ...] = ()
         self._places: object = ()
-        self._files: Sequence[ObjectFile] = ()
+        self._files: Sequence[Inline] = ()
 
     def put(
         self,
         objects: Sequence[object],
         places: object,
-        collect: Callable[[], Sequence[ObjectFile]],
+        collect: Callable[[], Sequence[Inline]],
     ) -> Path:
         """Returns the folder for the next save, and removes those that no commit needs.
 
@@ -76,19 +80,20 @@ class SidecarFolders:
             places: The places of other values, which they describe as well.
             collect: Returns the sidecar; called if any of these is another one.
         """
-        exists = bool(self._kept) and self._kept[-1].is_dir()
+        exists = bool(self._kept) and self.folder.is_dir()
         is_same = list(map(id, objects)) == list(map(id, self._objects))
         if exists and is_same and places == self._places:
-            return self._kept[-1]
+            return self.folder
         files = collect()
         if not exists or tuple(files) != tuple(self._files):
             self._count += 1
-            self._kept.append(self._create(str(self._count), files))
+            self.folder = self._create(str(self._count), files)
+            self._kept.append(self.folder)
             self._files = files
         self._objects, self._places = tuple(objects), places
         while len(self._kept) > self._most:
             shutil.rmtree(self._kept.popleft(), ignore_errors=True)
-        return self._kept[-1]
+        return self.folder
 
     def close(self) -> None:
         """Removes all of them."""
@@ -96,7 +101,7 @@ class SidecarFolders:
             shutil.rmtree(parent, ignore_errors=True)
         self._kept.clear()
 
-    def _create(self, name: str, files: Sequence[ObjectFile]) -> Path:
+    def _create(self, name: str, files: Sequence[Inline]) -> Path:
         problems: list[CkptkitError] = []
         for parent in self._parents:
             new = parent / name
@@ -157,7 +162,9 @@ class Session:
         self._saved_before = saved_before
         self._count = 0
         self._tries: Counter[int] = Counter()
-        self._pushing = open_pushing(run, peers.rank, settings.hub, settings.retention)
+        self._pushing: Pushing | None = None
+        if settings.hub is not None and peers.rank == 0:
+            self._pushing = Pushing(run, settings.hub, settings.retention)
         self._asked: deque[str] = deque()
 
     def count_from(self, save_number: int) -> None:
@@ -206,17 +213,19 @@ class Session:
     def handle(self, attempt: SaveAttempt) -> SaveHandle:
         """Returns a new handle for an attempt and its push."""
         handle = SaveHandle(attempt.step)
-        self._pushing.follow(handle, attempt.step_name)
+        if self._pushing is not None:
+            self._pushing.follow(handle, attempt.step_name)
         return handle
 
     @property
     def unpushed(self) -> frozenset[int]:
         """The steps that wait for their push; they are not retired before."""
-        return self._pushing.outstanding
+        return frozenset() if self._pushing is None else self._pushing.outstanding
 
     def listen(self, report: SaveReport) -> None:
         """Has a committed step pushed, and calls the user's listener."""
-        self._pushing.listen(report)
+        if self._pushing is not None:
+            self._pushing.listen(report)
         if self._settings.listener is not None:
             self._settings.listener(report)
 
@@ -265,7 +274,7 @@ class Session:
         objects = [*modules, *(entry.optimizer for entry in bound.optimizers)]
         places = [(other.key, other.position, other.kind, other.file) for other in bound.others]
 
-        def collect() -> Sequence[ObjectFile]:
+        def collect() -> Sequence[Inline]:
             files = collect_sidecar(modules, self._settings.sidecar)
             return *files, run_facts(bound.facts(), modules)
 
@@ -304,7 +313,8 @@ class Session:
             self._descriptions.close()
         if self._lock is not None:
             self._lock.close()
-        self._pushing.close()
+        if self._pushing is not None:
+            self._pushing.close()
 
 
 def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
@@ -335,7 +345,7 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         return opened_run.last_save_number()
 
     with ExitStack() as undo:
-        undo.callback(lambda: [lock.close() for lock in held if lock is not None])
+        undo.callback(_close_locks, held)
         saved_before = peers.agree(
             _LOCK,
             settings.shared(),
@@ -345,6 +355,12 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         opened = _open_on_all(make, peers, settings)
         undo.pop_all()
     return Session(opened, peers, settings, held[0] if held else None, saved_before)
+
+
+def _close_locks(locks: Sequence[RunLock | None]) -> None:
+    for lock in locks:
+        if lock is not None:
+            lock.close()
 
 
 def _check_place(run: PathLike, settings: Settings) -> Path | Place:

@@ -21,8 +21,8 @@ from torch import nn
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.core.text import a_kind
-from ckptkit.training.state.pieces import ObjectFile
 from ckptkit.training.step_names import innermost
+from ckptkit.writer.messages import Inline
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -71,7 +71,7 @@ def _check_kind(key: str, value: object) -> None:
 
 def collect_sidecar(
     models: Sequence[nn.Module], sidecar: Mapping[str, object]
-) -> tuple[ObjectFile, ...]:
+) -> tuple[Inline, ...]:
     """Collects the files that describe a step.
 
     The first model with a Transformers configuration adds `config.json`, `generation_config.json`
@@ -103,10 +103,10 @@ def collect_sidecar(
             where="sidecar",
             hint="pass the files of a tokenizer or processor, not a folder with weights",
         )
-    return tuple(ObjectFile(f"{SIDE_FOLDER}/{name}", files[name]) for name in sorted(files))
+    return tuple(Inline(f"{SIDE_FOLDER}/{name}", files[name]) for name in sorted(files))
 
 
-def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> ObjectFile:
+def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> Inline:
     """Returns the file that describes the layout of the run.
 
     Args:
@@ -123,7 +123,7 @@ def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> 
             if any(origin.values()):
                 document["base_model"] = {name: text for name, text in origin.items() if text}
             break
-    return ObjectFile(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+    return Inline(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
 
 
 def _base_id(base: nn.Module) -> str | None:
@@ -251,7 +251,7 @@ class StepFile(bytes):
     """Bytes of an integration that replace a file of the step itself."""
 
 
-def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[ObjectFile, ...]:
+def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[Inline, ...]:
     """Returns files of the user for a step's directory.
 
     Args:
@@ -274,7 +274,7 @@ def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tupl
                 where=f"files[{name!r}]",
                 hint="choose another",
             )
-    return tuple(ObjectFile(name, bytes(data)) for name, data in files.items())
+    return tuple(Inline(name, bytes(data)) for name, data in files.items())
 
 
 def _check_file(name: object, data: object, own: Collection[str]) -> None:

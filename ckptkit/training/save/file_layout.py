@@ -446,7 +446,24 @@ Signature = tuple[object, ...]
 
 
 def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
-    return tuple(map(_row, pieces, owned))
+    """Returns what a plan depends on: a row of plain values for each piece."""
+    return tuple(
+        (
+            piece.unit,
+            piece.key_path,
+            piece.shape,
+            piece.places,
+            piece.aliases,
+            piece.replicas.spread,
+            piece.frozen,
+            own,
+            piece.local.dtype,
+            piece.local.device,
+            piece.local.shape,
+            piece.local.stride() if piece.local.layout is torch.strided else piece.local.layout,
+        )
+        for piece, own in zip(pieces, owned, strict=True)
+    )
 
 
 class Signatures:
@@ -472,29 +489,11 @@ class Signatures:
         else:
             before = zip(known, self._owned, self._signature, strict=True)
             self._signature = tuple(
-                row if piece is old and own == owner else _row(piece, owner)
+                row if piece is old and own == owner else signature_of([piece], [owner])[0]
                 for piece, owner, (old, own, row) in zip(pieces, owners, before, strict=True)
             )
         self._pieces, self._owned = [weakref.ref(piece) for piece in pieces], owners
         return owners, self._signature
-
-
-def _row(piece: Piece, own: bool) -> object:  # noqa: FBT001  one of two columns
-    local = piece.local
-    return (
-        piece.unit,
-        piece.key_path,
-        piece.shape,
-        piece.places,
-        piece.aliases,
-        piece.replicas.spread,
-        piece.frozen,
-        own,
-        local.dtype,
-        local.device,
-        local.shape,
-        local.stride() if local.layout is torch.strided else local.layout,
-    )
 
 
 DATA_ALIGNMENT = 64

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -143,14 +142,15 @@ class SaveSlot:
         self._writer.start()
         self._guard(bound)
 
-    def take(self, save: Save, find_state: Callable[[], BoundState]) -> None:
+    def take(self, save: Save, find_state: Callable[[Save], BoundState]) -> None:
         """Copies this rank's part of the state, and leaves the rest to the background.
 
         Any error is the outcome of the save, here and on the other ranks, which wait for this one.
 
         Args:
             save: May have failed already.
-            find_state: Returns the state; called once an earlier save has ended.
+            find_state: Describes the save's attempt and returns the state; called once an earlier
+                save has ended.
         """
         try:
             waited = time.perf_counter()
@@ -158,7 +158,7 @@ class SaveSlot:
             save.handle.waited_seconds = time.perf_counter() - waited
             self._current = save.handle
             if save.error is None:
-                self._stage(save, find_state())
+                self._stage(save, find_state(save))
         except UsageError as error:
             save.error = error
             save.handle.heard()
@@ -196,14 +196,16 @@ class SaveSlot:
         files = self._frozen.files_for(plan, holdings.pieces, self._stager, save.attempt)
         save.staged_bytes = plan.data_bytes - (0 if files.frozen else plan.frozen_bytes)
         save.copy_limit = self._copy_limit
-        last = len(files.waves) - 1
-        for number, of_wave in enumerate(files.waves):
+        *earlier, last = files.waves
+        for number, of_wave in enumerate(earlier):
             staged = self._stager.stage(plan, holdings.pieces, number, frozen=files.frozen)
             save.handle.staging(staged)
-            if number < last:  # the next wave needs the buffer
-                self._worker.submit(partial(self._write, save, of_wave, staged)).result()
-                if save.error is not None:
-                    return
+            # The next wave needs the buffer.
+            self._worker.submit(partial(self._write, save, of_wave, staged)).result()
+            if save.error is not None:
+                return
+        staged = self._stager.stage(plan, holdings.pieces, len(earlier), frozen=files.frozen)
+        save.handle.staging(staged)
         record, inline = record_of(
             plan,
             holdings.objects,
@@ -212,10 +214,10 @@ class SaveSlot:
             attempt=save.attempt.name,
             step=save.attempt.step,
         )
-        record["dispensable"] = [asdict(entry) for entry in holdings.dispensable]
-        small = (*inline, *(Inline(file.path, file.data) for file in holdings.files))
+        record["dispensable"] = list(holdings.dispensable)
+        small = (*inline, *holdings.files)
         save.handle.blocked_seconds = time.perf_counter() - save.began
-        write = partial(self._write, save, files.waves[last], staged, small, record)
+        write = partial(self._write, save, last, staged, small, record)
         self._worker.submit_unwatched(write)
 
     def _write(
@@ -351,27 +353,21 @@ def objects_file(
     """
     data = bytearray()
     rows: list[list[Any]] = []
-    for value in objects:
-        archive = _archive_of(value)
-        rows.append([list(value.key_path), file_number, len(data), len(archive)])
+    for item in objects:
+        value, archive = item.value, item.archive
+        if not archive and is_plain(value):
+            text = repr(value)
+            archive = _archives.get(text, b"")
+            if not archive:
+                if len(_archives) >= _MOST_ARCHIVES:
+                    _archives.clear()
+                archive = _archives[text] = torch_archive(value)
+        elif not archive and item.key_path[0] == RNG:  # ours and large; known to be readable
+            archive = torch_archive(value)
+        elif not archive:
+            archive = serialise(value, ".".join(map(str, item.key_path)))
+        rows.append([list(item.key_path), file_number, len(data), len(archive)])
         data += archive
     unit = objects[0].unit
     name = f"__{rank}_{file_number}.distcp"
     return Inline(f"{unit}/{name}" if unit else name, bytes(data)), rows
-
-
-def _archive_of(item: ObjectValue) -> bytes:
-    value = item.value
-    if item.archive:
-        return item.archive
-    if is_plain(value):
-        text = repr(value)
-        archive = _archives.get(text)
-        if archive is None:
-            if len(_archives) >= _MOST_ARCHIVES:
-                _archives.clear()
-            archive = _archives[text] = torch_archive(value)
-        return archive
-    if item.key_path[0] == RNG:  # ours and large; known to be readable
-        return torch_archive(value)
-    return serialise(value, ".".join(map(str, item.key_path)))

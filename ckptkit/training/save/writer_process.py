@@ -109,8 +109,24 @@ class WriterProcess:
     def _start(self) -> Channel:
         if self._process is not None and self._process.poll() is not None:
             self._forget(0)
-        channel = self._channel or self._launch()
-        buffer = self._buffer
+        if self._channel is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                command = list(self._timeouts.command(theirs.fileno()))
+                try:
+                    self._process = subprocess.Popen(  # noqa: S603  our own program
+                        command,
+                        pass_fds=(theirs.fileno(),),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        start_new_session=True,  # so that signals to the job do not reach it
+                    )
+                except OSError as error:
+                    ours.close()
+                    raise WriterError(f"could not be started: {error}", where=self._name) from error
+            ours.settimeout(self._timeouts.stall_seconds)  # for each message
+            self._socket, self._channel, self._announced = ours, Channel(ours), _NOTHING
+        channel, buffer = self._channel, self._buffer
         if buffer is None or not buffer.size_bytes:
             return channel
         known = buffer.descriptor, buffer.size_bytes  # numbers of descriptors are reused
@@ -127,25 +143,6 @@ class WriterProcess:
             raise self._silent() from error
         except OSError as error:
             raise self._died() from error
-
-    def _launch(self) -> Channel:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            command = list(self._timeouts.command(theirs.fileno()))
-            try:
-                self._process = subprocess.Popen(  # noqa: S603  our own program
-                    command,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # so that signals to the job do not reach it
-                )
-            except OSError as error:
-                ours.close()
-                raise WriterError(f"could not be started: {error}", where=self._name) from error
-        ours.settimeout(self._timeouts.stall_seconds)  # for each message
-        self._socket, self._channel, self._announced = ours, Channel(ours), _NOTHING
-        return self._channel
 
     def _answer(self, channel: Channel) -> Written | StepCommitted | Failed:
         heard = grew = time.monotonic()

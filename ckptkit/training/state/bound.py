@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -124,8 +124,27 @@ def _has(value: object, *methods: str) -> bool:
     return all(callable(getattr(value, method, None)) for method in methods)
 
 
+class _BoundEntry:
+    """What all entries of the mapping have."""
+
+    __slots__ = ()
+    key: str
+    position: int | None
+    stage: bool
+
+    @property
+    def saved_as(self) -> tuple[str, int | None]:
+        """The key and the position that it is found again by; stages are one entry together."""
+        return self.key, None if self.stage else self.position
+
+    @property
+    def where(self) -> str:
+        """Its path in the mapping, such as `state['models'][1]`."""
+        return f"state[{self.key!r}]" + ("" if self.position is None else f"[{self.position}]")
+
+
 @dataclass(frozen=True, slots=True)
-class BoundModel:
+class BoundModel(_BoundEntry):
     """A model in the mapping.
 
     Attributes:
@@ -143,11 +162,6 @@ class BoundModel:
     stage: bool = False
 
     @property
-    def saved_as(self) -> tuple[str, int | None]:
-        """The key and the position that it is found again by; stages are one entry together."""
-        return self.key, None if self.stage else self.position
-
-    @property
     def unit(self) -> str:
         return self.places.unit
 
@@ -158,7 +172,7 @@ class BoundModel:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundOptimizer:
+class BoundOptimizer(_BoundEntry):
     """An optimizer in the mapping.
 
     Attributes:
@@ -178,17 +192,12 @@ class BoundOptimizer:
     stage: bool = False
 
     @property
-    def saved_as(self) -> tuple[str, int | None]:
-        """The key and the position that it is found again by; stages are one entry together."""
-        return self.key, None if self.stage else self.position
-
-    @property
     def name(self) -> str:
         return shown_name(*self.saved_as)
 
 
 @dataclass(frozen=True, slots=True)
-class BoundObject:
+class BoundObject(_BoundEntry):
     """Anything else in the mapping.
 
     Attributes:
@@ -209,14 +218,7 @@ class BoundObject:
     unit: str
     path: KeyPath
     file: str
-
-    @property
-    def saved_as(self) -> tuple[str, int | None]:
-        return self.key, self.position
-
-    @property
-    def where(self) -> str:
-        return path_in_state(self.key, self.position)
+    stage: ClassVar[bool] = False
 
     def state(self) -> Any:
         return self.target if self.kind == "plain" else self.target.state_dict()
@@ -271,15 +273,6 @@ def _file_of(kind: str, index: int, layout: Layout, rank: int) -> str:
 def index_of(position: int | None) -> tuple[int, ...]:
     """Returns the position in a list as the end of a key path, which is empty without a list."""
     return () if position is None else (position,)
-
-
-def path_in_state(key: str, position: int | None) -> str:
-    """Returns the path of an entry in the mapping.
-
-    >>> path_in_state("critic", None), path_in_state("models", 1)
-    ("state['critic']", "state['models'][1]")
-    """
-    return f"state[{key!r}]" if position is None else f"state[{key!r}][{position}]"
 
 
 def shown_name(key: str, position: int | None) -> str:

@@ -29,7 +29,6 @@ from ckptkit.training.state.bound import (
     index_of,
     kind_of,
     leaves,
-    path_in_state,
     place_entries,
     taken_from,
 )
@@ -45,14 +44,15 @@ from ckptkit.training.state.objects import (
 from ckptkit.training.state.optimizers import CollectedState, OptimizerWalk, state_types
 from ckptkit.training.state.pieces import (
     Holdings,
-    ObjectFile,
     ObjectValue,
-    OptionalEntry,
     Piece,
     Replicas,
     select_owned,
 )
 from ckptkit.training.state.structures import VERSION, Structure, tables_of, take_apart
+from ckptkit.writer.messages import Inline
+
+__all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class BoundState:
     others: tuple[BoundObject, ...]
     _walks: tuple[ModelWalk, ...] = field(repr=False)
     _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
-    _files: tuple[ObjectFile, ...] = ()
+    _files: tuple[Inline, ...] = ()
     unfit_optimizer: Unfit = "error"
 
     def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
@@ -110,7 +110,7 @@ class BoundState:
         Args:
             step: The number of the step that is saved.
         """
-        dispensable: list[OptionalEntry] = []
+        dispensable: list[dict[str, Any]] = []
         collected = self.tensors(keep=True, sparing=dispensable)
         files = [*self._files]
         for other in self.others:
@@ -122,15 +122,15 @@ class BoundState:
         elif self.layout == "accelerate":
             file = step_names.random_states_file(self.rank)
             if file not in {given.path for given in self._files}:  # accelerate counts otherwise
-                files.append(ObjectFile(file, torch_archive({"step": step, **states})))
+                files.append(Inline(file, torch_archive({"step": step, **states})))
         elif self.optimizers:  # a model alone is not trained on, says the Trainer
             file = step_names.trainer_random_states_file(self.rank, self.world_size)
-            files.append(ObjectFile(file, torch_archive(rng.under_trainer_keys(states))))
+            files.append(Inline(file, torch_archive(rng.under_trainer_keys(states))))
         if self.layout == "dcp" and any("." in entry["key"] for entry in self._entries()):
             check_keys(collected.pieces, collected.objects)
         if collected.structures:
             data = torch_archive(tables_of(collected.structures))
-            files.append(ObjectFile(step_names.values_file(self.rank), data))
+            files.append(Inline(step_names.values_file(self.rank), data))
         return Holdings(
             tuple(collected.pieces), tuple(collected.objects), tuple(files), tuple(dispensable)
         )
@@ -173,7 +173,7 @@ class BoundState:
                 "unit": bound.unit,
                 "base_unit": bound.places.base_unit if isinstance(bound, BoundModel) else "",
                 "file": bound.file if isinstance(bound, BoundObject) else "",
-                "stages": not isinstance(bound, BoundObject) and bound.stage,
+                "stages": bound.stage,
             }
             first = entries.setdefault(bound.saved_as, entry)
             if first["class"] != entry["class"]:
@@ -201,15 +201,15 @@ class BoundState:
         )
 
     def tensors(
-        self, *, keep: bool = False, sparing: list[OptionalEntry] | None = None
+        self, *, keep: bool = False, sparing: list[dict[str, Any]] | None = None
     ) -> CollectedState:
         """Returns what this rank holds of the models and optimizers.
 
         Args:
             keep: Whether to remember the pieces, so that the next time is faster.
-            sparing: Gets the optimizers, and what is wrong with them; one of which the state
-                cannot be stored is then left out, so that it does not cost the models. None to
-                have that raised.
+            sparing: Gets the optimizers, and what is wrong with them, as `Holdings.dispensable` has
+                them; one of which the state cannot be stored is then left out, so that it does not
+                cost the models. None to have that raised.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
         collected = CollectedState()
@@ -235,7 +235,8 @@ class BoundState:
                 )
                 problem = problem[:2_000]
             if sparing is not None:
-                sparing.append(OptionalEntry(bound.name, bound.unit, bound.path, problem))
+                entry = {"name": bound.name, "unit": bound.unit, "path": list(bound.path)}
+                sparing.append({**entry, "problem": problem})
         return collected
 
     def trained_by(self, optimizer: BoundOptimizer) -> frozenset[tuple[str, KeyPath]]:
@@ -251,7 +252,7 @@ class BoundState:
         )
 
     def _take_other(
-        self, bound: BoundObject, collected: CollectedState, files: list[ObjectFile]
+        self, bound: BoundObject, collected: CollectedState, files: list[Inline]
     ) -> None:
         """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
@@ -262,7 +263,7 @@ class BoundState:
         elif bound.kind not in _PER_RANK and self._in_dcp(state):
             self._take_leaves(bound, state, collected)
         elif bound.kind in _PER_RANK or self.rank == 0:
-            files.append(ObjectFile(bound.file, serialise_or_refuse(state, bound.where)))
+            files.append(Inline(bound.file, serialise_or_refuse(state, bound.where)))
 
     def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
         parts, nodes = take_apart(state, bound.where)
@@ -308,7 +309,9 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
     """
     world = Copies(world_size, rank)
     models, optimizers, others = place_entries(state, layout, rank=rank)
-    if any(entry.position is not None for entry in (*models, *optimizers)):
+    if any(m.position is not None for m in models) or any(
+        o.position is not None for o in optimizers
+    ):
         models, optimizers = _merge_stages(models, optimizers, world)
     if optimizers and not models:
         raise UsageError(
@@ -316,15 +319,9 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
             where=optimizers[0].key,
             hint="put the model into the mapping too: the optimizer's state is saved by its names",
         )
-    walks = [
-        ModelWalk(m.module, m.places, world=world, where=path_in_state(m.key, m.position))
-        for m in models
-    ]
+    walks = [ModelWalk(m.module, m.places, world=world, where=m.where) for m in models]
     optimizer_walks = [
-        OptimizerWalk(
-            o.optimizer, o.unit, o.path, world=world, where=path_in_state(o.key, o.position)
-        )
-        for o in optimizers
+        OptimizerWalk(o.optimizer, o.unit, o.path, world=world, where=o.where) for o in optimizers
     ]
     bound = BoundState(
         layout,

@@ -161,7 +161,9 @@ class Meshes:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's own plain tensor, without copying and outside of autograd."""
-    tensor = _own_part(tensor)
+    tensor = unwrap_dtensor(tensor)
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
     if is_composed(tensor):
         raise UnsupportedError(
             f"a {type(tensor).__name__} was found where a plain tensor was expected",
@@ -183,7 +185,9 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
 
     A plain one has no name. They are the very tensors that training works on.
     """
-    tensor = _own_part(tensor)
+    tensor = unwrap_dtensor(tensor)
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
     if not is_composed(tensor):
         yield (), tensor
         return
@@ -199,11 +203,6 @@ def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 - to_local() records an autograd node
     return local
-
-
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = unwrap_dtensor(tensor)
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def has_data(tensor: torch.Tensor) -> bool:

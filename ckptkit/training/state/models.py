@@ -230,17 +230,18 @@ class ModelWalk:
         self._kept = None
 
     def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
-        units = self._units()
+        flat, parallel = self._structure.flat, self._structure.parallel
+        units = flat_units(self._model, parallel) if flat else ()
         entries = list(self._named(units))
-        if keep and self._structure.flat:
+        if keep and flat:
             entries = self._with_original_buffers(entries)
-        packed = packed_weights(self._model, self._structure.parallel)
+        packed = packed_weights(self._model, parallel)
         if keep:
             entries += lost_scales(packed, {name for name, _ in entries})
         look = _Look(self._structure, units, entries, lasting_scales(packed), for_save=keep)
         for raw, parameter in self._model.named_parameters():
             if id(parameter) not in look.slots:  # state_dict() lacks it, an optimizer may have it
-                fqn = clean_fqn(raw, self._structure.parallel)
+                fqn = clean_fqn(raw, parallel)
                 look.slots[id(parameter)] = (look.slot(fqn, parameter),)
         view = ModelView(
             tuple(look.pieces),
@@ -280,7 +281,9 @@ class ModelWalk:
             for piece in view.pieces
             if piece.aliases
         ]
+        units: tuple[FlatUnit, ...] = ()
         if self._structure.flat:
+            units = flat_units(self._model, self._structure.parallel)
             strategy = f"fsdp1:{strategy_of(self._model)}"
         elif self._structure.reshards:
             strategy = "fsdp2"
@@ -295,11 +298,8 @@ class ModelWalk:
             if mesh is None
             else {"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())},
             "tied": tied,
-            "flat_parameters": layout_facts(self._units()),
+            "flat_parameters": layout_facts(units),
         }
-
-    def _units(self) -> tuple[FlatUnit, ...]:
-        return flat_units(self._model, self._structure.parallel) if self._structure.flat else ()
 
     def _named(self, units: tuple[FlatUnit, ...]) -> Iterator[tuple[str, object]]:
         if not self._structure.flat:

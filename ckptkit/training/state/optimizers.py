@@ -141,7 +141,8 @@ class OptimizerWalk:
         walk.collected.add(states)
         for index, group in enumerate(optimizer.param_groups):
             walk.take_group(index, group, states.groups[index])
-        others = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+        kept: Mapping[Any, Any] = optimizer.state
+        others = {key: v for key, v in kept.items() if not isinstance(key, torch.Tensor)}
         if others:
             walk.take_unbound(others)
         return walk.collected

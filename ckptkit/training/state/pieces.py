@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Shape, Span
+from ckptkit.writer.messages import Inline
 
 Watched = tuple[weakref.ref[torch.Tensor], ...]
 Entry = tuple[str, KeyPath]
@@ -120,36 +122,6 @@ class ObjectValue:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectFile:
-    """A file of its own, next to the DCP directories.
-
-    Attributes:
-        path: Relative to the step's directory, with `/`.
-        data: Its bytes.
-    """
-
-    path: str
-    data: bytes = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class OptionalEntry:
-    """An entry of the state without which a step is still worth having: an optimizer.
-
-    Attributes:
-        name: What it is called in messages.
-        unit: The DCP directory.
-        path: What all its key paths begin with.
-        problem: Why this rank cannot save it; empty if it can.
-    """
-
-    name: str
-    unit: str
-    path: KeyPath
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Holdings:
     """All that one rank holds of the state.
 
@@ -158,13 +130,15 @@ class Holdings:
             that holds the same tensors.
         objects: What this rank has to write as objects into DCP directories.
         files: What this rank has to write as files.
-        dispensable: The entries that the step may do without.
+        dispensable: The entries without which the step is still worth having, optimizers, as JSON:
+            the `name` in messages, the DCP directory (`unit`), what all its key paths begin with
+            (`path`), and why this rank cannot save it (`problem`; empty if it can).
     """
 
     pieces: tuple[Piece, ...]
     objects: tuple[ObjectValue, ...] = ()
-    files: tuple[ObjectFile, ...] = ()
-    dispensable: tuple[OptionalEntry, ...] = ()
+    files: tuple[Inline, ...] = ()
+    dispensable: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,11 +222,22 @@ def packed_weights(model: nn.Module, parallel: Sequence[str]) -> dict[str, Any]:
         model: Wrapped or not.
         parallel: What `names.parallel_prefixes` returned for it.
     """
-    return {
-        clean_fqn(f"{raw}.weight" if raw else "weight", parallel): state
-        for raw, module in model.named_modules(remove_duplicate=False)
-        if (state := _state_of(module)) is not None
-    }
+    packed: dict[str, Any] = {}
+    for raw, module in model.named_modules(remove_duplicate=False):
+        state = vars(module).get("quant_state")
+        if state is None or not hasattr(state, "as_dict"):
+            continue
+        if getattr(state, "packing_format_for_cpu", False):
+            continue  # an evaluation on a CPU has rounded the scales, and changed their order
+        weight = getattr(module, "weight", None)
+        if getattr(weight, "quant_state", None) is not state:
+            if not isinstance(weight, torch.Tensor) or state.shape is None:
+                continue
+            # It is that of another weight now if the sizes differ.
+            if weight.numel() * weight.element_size() != -(-math.prod(state.shape) // 2):
+                continue
+        packed[clean_fqn(f"{raw}.weight" if raw else "weight", parallel)] = state
+    return packed
 
 
 def lost_scales(
@@ -258,19 +269,3 @@ def is_scale(key: str, tensors: Container[str]) -> bool:
     """
     match = _SCALE.fullmatch(key)
     return match is not None and match["weight"] in tensors
-
-
-def _state_of(module: nn.Module) -> Any:
-    """Returns how a module's weight was packed, None where it was not, or is another one now."""
-    state = vars(module).get("quant_state")
-    if state is None or not hasattr(state, "as_dict"):
-        return None
-    if getattr(state, "packing_format_for_cpu", False):
-        return None  # an evaluation on a CPU has rounded the scales, and changed their order
-    weight = getattr(module, "weight", None)
-    if getattr(weight, "quant_state", None) is state:
-        return state
-    if not isinstance(weight, torch.Tensor) or state.shape is None:
-        return None
-    packed_bytes = -(-math.prod(state.shape) // 2)
-    return state if weight.numel() * weight.element_size() == packed_bytes else None

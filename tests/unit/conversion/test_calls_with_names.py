@@ -120,7 +120,7 @@ ALLOWED = {
     ("ckptkit/training/pushing", "Pushing._launch", "subprocess.Popen"): PROGRAM,
     ("ckptkit/training/sidecar", "_below", "folder.rglob"): CONSTANT,
     ("ckptkit/training/tiers/tier", "_Opening.take", "parent.glob"): CONSTANT,
-    ("ckptkit/training/save/writer_process", "WriterProcess._launch", "subprocess.Popen"): PROGRAM,
+    ("ckptkit/training/save/writer_process", "WriterProcess._start", "subprocess.Popen"): PROGRAM,
     ("ckptkit/writer/upload/step_objects", "_Step._put_beside", "folder.rglob"): CONSTANT,
     ("ckptkit/writer/upload/step_objects", "UploadedFiles.of", ".glob"): CONSTANT,
     ("ckptkit/writer/upload/run_store", "ObjectSender._stream", "filesystem.open"): EXACT,
