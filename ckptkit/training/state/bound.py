@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,7 +35,8 @@ def leaves(
     """
     seen: dict[int, str] = {}
     entries: list[tuple[str, int | None, object]] = []
-    for key, value in state.items():
+    mapping: Mapping[Any, Any] = state  # the keys are the user's
+    for key, value in mapping.items():
         if not isinstance(key, str) or not key or "/" in key or key.startswith("."):
             raise UsageError(
                 f"the state has the key {key!r} where a name was expected",
@@ -209,6 +210,7 @@ class BoundObject(_BoundEntry):
             holds DTensors.
         path: What comes before the names in its state dict.
         file: The file of its state, relative to the step; empty with the layout `dcp`.
+        stage: Always False: pipelines split models and optimizers only.
     """
 
     key: str
@@ -218,7 +220,7 @@ class BoundObject(_BoundEntry):
     unit: str
     path: KeyPath
     file: str
-    stage: ClassVar[bool] = False
+    stage: bool = False
 
     def state(self) -> Any:
         return self.target if self.kind == "plain" else self.target.state_dict()
