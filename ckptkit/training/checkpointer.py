@@ -348,7 +348,7 @@ class Checkpointer:
             ResumeError: If the step does not fit the state, or if all steps are damaged.
             PeerError: If another rank does not take part in time.
         """
-        run, timeout = self._session.run, self._settings.timeout_seconds
+        run, peers, timeout = self._session.run, self._peers, self._settings.timeout_seconds
         with self._calling("resume") as check_modes:
             for handle in self._handles:
                 handle.wait()
@@ -358,20 +358,15 @@ class Checkpointer:
                 check_modes()
                 bound = self._binding.of(state).resuming(self._settings.unfit_optimizer)
             except Exception as error:
-                decline(self._peers, error, timeout_seconds=timeout)
+                decline(peers, error, timeout_seconds=timeout)
                 raise
             loaded_step: int | None
             if folder is not None:
                 place = self._session.place_of(folder)
-                loaded_step = resume_from(bound, place, self._peers, timeout_seconds=timeout)
+                loaded_step = resume_from(bound, place, peers, timeout_seconds=timeout)
             else:
                 loaded_step = resume(
-                    bound,
-                    run.place,
-                    self._peers,
-                    timeout_seconds=timeout,
-                    step=step,
-                    prefix=run.prefix,
+                    bound, run.place, peers, timeout_seconds=timeout, step=step, prefix=run.prefix
                 )
             self._binding.forget()  # parameters may have left the meta device
             return loaded_step

@@ -354,11 +354,10 @@ def _merge_stages(
         optimizers: Each with a place of its own.
         world: The number of ranks, and this one.
     """
-    looks = [ModelWalk(m.module, m.places, world=world).look() for m in models]
     stages = [
         model.module
-        for model, look in zip(models, looks, strict=True)
-        if look.values.count < world.number
+        for model in models
+        if ModelWalk(model.module, model.places, world=world).look().values.count < world.number
     ]
     if not stages:
         return tuple(models), tuple(optimizers)
