@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.merge.merged_ties import find_resized_embeddings
 from ckptkit.conversion.source.adapters import (
     AdapterRecord,
     AdapterRecords,
@@ -26,8 +26,9 @@ from ckptkit.conversion.source.adapters import (
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
-from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
+from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
 from ckptkit.lora.config import Adapter, LoraSettings
@@ -35,6 +36,9 @@ from ckptkit.lora.dialects import (
     TOKENS,
     SortedTensors,
     find_second_name,
+    find_vocabulary,
+    is_input_embedding,
+    make_plain_name,
     rename_plainly,
     select_adapter_tensors,
 )
@@ -43,7 +47,9 @@ from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.peft_names import LORA
 from ckptkit.plan.plan import SOURCE
-from ckptkit.storage.places import PathLike
+from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.places import PathLike, is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +332,7 @@ def _names_module(record: AdapterRecord) -> bool:
     return any(_OWN_MODULE.search(text) is not None for text in texts)
 
 
+_MATRIX = 2
 _BLOCK_ELEMENTS = 1 << 22
 _SINGLE_BYTES = 4  # numpy cannot check whether numbers of smaller floating types are finite
 
@@ -445,3 +452,43 @@ def find_tied_tokens(values: AdapterValues, tokens: Mapping[Fqn, TensorEntry]) -
         else:
             repeated[name] = twin
     return repeated
+
+
+def find_resized_embeddings(
+    settings: LoraSettings,
+    base: Mapping[Fqn, TensorEntry],
+    rest: Mapping[Fqn, TensorEntry],
+) -> Iterator[str]:
+    """Yields the embeddings that PEFT saves with an adapter because their size was changed.
+
+    An embedding is resized if the model has another number of tokens than the base it was made
+    from. The base that `settings` name has to be a folder on this machine: mostly it is a name on
+    the Hub, and recorded names are not looked up over a network. `base` are the tensors of the base
+    in the checkpoint, by their plain names; `rest` the same by their names in the PEFT model.
+
+    Source: peft 0.21, `get_peft_model_state_dict` with `save_embedding_layers="auto"`.
+    """
+    folder = settings.base_model_name_or_path
+    if not folder or "\0" in folder or is_url(folder) or not Path(folder).is_dir():
+        return
+    try:
+        with LocalSource(Path(folder)) as source:
+            size_bytes = min(source.stat(CONFIG).size_bytes, MAX_JSON_BYTES)
+            document = parse_model_config(source.read(CONFIG, 0, size_bytes), where=CONFIG)
+    except InputError:
+        return
+    tokens = document.get("vocab_size")
+    weights = {
+        name.rpartition(".")[0]: entry.shape
+        for name, entry in base.items()
+        if name.endswith(".weight") and len(entry.shape) == _MATRIX
+    }
+    ends = find_vocabulary(weights)
+    sizes = {weights[module][0] for module in ends if is_input_embedding(module)}
+    if not isinstance(tokens, int) or not sizes or tokens in sizes:
+        return
+    for name in rest:
+        module = name.rpartition(".")[0]
+        own = make_plain_name(module)
+        if own in ends and weights[own][0] in sizes:
+            yield module

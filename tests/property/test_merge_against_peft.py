@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ckptkit.adapters.merge.fold import NormOf, Rounding
-from ckptkit.adapters.merge.kernel import MergeKernel
+from ckptkit.adapters.merge.kernel import MergeKernel, NormOf, Rounding
 from ckptkit.adapters.merge.low_rank import (
     BiasUpdate,
     Factor,

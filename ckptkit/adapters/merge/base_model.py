@@ -9,12 +9,12 @@ with a head, whose names have a prefix, and the other way round.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.adapters.merge.base_tensors import BaseTensor, join_sources
+from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
 from ckptkit.conversion.source.model_folders import read_pretrained_index
@@ -93,9 +93,16 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             " or a URL such as hf://org/name",
         )
     try:
-        checkpoint = _open_pretrained(stack, path)
-        if checkpoint is None:
+        index = None
+        if is_folder(path):  # of which `from_pretrained` would load no other weights
+            place = place_of(path)
+            folder = stack.enter_context(open_source(place))
+            index = read_pretrained_index(folder)
+        if index is None:
             checkpoint = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
+        else:
+            source = OverlaySource([folder])
+            checkpoint = OpenedCheckpoint(place, source, "", (), index, None, ())
         request = ConsolidateRequest().selecting(checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
     except AmbiguousSourceError as error:
@@ -106,7 +113,17 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             " run that keeps its base is merged without --base, as the source",
         ) from error
     refuse_problems(checkpoint.index, entries, checkpoint.path)
-    plain = _name_plainly(entries, checkpoint.path)
+    tensors = sort_entries(entries)
+    if tensors.holds_adapter:
+        raise RefusedError(
+            "contains an adapter of PEFT, expected a model alone",
+            where=f"--base {checkpoint.path}",
+            hint="pass the model that the adapter was trained on; if it is this one, merge its own"
+            " adapter first",
+        )
+    plain = {entry.name: entry for entry in entries}
+    if any(name.startswith(PEFT_PREFIX) for name in tensors.rest):  # a model that PEFT wrapped
+        plain = rename_plainly(tensors.rest)
     folders = SideFolders(stack, checkpoint, None)
     side, _ = folders.choose(allow_code=False)
     return BaseSource(
@@ -117,33 +134,6 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
         is_live=False,
         home=next((file.origin for file in side if file.name == CONFIG), ""),
     )
-
-
-def _name_plainly(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:
-    """Returns the tensors of a base by their own names, also of a model that PEFT wrapped."""
-    tensors = sort_entries(entries)
-    if tensors.holds_adapter:
-        raise RefusedError(
-            "contains an adapter of PEFT, expected a model alone",
-            where=f"--base {location}",
-            hint="pass the model that the adapter was trained on; if it is this one, merge its own"
-            " adapter first",
-        )
-    if not any(name.startswith(PEFT_PREFIX) for name in tensors.rest):
-        return {entry.name: entry for entry in entries}
-    return rename_plainly(tensors.rest)
-
-
-def _open_pretrained(stack: ExitStack, path: PathLike) -> OpenedCheckpoint | None:
-    """Opens the weights that `from_pretrained` would load, and no others in the folder."""
-    if not is_folder(path):
-        return None
-    place = place_of(path)
-    folder = stack.enter_context(open_source(place))
-    index = read_pretrained_index(folder)
-    if index is None:
-        return None
-    return OpenedCheckpoint(place, OverlaySource([folder]), "", (), index, None, ())
 
 
 def align(
@@ -165,20 +155,14 @@ def align(
     for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
         renamed = [Fqn(before_base + name) for name in names]
         names_with_tied = [*renamed, *find_absent_tied_names(config, renamed)]
-        prefixed = [before_adapter + module for module in modules]
-        if not find_missing_modules(prefixed, names_with_tied):
+        owners = {name.rpartition(".")[0] for name in names_with_tied}
+        if all(before_adapter + module in owners for module in modules):
             return Alignment(place_as_stored(names, before_base), {}, before_adapter)
     # An untied model has names for all tensors that a merge may have to write.
     untied = None if config is None else untie_config(config)
-    return _align_given(names, find_disk_names(untied, None, base=folder))
-
-
-def _align_given(names: Collection[Fqn], found: DiskNames) -> Alignment:
-    """Aligns a given base, which may have either kind of names, by those of transformers."""
-    hub = found.names
-    if hub is None:
-        return Alignment(place_as_stored(names), {}, notes=found.notes)
-    if sum(name in hub.tensors for name in names) < sum(name in hub.live for name in names):
+    found = find_disk_names(untied, None, base=folder)
+    hub = found.names  # a given base may have either kind of names
+    if hub is None or sum(n in hub.tensors for n in names) < sum(n in hub.live for n in names):
         return _align_live(names, found)
     return Alignment(
         place_on_disk(names, hub),
@@ -233,13 +217,21 @@ def make_base_tensors(
         first = placed.live[0]
         if first in quantized.hidden and first not in quantized.operands:
             continue
-        operands = [
-            _operand(base, stored, live, quantized)
-            for stored, live in zip(placed.stored, placed.live, strict=False)
-        ]
+        operands: list[Operand] = []
+        for stored, live in zip(placed.stored, placed.live, strict=False):
+            entry = base.entries[stored]
+            own = StoredOperand(base.origin.name, entry.key, entry.dtype)
+            operands.append(quantized.operands.get(live, own))
         entry = base.entries[placed.stored[0]]
-        if placed.part is not None:
-            _refuse_packed_part(entry, base.opened.path)
+        is_part = placed.part is not None
+        # Without a live name of its own it would not be unpacked.
+        if is_part and looks_packed(entry.name, entry.shape, entry.dtype.name):
+            raise RefusedError(
+                f"tensor {entry.name!r} of shape {entry.shape} is a packed weight, and part of a"
+                " larger one in memory, where it would not be unpacked",
+                where=base.opened.path,
+                hint="pass the model that was quantized for training as --base",
+            )
         if placed.part is not None and not placed.is_stored_so:
             operand, shape = join_sources(placed.part, operands), placed.part.shape
         else:
@@ -247,25 +239,6 @@ def make_base_tensors(
         dtype = quantized.dtypes.get(first, operand.dtype)
         tensors.append(BaseTensor(placed.name, placed.live, shape, dtype, operand, placed.part))
     return tensors
-
-
-def _refuse_packed_part(entry: TensorEntry, location: str) -> None:
-    """Refuses a packed weight without a live name of its own, which would not be unpacked."""
-    if looks_packed(entry.name, entry.shape, entry.dtype.name):
-        raise RefusedError(
-            f"tensor {entry.name!r} of shape {entry.shape} is a packed weight, and part of a larger"
-            " one in memory, where it would not be unpacked",
-            where=location,
-            hint="pass the model that was quantized for training as --base",
-        )
-
-
-def _operand(base: BaseSource, stored: Fqn, live: Fqn, quantized: QuantizedBase) -> Operand:
-    packed = quantized.operands.get(live)
-    if packed is not None:
-        return packed
-    entry = base.entries[stored]
-    return StoredOperand(base.origin.name, entry.key, entry.dtype)
 
 
 def find_live_shapes(
@@ -315,12 +288,6 @@ def list_modules(adapter: Adapter) -> list[str]:
     return list(dict.fromkeys([*(layer.module for layer in table.layers), *table.tokens, *kept]))
 
 
-def find_missing_modules(modules: Iterable[str], names: Collection[Fqn]) -> list[str]:
-    """Returns the modules without tensors."""
-    owners = {name.rpartition(".")[0] for name in names}
-    return [module for module in modules if module not in owners]
-
-
 def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str, str]:
     """Returns the prefixes of the base's and the adapter's names with which these agree.
 
@@ -328,12 +295,16 @@ def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str
     """
     owners = {name.rpartition(".")[0] for name in names}
     missing = [module for module in modules if module not in owners]
-    if not missing:
-        return "", ""
     best = ("", "")
     fewest = len(missing)
     for module in missing:  # a headless base has no names like those of a head
-        for before in dict.fromkeys(_list_prefixes(module, owners)):
+        prefixes: dict[tuple[str, str], None] = {}
+        for owner in owners:
+            if module.endswith(f".{owner}"):
+                prefixes[module[: -len(owner)], ""] = None
+            if owner.endswith(f".{module}"):
+                prefixes["", owner[: -len(module)]] = None
+        for before in prefixes:
             renamed = {before[0] + owner for owner in owners}
             lost = sum(before[1] + each not in renamed for each in modules)
             if lost < fewest:
@@ -341,14 +312,6 @@ def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str
         if any(best):
             break
     return best
-
-
-def _list_prefixes(module: str, owners: Collection[str]) -> Iterator[tuple[str, str]]:
-    for owner in owners:
-        if module.endswith(f".{owner}"):
-            yield module[: -len(owner)], ""
-        if owner.endswith(f".{module}"):
-            yield "", owner[: -len(module)]
 
 
 def add_prefix(adapter: Adapter, prefix: str) -> Adapter:
@@ -375,9 +338,19 @@ def place_on_disk(names: Collection[Fqn], hub: HubNames) -> list[PlacedTensor]:
             whole = _find_equal(tensor, hub)
             live = tensor.sources if whole is None else (whole,)
             placed[name] = PlacedTensor(name, live, (name,), tensor if whole is None else None)
-    for name in names:
-        if name not in placed:
-            placed[name] = PlacedTensor(name, (_rename_companion(name, placed),), (name,))
+    for name in [name for name in names if name not in placed]:
+        # The companion of a weight, such as its scales.
+        module, _, rest = name.partition(_COMPANION)
+        weight = placed.get(Fqn(f"{module}.weight")) if rest else None
+        called = name
+        if weight is not None:
+            called = Fqn(f"{weight.live[0]}.{rest}")
+        else:
+            module, _, last = name.rpartition(".")
+            weight = placed.get(Fqn(f"{module}.weight"))
+            if weight is not None:
+                called = Fqn(f"{weight.live[0].rpartition('.')[0]}.{last}")
+        placed[name] = PlacedTensor(name, (called,), (name,))
     return list(placed.values())
 
 
@@ -404,14 +377,3 @@ def place_as_live(names: Collection[Fqn], hub: HubNames) -> list[PlacedTensor]:
 def _find_equal(tensor: HubTensor, hub: HubNames) -> Fqn | None:
     whole = find_whole(tensor, hub.live)
     return whole if whole is not None and hub.live[whole] == tensor.shape else None
-
-
-def _rename_companion(name: Fqn, placed: Mapping[Fqn, PlacedTensor]) -> Fqn:
-    """Returns the live name of a weight's companion, such as its scales."""
-    module, _, rest = name.partition(_COMPANION)
-    weight = placed.get(Fqn(f"{module}.weight"))
-    if rest and weight is not None:
-        return Fqn(f"{weight.live[0]}.{rest}")
-    module, _, last = name.rpartition(".")
-    weight = placed.get(Fqn(f"{module}.weight"))
-    return name if weight is None else Fqn(f"{weight.live[0].rpartition('.')[0]}.{last}")

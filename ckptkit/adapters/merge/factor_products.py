@@ -19,7 +19,6 @@ Source: torch `aten/src/ATen/native/cpu/ReduceOpsKernel.cpp`, `norm_kernel_tenso
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -68,20 +67,21 @@ class FactorProduct:
             stop: The row behind the last.
             into: Where they go, `[stop - start, columns]`, row-major.
         """
-        for number, low, high in self._experts(start, stop):
-            left, right = self._factors(number)
-            first = number * self._rows + low - start
-            self._multiply(left, right, (low, high), into[first : first + high - low])
-
-    def _experts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields an expert with the range of its own rows, for a range of all rows."""
         for number in range(start // self._rows, -(-stop // self._rows)):
             base = number * self._rows
-            yield number, max(start - base, 0), min(stop - base, self._rows)
+            low, high = max(start - base, 0), min(stop - base, self._rows)
+            latest = self._latest  # several threads come here: what is replaced is replaced whole
+            if latest[0] != number:
+                latest = self._latest = self._prepared(number)
+            first = base + low - start
+            self._multiply(latest[1], latest[2], (low, high), into[first : first + high - low])
 
     def _multiply(self, left: Floats, right: Floats, rows: tuple[int, int], into: Floats) -> None:
         low, high = rows
-        if self._is_small(left, right):
+        out, inputs = len(left), right.shape[1]
+        if self._update.left.transposed:
+            out, inputs = inputs, out
+        if out < _FEW_OUT or inputs < _FEW_IN:
             into[:] = 0
             for term in range(len(right)):
                 into += left[low:high, term : term + 1] * right[term]
@@ -92,28 +92,13 @@ class FactorProduct:
             into[:] = pair[low - first : high - first]
         else:
             _add_terms(left[low:high], right, into)
-        self._scale(into)
-
-    def _scale(self, product: Floats) -> None:
         narrow = self._held.itemsize < _FLOAT32.itemsize
         if narrow and self._update.experts > 1:
-            round_to(product, self._held)
+            round_to(into, self._held)
         if self._scaling != 1:
-            product *= self._scaling
+            into *= self._scaling
         if narrow:
-            round_to(product, self._held)
-
-    def _is_small(self, left: Floats, right: Floats) -> bool:
-        out, inputs = len(left), right.shape[1]
-        if self._update.left.transposed:
-            out, inputs = inputs, out
-        return out < _FEW_OUT or inputs < _FEW_IN
-
-    def _factors(self, number: int) -> tuple[Floats, Floats]:
-        latest = self._latest  # several threads come here: what is replaced is replaced whole
-        if latest[0] != number:
-            latest = self._latest = self._prepared(number)
-        return latest[1], latest[2]
+            round_to(into, self._held)
 
     def _prepared(self, number: int) -> tuple[int, Floats, Floats]:
         """Returns the factors of one expert in the layout for which the order was measured."""
@@ -262,14 +247,10 @@ def compute_row_norms(matrix: Floats) -> Floats:
     for column in range(whole, fused):
         total += squares[:, column]
     for column in range(fused, columns):
-        total = _fused(matrix[:, column], total)
+        # Added with one rounding; float64 holds the square of a float32 exactly.
+        total = (np.square(matrix[:, column], dtype=np.float64) + total).astype(np.float32)
     norms: Floats = np.sqrt(total)
     return norms
-
-
-def _fused(values: Floats, total: Floats) -> Floats:
-    """Adds squares with one rounding; float64 holds the square of a float32 exactly."""
-    return (np.square(values, dtype=np.float64) + total).astype(np.float32)
 
 
 class ColumnSums:

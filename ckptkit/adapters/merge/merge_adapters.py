@@ -151,13 +151,29 @@ def prepare_merge(
     Yields:
         The plan.
     """
-    _check_weights(adapters)
+    for adapter in adapters:
+        if not math.isfinite(adapter.weight) or adapter.weight == 0:
+            raise UsageError(
+                f"{adapter.weight} is no weight that changes anything",
+                where=f"adapter {adapter.path}",
+                hint="leave the adapter out, or give it a weight such as 0.5",
+            )
     with ExitStack() as stack:
         opened = [
             SourceAdapter.of(_open(stack, choice, adapters[0]), number, choice.weight)
             for number, choice in enumerate(adapters)
         ]
-        _refuse_repeated(opened)
+        seen = set()
+        for source in opened:
+            path, tensors = source.found.opened.path, source.found.adapter.tensors
+            identity = resolve_path(path), frozenset(entry.key for entry in tensors.values())
+            if identity in seen:
+                raise UsageError(
+                    "the same adapter is named twice",
+                    where=f"adapter {path}",
+                    hint="name it once; a weight of 2 doubles what it adds",
+                )
+            seen.add(identity)
         limit = resources.memory_limit_bytes
         given = None if base is None else open_base(stack, base, limit)
         preparation = MergePreparation(stack, opened, given, request, resources)
@@ -180,28 +196,3 @@ def _open(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> Open
         else:
             raise
         raise AmbiguousSourceError(error.message, where=error.where, hint=hint) from error
-
-
-def _refuse_repeated(opened: Sequence[SourceAdapter]) -> None:
-    seen = set()
-    for source in opened:
-        tensors = source.found.adapter.tensors.values()
-        path = resolve_path(source.found.opened.path)
-        identity = path, frozenset(entry.key for entry in tensors)
-        if identity in seen:
-            raise UsageError(
-                "the same adapter is named twice",
-                where=f"adapter {source.found.opened.path}",
-                hint="name it once; a weight of 2 doubles what it adds",
-            )
-        seen.add(identity)
-
-
-def _check_weights(adapters: Sequence[AdapterChoice]) -> None:
-    for adapter in adapters:
-        if not math.isfinite(adapter.weight) or adapter.weight == 0:
-            raise UsageError(
-                f"{adapter.weight} is no weight that changes anything",
-                where=f"adapter {adapter.path}",
-                hint="leave the adapter out, or give it a weight such as 0.5",
-            )

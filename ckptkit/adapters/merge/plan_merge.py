@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,17 +20,14 @@ from ckptkit.adapters.merge.base_model import (
     make_base_tensors,
     take_plain_weights,
 )
-from ckptkit.adapters.merge.base_tensors import (
+from ckptkit.adapters.merge.kernel import NormOf, Rounding
+from ckptkit.adapters.merge.merged_tensors import (
     BaseTensor,
-    MergeRules,
-    make_part_error,
-    make_product,
-)
-from ckptkit.adapters.merge.fold import NormOf, Rounding
-from ckptkit.adapters.merge.merged_ties import (
     MergedTies,
+    MergeRules,
     TieJudge,
     describe_ties,
+    plan_products,
     refuse_differing_bases,
 )
 from ckptkit.adapters.merge.report import (
@@ -68,10 +65,8 @@ from ckptkit.lora.changes import (
     find_model_types,
     find_vocabulary_sizes,
     has_vocabulary,
-    list_frozen,
     resize_vocabulary,
 )
-from ckptkit.lora.config import Adapter
 from ckptkit.lora.layers import build_table, find_linear_shapes
 from ckptkit.lora.pairing import BaseShapes, find_changes
 from ckptkit.lora.quantized import Packing
@@ -88,85 +83,6 @@ from ckptkit.storage.places import PathLike
 _MATRIX = 2
 
 
-def plan_products(
-    tensors: Sequence[BaseTensor],
-    changes: Changes,
-    ties: MergedTies,
-    shapes: Mapping[Fqn, Shape],
-    rules: MergeRules,
-) -> Iterator[Product]:
-    """Yields every tensor of the base, with the changes of the adapters.
-
-    Args:
-        tensors: The tensors of the base, as they are written.
-        changes: The changes of live tensors.
-        ties: Tied names after the merge.
-        shapes: The shapes of live tensors in the base.
-        rules: How everything is merged and written.
-    """
-    for tensor in tensors:
-        first = tensor.live[0]
-        if tensor.part is None and first in ties.dropped:
-            continue
-        touched = [live for live in tensor.live if live in changes]
-        if touched and len(tensor.live) > 1:
-            raise make_part_error(tensor.name, changes[touched[0]][0])
-        own = [*_inherit(first, changes, ties, shapes), *changes.get(first, ())]
-        yield make_product(tensor, own, rules, shapes[first])
-
-
-def plan_added_products(
-    tensors: Sequence[BaseTensor],
-    changes: Changes,
-    ties: MergedTies,
-    shapes: Mapping[Fqn, Shape],
-    rules: MergeRules,
-    called: Mapping[Fqn, Fqn],
-) -> Iterator[Product]:
-    """Yields tensors that the base lacks: names that are no longer tied, and new heads.
-
-    `called` has the names in the output that differ from those of the live model.
-    """
-    by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
-    for target, source in ties.written.items():
-        tensor = replace(by_live[source], name=called.get(target, target), live=(target,))
-        updates = [*list_frozen(changes.get(source, ())), *changes.get(target, ())]
-        yield make_product(tensor, updates, rules, shapes[source])
-    present = {live for tensor in tensors for live in tensor.live}
-    for name, own in changes.items():
-        change = own[0]
-        is_tied = name in ties.written or name in ties.dropped
-        if name not in present and not is_tied and isinstance(change, Replacement):
-            output = called.get(name, name)
-            tensor = BaseTensor.stored(output, name, change.source.origin, change.tensor)
-            yield make_product(tensor, (), rules, change.tensor.shape)
-
-
-def _inherit(
-    name: Fqn, changes: Changes, ties: MergedTies, shapes: Mapping[Fqn, Shape]
-) -> list[Change]:
-    """Returns the frozen tensor of another size that a name takes from one it was tied to."""
-    if any(isinstance(change, Replacement) for change in changes.get(name, ())):
-        return []
-    others = [
-        other
-        for tied in ties.untied.items()
-        for other in (tied[0] if tied[1] == name else tied[1],)
-        if name in tied
-    ]
-    frozen = [change for other in others for change in list_frozen(changes.get(other, ()))]
-    return [change for change in frozen[:1] if change.tensor.shape != shapes[name]]
-
-
-def name_written_ties(ties: MergedTies, tensors: Sequence[BaseTensor]) -> dict[Fqn, Fqn]:
-    """Returns the tied names that are not written, as they are in the output."""
-    called = {tensor.live[0]: tensor.name for tensor in tensors if tensor.part is None}
-    return {
-        called.get(target, target): called.get(source, source)
-        for target, source in ties.dropped.items()
-    }
-
-
 def resize_config(
     config: Mapping[str, Any],
     changes: Changes,
@@ -177,39 +93,33 @@ def resize_config(
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns a configuration with the written number of tokens, and notes on the change.
 
-    `is_live` says that the weights are a run's own, whose configuration may be older.
+    `is_live` says that the weights are a run's own, whose configuration may be older than a resize
+    of its vocabulary. Nothing is changed where the weights, or the configuration, have several such
+    numbers.
     """
+    specs = [product.spec for product in products if has_vocabulary(product.spec.name)]
     for name, own in changes.items():
-        if name not in shapes or not has_vocabulary(name):
+        last = next((c for c in reversed(own) if isinstance(c, Replacement)), None)
+        if name not in shapes or not has_vocabulary(name) or last is None:
             continue
-        last = [change for change in own if isinstance(change, Replacement)]
-        old = shapes[name]
-        new = last[-1].tensor.shape if last else old
-        if new == old:
+        old, new = shapes[name][0], last.tensor.shape[0]
+        if last.tensor.shape == shapes[name]:
             continue
-        _refuse_other_rows(products, old[0], new[0], last[-1])
-        resized = resize_vocabulary(config, old[0], new[0])
-        note = f"the vocabulary has {new[0]:,} tokens against {old[0]:,} in the base"
+        other = next((spec for spec in specs if spec.shape[:1] == (old,)), None)
+        if other is not None:
+            raise RefusedError(
+                f"{last.weight!r} has {new:,} rows in the adapter, and {other.name!r}, which the"
+                f" adapter does not replace, has {old:,}",
+                where=last.source.where,
+                hint="pass the model with the larger vocabulary, as it was before training, as"
+                " --base",
+            )
+        resized = resize_vocabulary(config, old, new)
         effect = ", and 'vocab_size' is set to it" if resized != config else ""
-        return resized, [note + effect]
-    return _update_vocabulary(config, products) if is_live else (dict(config), [])
-
-
-def _update_vocabulary(
-    config: Mapping[str, Any], products: Sequence[Product]
-) -> tuple[dict[str, Any], list[str]]:
-    """Returns a configuration with the number of tokens of a run's own weights.
-
-    The configuration in a run may be older than a resize of its vocabulary. Nothing is changed
-    where the weights, or the configuration, have several such numbers.
-    """
-    rows = {
-        product.spec.shape[0]
-        for product in products
-        if len(product.spec.shape) == _MATRIX and has_vocabulary(product.spec.name)
-    }
+        return resized, [f"the vocabulary has {new:,} tokens against {old:,} in the base{effect}"]
+    rows = {spec.shape[0] for spec in specs if len(spec.shape) == _MATRIX}
     sizes = find_vocabulary_sizes(config)
-    if len(rows) != 1 or len(sizes) != 1 or rows == sizes:
+    if not is_live or len(rows) != 1 or len(sizes) != 1 or rows == sizes:
         return dict(config), []
     (new,), (old,) = rows, sizes
     note = (
@@ -219,23 +129,7 @@ def _update_vocabulary(
     return resize_vocabulary(config, old, new), [note]
 
 
-def _refuse_other_rows(
-    products: Sequence[Product], old: int, new: int, change: Replacement
-) -> None:
-    for product in products:
-        spec = product.spec
-        if has_vocabulary(spec.name) and spec.shape[:1] == (old,):
-            raise RefusedError(
-                f"{change.weight!r} has {new:,} rows in the adapter, and {spec.name!r}, which the"
-                f" adapter does not replace, has {old:,}",
-                where=change.source.where,
-                hint="pass the model with the larger vocabulary, as it was before training, as"
-                " --base",
-            )
-
-
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of experts that are fused in memory
-_NO_BASE = "pass the model that the adapter was trained on with --base"
 
 
 class MergePreparation:
@@ -265,7 +159,15 @@ class MergePreparation:
         self._folders = SideFolders(stack, first.found.opened, folder)
         self._side, self._code = self._folders.choose(allow_code=request.allow_code)
         self._config = self._folders.config(self._side)
-        self._base = given or self._take_own_base(first)
+        if given is None and not first.found.base:
+            raise RefusedError(
+                "the checkpoint holds the adapter alone, and no base to merge it into",
+                where=first.found.opened.path,
+                hint="pass the model that the adapter was trained on with --base",
+            )
+        self._base = given or BaseSource(
+            first.found.opened, first.origin, first.found.base, self._config, is_live=True
+        )
         self._origins = {adapter.origin.name: adapter.origin for adapter in adapters}
         self._origins[self._base.origin.name] = self._base.origin
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
@@ -286,33 +188,29 @@ class MergePreparation:
         shapes |= {tie.target: shapes[tie.source] for tie in pairs if not tie.is_present}
         changes = self._find_changes(alignment, shapes, pairs)
         config = self._adapt_head(changes)
-        ties = self._judge_ties(config, tensors, changes)
-        rules = self._choose_rules(changes)
-        products = [
-            *plan_products(tensors, changes, ties, shapes, rules),
-            *plan_added_products(tensors, changes, ties, shapes, rules, alignment.called),
-        ]
+        by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
+        judge = TieJudge(self._origins, by_live)
+        refuse_differing_bases(judge, changes)
+        ties = judge.judge(config, _find_pairs(config, tensors), changes)
+        self._notes += describe_ties(config, ties)
+        versions = [source.found.adapter.settings.peft_version for source in self._adapters]
+        norm_of, note = choose_norms(versions, changes)
+        self._notes += filter(None, [note])
+        rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
+        rules = MergeRules(self._request.dtype, rounding, NormOf(norm_of))
+        products = list(plan_products(tensors, changes, ties, shapes, rules, alignment.called))
         layers = report_layers(
             self._adapters, tensors, changes, quantized, self._request, self._origins
         )
         config = self._write_config(config, products, changes, shapes, ties)
         self._notes += [*alignment.notes, *self._checks.notes(quantized)]
         comparison = self._compare_names(products, config)
-        plan = self._make_plan(products, config, name_written_ties(ties, tensors))
-        prepared = self._prepare(out, plan, alignment, quantized)
+        names = {live: tensor.name for live, tensor in by_live.items()}
+        dropped = {names.get(t, t): names.get(s, s) for t, s in ties.dropped.items()}
+        prepared = self._prepare(out, products, config, dropped, alignment, quantized)
         return replace(prepared, comparison=comparison), layers
 
     # --- the base ---
-
-    def _take_own_base(self, adapter: SourceAdapter) -> BaseSource:
-        found = adapter.found
-        if not found.base:
-            raise RefusedError(
-                "the checkpoint holds the adapter alone, and no base to merge it into",
-                where=found.opened.path,
-                hint=_NO_BASE,
-            )
-        return BaseSource(found.opened, adapter.origin, found.base, self._config, is_live=True)
 
     def _plan_quantized(self, alignment: Alignment) -> QuantizedBase:
         shapes: dict[str, Shape] = {}
@@ -360,13 +258,23 @@ class MergePreparation:
         self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[TiedPair]
     ) -> dict[Fqn, list[Change]]:
         base = BaseShapes(shapes, find_model_types(self._config))
+        entries = {
+            placed.live[0]: self._base.entries[placed.stored[0]]
+            for placed in alignment.placed
+            if placed.part is None and not _EXPERT.search(placed.live[0])
+        }
         all_changes = []
         for source in self._adapters:
             adapter = add_prefix(source.found.adapter, alignment.adapter_prefix)
             changes = find_changes(adapter, base, source.source, weight=source.weight)
             check_used_once(adapter.tensors, changes, where=source.source.where)
             if self._given is not None and adapter.tensors:  # without tensors it changes nothing
-                self._refuse_bare_targets(adapter, source, alignment)
+                try:
+                    refuse_targets_without_tensors(
+                        build_table(adapter.tensors), adapter.settings, entries, is_own_record=True
+                    )
+                except AdapterError as error:
+                    raise error.located(source.source.where) from error
             all_changes.append(changes)
         combined = combine_changes(all_changes, [source.weight for source in self._adapters])
         tying = {
@@ -375,42 +283,6 @@ class MergePreparation:
             if source.found.adapter.settings.ensure_weight_tying
         }
         return share_changes(combined, pairs, tying)
-
-    def _refuse_bare_targets(
-        self, adapter: Adapter, source: SourceAdapter, alignment: Alignment
-    ) -> None:
-        """Refuses an adapter that lacks tensors for what its configuration targets in the base."""
-        entries = {
-            placed.live[0]: self._base.entries[placed.stored[0]]
-            for placed in alignment.placed
-            if placed.part is None and not _EXPERT.search(placed.live[0])
-        }
-        try:
-            refuse_targets_without_tensors(
-                build_table(adapter.tensors), adapter.settings, entries, is_own_record=True
-            )
-        except AdapterError as error:
-            raise error.located(source.source.where) from error
-
-    def _choose_rules(self, changes: Changes) -> MergeRules:
-        versions = [source.found.adapter.settings.peft_version for source in self._adapters]
-        norm_of, note = choose_norms(versions, changes)
-        self._notes += filter(None, [note])
-        rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
-        return MergeRules(self._request.dtype, rounding, NormOf(norm_of))
-
-    def _judge_ties(
-        self,
-        config: Mapping[str, Any] | None,
-        tensors: Sequence[BaseTensor],
-        changes: Changes,
-    ) -> MergedTies:
-        by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
-        judge = TieJudge(self._origins, by_live)
-        refuse_differing_bases(judge, changes)
-        ties = judge.judge(config, _find_pairs(config, tensors), changes)
-        self._notes += describe_ties(config, ties)
-        return ties
 
     # --- what is written ---
 
@@ -478,12 +350,15 @@ class MergePreparation:
         self._notes += notes
         return comparison
 
-    def _make_plan(
+    def _prepare(
         self,
+        out: PathLike,
         products: Sequence[Product],
         config: dict[str, Any] | None,
         dropped: Mapping[Fqn, Fqn],
-    ) -> Plan:
+        alignment: Alignment,
+        quantized: QuantizedBase,
+    ) -> PlannedOutput:
         if self._code:
             self._notes.append(
                 f"python files were left out: {', '.join(self._code)}; pass --allow-code to copy"
@@ -491,11 +366,7 @@ class MergePreparation:
             )
         weights = layout_hf_weights(products, self._request.max_file_bytes)
         files = self._folders.outputs(self._side, config, allow_code=self._request.allow_code)
-        return Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
-
-    def _prepare(
-        self, out: PathLike, plan: Plan, alignment: Alignment, quantized: QuantizedBase
-    ) -> PlannedOutput:
+        plan = Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
         opened = [source.found.opened for source in self._adapters]
         opened += [] if self._given is None else [self._given.opened]
         settings = choose_settings(self._resources, plan, sources=opened, out=out)

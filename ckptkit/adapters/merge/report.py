@@ -11,13 +11,13 @@ import numpy as np
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.merge.base_model import BaseSource
-from ckptkit.adapters.merge.base_tensors import BaseTensor
+from ckptkit.adapters.merge.merged_tensors import BaseTensor
 from ckptkit.adapters.quantized.bases import QuantizedBase, measure_quantization
 from ckptkit.adapters.sources import OpenedAdapter
 from ckptkit.conversion.source.open import resolve_path
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
 from ckptkit.core.index import Span
-from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
+from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import (
     AdapterSource,
@@ -96,7 +96,9 @@ def _digest_adapter(adapter: SourceAdapter) -> str:
 
 def _collect_base_facts(base: BaseSource) -> dict[str, Any]:
     identity = identify_base(resolve_path(base.opened.path), base.config)
-    manifest = _manifest_of(base)
+    manifest, source = base.opened.manifest, base.opened.source
+    if manifest is None and is_there(source, MANIFEST_NAME):
+        manifest = read_manifest(source)
     facts = {
         "path": base.opened.path,
         "format": base.opened.index.format,
@@ -110,14 +112,6 @@ def _collect_base_facts(base: BaseSource) -> dict[str, Any]:
         lines = sorted(f"{name} {t.digest}\n" for name, t in manifest.tensors.items())
         facts["digest"] = digest_of(memoryview("".join(lines).encode()))
     return {key: value for key, value in facts.items() if value}
-
-
-def _manifest_of(base: BaseSource) -> Manifest | None:
-    """Returns the manifest of a base that ckptkit wrote."""
-    if base.opened.manifest is not None:
-        return base.opened.manifest
-    source = base.opened.source
-    return read_manifest(source) if is_there(source, MANIFEST_NAME) else None
 
 
 _STEP = 1 << 20
@@ -171,30 +165,6 @@ def describe_change(change: Change, adapter: str, base: str) -> MergedLayer:
     return MergedLayer(change.weight, adapter, kind, rank, scaling, is_dora, base)
 
 
-def measure_layers(
-    layers: Sequence[MergedLayer],
-    norms: Mapping[tuple[str, str], float],
-    weights: Mapping[str, float],
-    quantized: Mapping[str, float],
-) -> list[MergedLayer]:
-    """Adds how much each layer changes its weight.
-
-    Args:
-        layers: The layers.
-        norms: Norms of scaled products, by adapter and tensor.
-        weights: Norms of the base's weights, by tensor.
-        quantized: Norms of the errors of quantization, by tensor.
-    """
-    measured = []
-    for layer in layers:
-        norm, weight = norms.get((layer.adapter, layer.tensor)), weights.get(layer.tensor)
-        change = None if norm is None or not weight else norm / weight
-        lost = quantized.get(layer.tensor)
-        share = None if lost is None or not norm else lost / norm
-        measured.append(replace(layer, change=change, quantization=share))
-    return measured
-
-
 def measure_weights(
     tensors: Iterable[BaseTensor], origins: Mapping[str, Origin]
 ) -> dict[str, float]:
@@ -221,7 +191,7 @@ def report_layers(
 ) -> list[MergedLayer]:
     """Describes the changes of each tensor; norms are measured only for `--report`."""
     present = {live for tensor in tensors for live in tensor.live}
-    labels = _label_adapters(adapters)
+    paths = [adapter.found.opened.path for adapter in adapters]
     layers: list[MergedLayer] = []
     norms: dict[tuple[str, str], float] = {}
     for weight, own in changes.items():
@@ -230,7 +200,9 @@ def report_layers(
             kind = request.qlora_base or "dequantized"
         for change in own:
             adapter = adapters[change.source.position]
-            label = labels[change.source.position]
+            label = paths[change.source.position]
+            if paths.count(label) > 1:
+                label = f"{label} ({adapter.found.adapter.name})"
             is_whole = isinstance(change, Replacement) and kind != "none"
             layers.append(describe_change(change, label, "replaced" if is_whole else kind))
             norm = adapter.found.norms.get(change.module)
@@ -239,13 +211,14 @@ def report_layers(
     if not request.report:
         return layers
     touched = [tensor for tensor in tensors if any(live in changes for live in tensor.live)]
-    lost = measure_quantization(quantized, changes, origins)
-    return measure_layers(layers, norms, measure_weights(touched, origins), lost)
-
-
-def _label_adapters(adapters: Sequence[SourceAdapter]) -> list[str]:
-    paths = [adapter.found.opened.path for adapter in adapters]
-    return [
-        path if paths.count(path) == 1 else f"{path} ({adapter.found.adapter.name})"
-        for path, adapter in zip(paths, adapters, strict=True)
-    ]
+    weights = measure_weights(touched, origins)
+    quantization = measure_quantization(quantized, changes, origins)
+    for number, layer in enumerate(layers):
+        scaled, unchanged = norms.get((layer.adapter, layer.tensor)), weights.get(layer.tensor)
+        lost = quantization.get(layer.tensor)
+        layers[number] = replace(
+            layer,
+            change=scaled / unchanged if scaled is not None and unchanged else None,
+            quantization=lost / scaled if lost is not None and scaled else None,
+        )
+    return layers

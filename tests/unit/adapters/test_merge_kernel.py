@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.merge import factor_products as products
 from ckptkit.adapters.merge import kernel as merge_kernel
-from ckptkit.adapters.merge.fold import NormOf, Rounding
-from ckptkit.adapters.merge.kernel import MergeKernel
+from ckptkit.adapters.merge.kernel import MergeKernel, NormOf, Rounding
 from ckptkit.adapters.merge.low_rank import (
     BiasUpdate,
     Factor,
