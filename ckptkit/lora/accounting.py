@@ -21,6 +21,8 @@ from ckptkit.lora.inference import (
 )
 from ckptkit.lora.layers import AdapterTable, LoraLayer, build_table
 
+_MATRIX = 2
+_HINT = "pass the configuration that the run used with --adapter-config"
 # What PEFT adds to `modules_to_save` of classifiers, of which a model has one.
 _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 
@@ -52,13 +54,6 @@ def refuse_targets_without_tensors(
             " has no such module, remove the name from a copy of the file and pass it with"
             " --adapter-config",
         )
-    _refuse_bare_weights(table, settings, base)
-
-
-def _refuse_bare_weights(
-    table: AdapterTable, settings: LoraSettings, base: Mapping[Fqn, TensorEntry]
-) -> None:
-    """Refuses a base with a targeted weight for which the adapter has no factors."""
     if settings.target_modules == ALL_LINEAR:
         return  # names do not show which modules are linear
     adapted = {layer.module for layer in table.layers}
@@ -70,7 +65,7 @@ def _refuse_bare_weights(
                 "'target_modules' of the configuration names it, and the adapter has no tensors"
                 " for it",
                 where=f"module {module!r}",
-                hint="pass the configuration that the run used with --adapter-config",
+                hint=_HINT,
             )
 
 
@@ -87,19 +82,15 @@ def _list_unused(table: AdapterTable, settings: LoraSettings) -> Iterator[tuple[
     for target in settings.modules_to_save:
         if target not in _HEADS and not any(is_saved((target,), module) for module in whole):
             yield "modules_to_save", target
-    for target in _list_unused_tokens(table, settings):
-        yield "trainable_token_indices", target or "the input embedding"
-
-
-def _list_unused_tokens(table: AdapterTable, settings: LoraSettings) -> Iterator[str]:
-    """Yields embeddings without trained rows; of tied ones PEFT saves the rows once."""
     named = settings.trainable_token_indices
-    present = {
+    present = {  # of tied embeddings PEFT saves the rows once
         rows
         for target, rows in named.items()
         if any(not target or fits_target(target, module) for module in table.tokens)
     }
-    yield from (target for target, rows in named.items() if rows not in present)
+    for target, rows in named.items():
+        if rows not in present:
+            yield "trainable_token_indices", target or "the input embedding"
 
 
 def _list_unused_targets(settings: LoraSettings, adapted: list[str]) -> Iterator[str]:
@@ -117,10 +108,6 @@ def _list_unused_targets(settings: LoraSettings, adapted: list[str]) -> Iterator
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-_MATRIX = 2
-_HINT = "pass the configuration that the run used with --adapter-config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,28 +169,56 @@ def _make_layer_row(
     is_tied = settings.ensure_weight_tying and is_vocabulary(layer.module)
     if is_target(settings, layer.owner) or is_tied:
         row = _make_module_row(layer, settings)
-        _check_base(layer, base)
-    elif parameters := find_parameters(layer, settings, base):
-        row = _make_parameter_row(layer, parameters, settings)
-    else:
+        weight, shape = base.get(Fqn(f"{layer.module}.weight")), layer.shape
+        is_matrix = weight is not None and len(shape) == len(weight.shape) == _MATRIX
+        # One that is packed has a single column.
+        if weight is None or not is_matrix or weight.shape[-1] == 1:
+            return row
+        if shape not in {weight.shape, weight.shape[::-1]}:
+            raise AdapterError(
+                f"found factors for a weight of shape {list(shape)}, expected"
+                f" {list(weight.shape)} as in the base",
+                where=f"module {layer.module!r}",
+                hint="the adapter was trained on another base",
+            )
+        return row
+    parameters = find_parameters(layer, settings, base)
+    if not parameters:
         raise AdapterError(
             "the adapter has factors for it, but neither 'target_modules' nor"
             " 'target_parameters' of its configuration names it",
             where=f"module {layer.module!r}",
             hint=_HINT,
         )
-    return row
+    path, experts = next(iter(parameters.items()))
+    return ModuleRow(
+        module=path if len(parameters) == 1 else f"{layer.module} (level {layer.level})",
+        kind="parameter",
+        rank=layer.inner // experts,
+        scaling=settings.scaling(path),
+        is_dora=False,
+        shape=(experts, *layer.shape),
+        names=layer.names,
+    )
 
 
 def _make_module_row(layer: LoraLayer, settings: LoraSettings) -> ModuleRow:
     rank = settings.rank(layer.owner)
     where = f"module {layer.module!r}"
     if layer.inner != rank:
+        ranks = find_matches(settings.rank_pattern, layer.module)
+        hint = _HINT
+        if layer.inner in ranks[1:]:
+            hint = (
+                f"{len(ranks)} patterns of 'rank_pattern' fit this module, and PEFT sorts them when"
+                " it saves, which changes the one that counts; pass a copy of the file in which"
+                " only the right one fits with --adapter-config"
+            )
         raise AdapterError(
             f"LoRA's factor A of shape {list(layer.down.shape)} was found against rank {rank} in"
             " the configuration",
             where=where,
-            hint=_hint_of_rank(layer, settings),
+            hint=hint,
         )
     for part, option, is_set, is_present in (
         ("magnitude of DoRA", "use_dora", settings.use_dora, layer.magnitude is not None),
@@ -225,17 +240,6 @@ def _make_module_row(layer: LoraLayer, settings: LoraSettings) -> ModuleRow:
         is_dora=layer.magnitude is not None,
         shape=layer.shape,
         names=layer.names,
-    )
-
-
-def _hint_of_rank(layer: LoraLayer, settings: LoraSettings) -> str:
-    ranks = find_matches(settings.rank_pattern, layer.module)
-    if layer.inner not in ranks[1:]:
-        return _HINT
-    return (
-        f"{len(ranks)} patterns of 'rank_pattern' fit this module, and PEFT sorts them when it"
-        " saves, which changes the one that counts; pass a copy of the file in which only the right"
-        " one fits with --adapter-config"
     )
 
 
@@ -285,61 +289,23 @@ def find_parameters(
     return parameters
 
 
-def _make_parameter_row(
-    layer: LoraLayer, parameters: Mapping[str, int], settings: LoraSettings
-) -> ModuleRow:
-    path, experts = next(iter(parameters.items()))
-    return ModuleRow(
-        module=path if len(parameters) == 1 else f"{layer.module} (level {layer.level})",
-        kind="parameter",
-        rank=layer.inner // experts,
-        scaling=settings.scaling(path),
-        is_dora=False,
-        shape=(experts, *layer.shape),
-        names=layer.names,
-    )
-
-
-def _check_base(layer: LoraLayer, base: Mapping[Fqn, TensorEntry]) -> None:
-    """Refuses factors that do not fit the weight of the base, unless it is packed."""
-    weight = base.get(Fqn(f"{layer.module}.weight"))
-    shape = layer.shape
-    if weight is None or len(shape) != _MATRIX or len(weight.shape) != _MATRIX:
-        return
-    if weight.shape[-1] != 1 and shape not in {weight.shape, weight.shape[::-1]}:
-        raise AdapterError(
-            f"found factors for a weight of shape {list(shape)}, expected {list(weight.shape)} as"
-            " in the base",
-            where=f"module {layer.module!r}",
-            hint="the adapter was trained on another base",
-        )
-
-
 def _make_token_row(
     module: str, entry: TensorEntry, settings: LoraSettings, adapter: Adapter
 ) -> ModuleRow:
-    rows = find_token_rows(settings, module)
+    named = settings.trainable_token_indices.items()
+    # One that names no embedding means the input embedding, and so any.
+    fitting = (rows for name, rows in named if not name or fits_target(name, module))
+    rows = next(fitting, None)
     if rows is None or len(rows) != entry.shape[0]:
-        named = "none" if rows is None else f"{len(rows):,}"
+        expected = "none" if rows is None else f"{len(rows):,}"
         raise AdapterError(
-            f"found {entry.shape[0]:,} trained rows, expected {named} as in"
+            f"found {entry.shape[0]:,} trained rows, expected {expected} as in"
             " 'trainable_token_indices' of the configuration",
             where=f"module {module!r}",
             hint=_HINT,
         )
     names = tuple(name for name, tensor in adapter.tensors.items() if tensor is entry)
     return ModuleRow(module, "tokens", None, None, is_dora=False, shape=entry.shape, names=names)
-
-
-def find_token_rows(settings: LoraSettings, module: str) -> tuple[int, ...] | None:
-    """Returns the trained rows of an embedding; None if the configuration does not name it.
-
-    One that names no embedding means the input embedding, and so any.
-    """
-    named = settings.trainable_token_indices
-    return next(
-        (rows for name, rows in named.items() if not name or fits_target(name, module)), None
-    )
 
 
 def _make_whole_row(name: Fqn, entry: TensorEntry, settings: LoraSettings) -> ModuleRow:

@@ -1,14 +1,22 @@
 """The changes of adapters to a base model: one value per change, and how several are combined.
 
-Names of tensors and modules are those of the live model, without PEFT's prefix. The last part is
-about the configuration: vocabulary, head, class.
+Names of tensors and modules are those of the live model, without PEFT's prefix. Then follow the
+changes of the configuration: vocabulary, head, class.
+
+Tied embeddings stay tied where both are changed alike. A LoRA of one of two tied names does not
+change the other weight: PEFT wraps modules, and the other module still computes with the shared
+weight, so that both must be written. PEFT changes both alike for trained tokens and with
+`ensure_weight_tying`.
+
+Source: peft 0.21, `set_additional_trainable_modules` and `_get_module_names_tied_with_embedding`
+in `utils/other.py`, `_add_targets_to_tie` in `tuners/lora/model.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from ckptkit.core.errors import AdapterError, RefusedError
@@ -16,6 +24,7 @@ from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
 from ckptkit.lora.dialects import is_vocabulary
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice, choose_dtype
+from ckptkit.plan.ties import Specs, find_absent_tied_names, find_tie_candidates, find_tie_conflicts
 
 Form = Literal[
     "linear", "transposed", "embedding", "conv", "parameter", "experts", "experts_transposed"
@@ -347,13 +356,12 @@ def _types(config: Mapping[str, Any], depth: int) -> set[str]:
     return found
 
 
-def resize_vocabulary(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    return _with_vocabulary(config, old, new, _NESTING)
-
-
-def _with_vocabulary(config: Mapping[str, Any], old: int, new: int, depth: int) -> dict[str, Any]:
+def resize_vocabulary(
+    config: Mapping[str, Any], old: int, new: int, depth: int = _NESTING
+) -> dict[str, Any]:
+    """Returns a configuration with another number of tokens, also in nested ones."""
     changed = {
-        key: _with_vocabulary(value, old, new, depth - 1)
+        key: resize_vocabulary(value, old, new, depth - 1)
         if isinstance(value, Mapping) and depth
         else value
         for key, value in config.items()
@@ -363,17 +371,13 @@ def _with_vocabulary(config: Mapping[str, Any], old: int, new: int, depth: int) 
     return changed
 
 
-def find_vocabulary_sizes(config: Mapping[str, Any]) -> frozenset[int]:
-    return frozenset(_vocabularies(config, _NESTING))
-
-
-def _vocabularies(config: Mapping[str, Any], depth: int) -> Iterator[int]:
+def find_vocabulary_sizes(config: Mapping[str, Any], depth: int = _NESTING) -> frozenset[int]:
     own = config.get(_VOCABULARY)
-    if isinstance(own, int):
-        yield own
+    sizes = frozenset({own} if isinstance(own, int) else ())
     for inner in config.values() if depth else ():
         if isinstance(inner, Mapping):
-            yield from _vocabularies(inner, depth - 1)
+            sizes |= find_vocabulary_sizes(inner, depth - 1)
+    return sizes
 
 
 def adapt_head(
@@ -399,8 +403,16 @@ def adapt_head(
         notes.append(
             f"the adapter has a head of its own: 'architectures' is {new} instead of {old}"
         )
-    labels = _count_labels(brought) if head else None
-    if labels is not None and labels != _get_labels(config):
+    rows = [
+        shape[0]
+        for name, shape in brought.items()
+        if head and len(shape) > 1 and set(name.split(".")) & set(_LABELLED)
+    ]
+    labels = rows[-1] if rows else None  # by the last of the head's weights
+    named, number = config.get("id2label"), config.get("num_labels", 2)
+    before = number if isinstance(number, int) else 2
+    before = len(named) if isinstance(named, Mapping) else before
+    if labels is not None and labels != before:
         changed["id2label"] = {str(number): f"LABEL_{number}" for number in range(labels)}
         changed["label2id"] = {f"LABEL_{number}": number for number in range(labels)}
         notes.append(
@@ -410,24 +422,6 @@ def adapt_head(
     return changed, notes
 
 
-def _count_labels(brought: Mapping[Fqn, Shape]) -> int | None:
-    """Returns the number of labels of a head, from the last of its weights."""
-    rows = [
-        shape[0]
-        for name, shape in brought.items()
-        if len(shape) > 1 and set(name.split(".")) & set(_LABELLED)
-    ]
-    return rows[-1] if rows else None
-
-
-def _get_labels(config: Mapping[str, Any]) -> int:
-    named = config.get("id2label")
-    if isinstance(named, Mapping):
-        return len(named)
-    number = config.get("num_labels", 2)
-    return number if isinstance(number, int) else 2
-
-
 def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Removes what a configuration says of packed weights."""
     return {
@@ -435,3 +429,118 @@ def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if key not in {"quantization_config", "_pre_quantization_dtype"}
     }
+
+
+@dataclass(frozen=True, slots=True)
+class TiedPair:
+    """Two names that the configuration ties.
+
+    Attributes:
+        target: The name that `save_pretrained` omits.
+        source: The name that it writes.
+        is_present: Whether the base holds the target too.
+        may_agree: Whether the base's two tensors agree in element type and shape.
+    """
+
+    target: Fqn
+    source: Fqn
+    is_present: bool
+    may_agree: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Equality:
+    """Two tensors of adapters, with their origins, that must be equal for a tie to hold.
+
+    They have the same element type; if `is_transposed`, the second is compared transposed.
+    """
+
+    first: tuple[str, TensorEntry]
+    second: tuple[str, TensorEntry]
+    is_transposed: bool = False
+
+
+def find_tied_pairs(config: Mapping[str, Any] | None, specs: Specs) -> list[TiedPair]:
+    """Returns the names that the configuration ties, whether or not the base holds both."""
+    agreeing, differing = find_tie_candidates(config, specs), find_tie_conflicts(config, specs)
+    absent = find_absent_tied_names(config, specs.keys())
+    pairs = {**agreeing, **differing, **absent}
+    return [
+        TiedPair(target, source, is_present=target not in absent, may_agree=target not in differing)
+        for target, source in pairs.items()
+    ]
+
+
+def share_changes(
+    changes: Changes, pairs: Sequence[TiedPair], tying: Collection[int]
+) -> dict[Fqn, list[Change]]:
+    """Adds the changes that PEFT makes to a tied module together with those of the embedding.
+
+    `tying` has the positions of adapters that were trained with `ensure_weight_tying`.
+    """
+    shared = {weight: list(own) for weight, own in changes.items()}
+    for pair in pairs:
+        own = {c.source.position for c in changes.get(pair.target, ()) if not is_frozen(c)}
+        for change in changes.get(pair.source, ()):
+            position = change.source.position
+            follows = isinstance(change, TokenRowsChange) or position in tying
+            if follows and position not in own and not is_frozen(change):
+                shared.setdefault(pair.target, []).append(replace(change, weight=pair.target))
+    for listed in shared.values():
+        listed.sort(key=lambda change: change.source.position)
+    return shared
+
+
+def find_equalities(first: Sequence[Change], second: Sequence[Change]) -> list[Equality] | None:
+    """Returns what has to be equal for two tensors to be changed alike.
+
+    None means that their changes differ whatever the bytes are.
+    """
+    if len(first) != len(second):
+        return None
+    return _join(_compare(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def _join(parts: Iterable[list[Equality] | None]) -> list[Equality] | None:
+    joined: list[Equality] = []
+    for part in parts:
+        if part is None:
+            return None
+        joined += part
+    return joined
+
+
+def _compare(ours: Change, theirs: Change) -> list[Equality] | None:
+    if tensors_of(ours) == tensors_of(theirs) and ours == replace(theirs, weight=ours.weight):
+        return []
+    origins = (ours.source.origin, theirs.source.origin)
+    if isinstance(ours, TokenRowsChange) and isinstance(theirs, TokenRowsChange):
+        is_alike = ours.indices == theirs.indices
+        return _same(origins, ours.rows, theirs.rows) if is_alike else None
+    if isinstance(ours, Replacement) and isinstance(theirs, Replacement):
+        return _same(origins, ours.tensor, theirs.tensor)
+    if not isinstance(ours, LowRankChange) or not isinstance(theirs, LowRankChange):
+        return None
+    if ours.magnitude or theirs.magnitude or ours.scaling != theirs.scaling:
+        return None
+    forms = {ours.form, theirs.form}
+    pairs: tuple[tuple[TensorEntry, TensorEntry], ...] = ()
+    if len(forms) == 1:
+        pairs = ((ours.down, theirs.down), (ours.up, theirs.up))
+    elif forms == {"embedding", "linear"}:  # the factors of a tied head, transposed
+        pairs = ((ours.down, theirs.up), (ours.up, theirs.down))
+    compared = (_same(origins, *pair, is_transposed=len(forms) > 1) for pair in pairs)
+    return _join(compared) if pairs else None
+
+
+def _same(
+    origins: tuple[str, str],
+    first: TensorEntry,
+    second: TensorEntry,
+    *,
+    is_transposed: bool = False,
+) -> list[Equality] | None:
+    shape = second.shape[::-1] if is_transposed else second.shape
+    if first.dtype != second.dtype or first.shape != shape:
+        return None
+    return [Equality((origins[0], first), (origins[1], second), is_transposed)]

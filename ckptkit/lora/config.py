@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
@@ -34,52 +34,31 @@ _KNOWN = frozenset(
     )
 )
 _INPUT_EMBEDDING = ""
-
-
-class _ErrorTexts(TypedDict):
-    message: str
-    where: str
-    hint: str
-
-
-def _refuse_unknown_options(document: Mapping[str, Any], *, where: str) -> None:
-    """Refuses unknown options that are in use."""
-    for key, value in document.items():
-        if key not in _KNOWN and value not in (None, False, 0, "", [], {}):
-            raise UnsupportedError(
-                f"the option {key!r} of the adapter's configuration is not known, and is in use",
-                where=where,
-                hint="pass the run's adapter_config.json with --adapter-config; if this is it and"
-                " the option changes no numbers, pass a copy without it",
-            )
+_Value = TypeVar("_Value")
 
 
 def _parse_positive(document: Mapping[str, Any], key: str, *, default: int, where: str) -> int:
     value = document.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise FormatError(**_wrong(key, value, "a positive whole number", where))
+        raise _wrong(key, value, "a positive whole number", where)
     return value
 
 
 def _parse_number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
     value = document.get(key, default)
     if not _is_finite(value):
-        raise FormatError(**_wrong(key, value, "a number", where))
+        raise _wrong(key, value, "a number", where)
     return value  # type: ignore[no-any-return]  # checked above
 
 
-def _parse_flag(document: Mapping[str, Any], key: str, *, where: str) -> bool:
-    value = document.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise FormatError(**_wrong(key, value, "true or false", where))
-    return bool(value)
-
-
-def _parse_text(document: Mapping[str, Any], key: str, *, where: str) -> str | None:
-    value = document.get(key)
-    if value is not None and not isinstance(value, str):
-        raise FormatError(**_wrong(key, value, "a text", where))
-    return value or None
+def _parse_plain(
+    document: Mapping[str, Any], key: str, kind: type[_Value], where: str
+) -> _Value | None:
+    """Returns a flag or a text; None where there is none."""
+    value: _Value | None = document.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise _wrong(key, value, "true or false" if kind is bool else "a text", where)
+    return value
 
 
 def _parse_patterns(
@@ -90,12 +69,16 @@ def _parse_patterns(
     if isinstance(value, str):
         _check_pattern(value, f"{key!r}", where)
         return value
-    return None if value is None else _check_texts(value, key, where)
+    return _parse_texts(document, key, where=where)
 
 
-def _parse_texts(document: Mapping[str, Any], key: str, *, where: str) -> tuple[str, ...]:
+def _parse_texts(document: Mapping[str, Any], key: str, *, where: str) -> tuple[str, ...] | None:
     value = document.get(key)
-    return () if value is None else _check_texts(value, key, where)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _wrong(key, value, "a list of texts", where)
+    return tuple(value)
 
 
 def _parse_numbers_by_pattern(
@@ -103,11 +86,11 @@ def _parse_numbers_by_pattern(
 ) -> dict[str, float]:
     value = document.get(key) or {}
     if not isinstance(value, Mapping):
-        raise FormatError(**_wrong(key, value, "an object", where))
+        raise _wrong(key, value, "an object", where)
     for pattern, number in value.items():
         _check_pattern(pattern, f"{key!r}", where, is_embedded=True)
         if not _is_finite(number):
-            raise FormatError(**_wrong(f"{key}[{pattern}]", number, "a number", where))
+            raise _wrong(f"{key}[{pattern}]", number, "a number", where)
     return dict(value)
 
 
@@ -116,7 +99,7 @@ def _parse_ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str
     for pattern, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             name = f"{key}[{pattern}]"
-            raise FormatError(**_wrong(name, value, "a positive whole number", where))
+            raise _wrong(name, value, "a positive whole number", where)
     return {pattern: int(value) for pattern, value in numbers.items()}
 
 
@@ -157,28 +140,21 @@ def _is_finite(value: Any) -> bool:
     return is_number and abs(value) <= sys.float_info.max  # JSON has whole numbers of any size
 
 
-def _check_texts(value: Any, key: str, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise FormatError(**_wrong(key, value, "a list of texts", where))
-    return tuple(value)
-
-
 def _check_numbers(value: Any, key: str, where: str) -> tuple[int, ...]:
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_list or not all(type(item) is int and item >= 0 for item in value):
-        raise FormatError(**_wrong(key, value, "whole numbers", where))
+        raise _wrong(key, value, "whole numbers", where)
     return tuple(value)
 
 
-def _wrong(key: str, value: Any, expected: str, where: str) -> _ErrorTexts:
-    return {
-        "message": f"{key!r} is {str(value)[:80]!r} against {expected}",
-        "where": where,
-        "hint": "compare it with the adapter_config.json that PEFT writes",
-    }
+def _wrong(key: str, value: Any, expected: str, where: str) -> FormatError:
+    return FormatError(
+        f"{key!r} is {str(value)[:80]!r} against {expected}",
+        where=where,
+        hint="compare it with the adapter_config.json that PEFT writes",
+    )
 
 
-_Value = TypeVar("_Value")
 Bias = Literal["none", "all", "lora_only"]
 ALL_LINEAR = "all-linear"
 """Stands for every linear module but the output; resolved before PEFT saves a configuration."""
@@ -194,8 +170,6 @@ _NOT_MODELLED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"),
     *("megatron_config", "monteclora_config", "use_bdlora", "use_qalora"),
 )
-
-_HINT = "load it with PEFT, and save or merge it there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,38 +234,31 @@ class LoraSettings:
 
         Missing keys have PEFT's defaults. Unknown keys are ignored where they are empty.
         """
-        _refuse_other_methods(document, where)
-        _refuse_unknown_options(document, where=where)
-        for option in _NOT_MODELLED:
-            if document.get(option):
-                raise UnsupportedError(
-                    f"the option {option!r} of LoRA is in use, which is not modelled",
-                    where=where,
-                    hint=_HINT,
-                )
+        _refuse_unmodelled(document, where)
         return cls(
             r=_parse_positive(document, "r", default=8, where=where),
             lora_alpha=_parse_number(document, "lora_alpha", default=8, where=where),
-            use_rslora=_parse_flag(document, "use_rslora", where=where),
-            use_dora=_parse_flag(document, "use_dora", where=where),
+            use_rslora=bool(_parse_plain(document, "use_rslora", bool, where)),
+            use_dora=bool(_parse_plain(document, "use_dora", bool, where)),
             rank_pattern=_parse_ranks_by_pattern(document, "rank_pattern", where=where),
             alpha_pattern=_parse_numbers_by_pattern(document, "alpha_pattern", where=where),
             target_modules=_parse_patterns(document, "target_modules", where=where),
-            target_parameters=_parse_texts(document, "target_parameters", where=where),
+            target_parameters=_parse_texts(document, "target_parameters", where=where) or (),
             exclude_modules=_parse_patterns(document, "exclude_modules", where=where),
             layers_to_transform=_parse_indices(document, "layers_to_transform", where=where),
             layers_pattern=_parse_expressions(document, "layers_pattern", where),
             modules_to_save=_parse_expressions(document, "modules_to_save", where),
             trainable_token_indices=_parse_token_rows(document, where=where),
             bias=_parse_bias(document, where),
-            lora_bias=_parse_flag(document, "lora_bias", where=where),
-            fan_in_fan_out=_parse_flag(document, "fan_in_fan_out", where=where),
+            lora_bias=bool(_parse_plain(document, "lora_bias", bool, where)),
+            fan_in_fan_out=bool(_parse_plain(document, "fan_in_fan_out", bool, where)),
             init_lora_weights=_parse_start(document, where),
-            ensure_weight_tying=_parse_flag(document, "ensure_weight_tying", where=where),
-            base_model_name_or_path=_parse_text(document, "base_model_name_or_path", where=where),
-            revision=_parse_text(document, "revision", where=where),
-            task_type=_parse_text(document, "task_type", where=where),
-            peft_version=_parse_text(document, "peft_version", where=where),
+            ensure_weight_tying=bool(_parse_plain(document, "ensure_weight_tying", bool, where)),
+            base_model_name_or_path=_parse_plain(document, "base_model_name_or_path", str, where)
+            or None,
+            revision=_parse_plain(document, "revision", str, where) or None,
+            task_type=_parse_plain(document, "task_type", str, where) or None,
+            peft_version=_parse_plain(document, "peft_version", str, where) or None,
             document=document,
         )
 
@@ -333,7 +300,8 @@ def find_matches(values: Mapping[str, _Value], module: str) -> list[_Value]:
     return [value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", path)]
 
 
-def _refuse_other_methods(document: Mapping[str, Any], where: str) -> None:
+def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
+    """Refuses other methods, unknown options that are in use, and those that are not modelled."""
     method = document.get("peft_type", "LORA")
     if method != "LORA":
         raise UnsupportedError(
@@ -341,6 +309,21 @@ def _refuse_other_methods(document: Mapping[str, Any], where: str) -> None:
             where=where,
             hint=advice_on(str(method)),
         )
+    for key, value in document.items():
+        if key not in _KNOWN and value not in (None, False, 0, "", [], {}):
+            raise UnsupportedError(
+                f"the option {key!r} of the adapter's configuration is not known, and is in use",
+                where=where,
+                hint="pass the run's adapter_config.json with --adapter-config; if this is it and"
+                " the option changes no numbers, pass a copy without it",
+            )
+    for option in _NOT_MODELLED:
+        if document.get(option):
+            raise UnsupportedError(
+                f"the option {option!r} of LoRA is in use, which is not modelled",
+                where=where,
+                hint="load it with PEFT, and save or merge it there",
+            )
 
 
 def _parse_expressions(document: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:

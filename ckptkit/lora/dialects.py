@@ -83,8 +83,16 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
         group = stripped if adapter is None else live.setdefault(adapter, {})
         _add(group, _in_file(parts, holder, live=adapter is not None), entry)
     _refuse_other_methods([entry.name for entry in listed], rest, is_live=bool(live))
-    repeated = _repeats_in_file(live, rest) if stripped else {}
-    own = stripped if stripped and not live else _find_only_adapter(live, rest)
+    repeated: dict[Fqn, TensorEntry] = {}
+    if stripped:  # a PEFT file may have modules twice; see `find_second_name`
+        named = {_with_prefix(name) for name in rest}
+        for adapter in [name for name, tensors in live.items() if named.issuperset(tensors)]:
+            repeated |= live.pop(adapter)
+    own = stripped if stripped and not live else None
+    if own is None and len(live) == 1:
+        segments = (name.split(".") for name in rest)
+        if all(parts[-1] == "bias" or not {BASE_LAYER, _ORIGINAL} & {*parts} for parts in segments):
+            own = next(iter(live.values()))  # the only adapter, saved without its base
     if own is not None:  # a PEFT file, or a save of trained tensors: all are the adapter's
         plain = {_with_prefix(name): entry for name, entry in rest.items()}
         repeated |= {name: own[name] for name in plain if name in own}
@@ -117,11 +125,16 @@ def select_adapter_tensors(
         bias="none" if settings is None else settings.bias,
         embeddings=(*_find_saved_embeddings(tensors.rest, settings, own), *embeddings),
     )
-    of_base = {
-        _rename_in_file(name, own, embeddings): entry
-        for name, entry in tensors.rest.items()
-        if names.file_name(name) is not None
-    }
+    of_base: dict[Fqn, TensorEntry] = {}
+    for name, entry in tensors.rest.items():
+        if names.file_name(name) is None:
+            continue
+        module, _, parameter = name.rpartition(".")
+        in_file = name
+        if module in embeddings and not _is_changed(module, own):
+            # A model without the other adapters, whose wrappers the name has, loads the file.
+            in_file = _with_prefix(Fqn(f"{make_plain_name(module)}.{parameter}"))
+        of_base[in_file] = entry
     return {**own, **of_base}
 
 
@@ -166,28 +179,6 @@ def is_frozen_name(file_name: str) -> bool:
     parts = file_name.split(".")
     # Biases of wrapped layers are trained with `bias="all"`; their weights never are.
     return _ORIGINAL in parts or (BASE_LAYER in parts and parts[-1] != "bias")
-
-
-def _find_only_adapter(
-    live: Mapping[str, dict[Fqn, TensorEntry]], rest: Mapping[Fqn, TensorEntry]
-) -> dict[Fqn, TensorEntry] | None:
-    """Returns the only adapter of a live model that was saved without its base; else None."""
-    for name in rest:
-        parts = name.split(".")
-        if parts[-1] != "bias" and (BASE_LAYER in parts or _ORIGINAL in parts):
-            return None
-    return next(iter(live.values())) if len(live) == 1 else None
-
-
-def _repeats_in_file(
-    live: dict[str, dict[Fqn, TensorEntry]], rest: Mapping[Fqn, TensorEntry]
-) -> dict[Fqn, TensorEntry]:
-    """Removes from live tensors what a PEFT file has twice; see `find_second_name`."""
-    plain = {_with_prefix(name) for name in rest}
-    repeated: dict[Fqn, TensorEntry] = {}
-    for adapter in [name for name, tensors in live.items() if plain.issuperset(tensors)]:
-        repeated |= live.pop(adapter)
-    return repeated
 
 
 def _with_prefix(name: Fqn) -> Fqn:
@@ -249,18 +240,6 @@ def _add(group: dict[Fqn, TensorEntry], parts: Iterable[str], entry: TensorEntry
             hint="names must stay distinct when wrapper segments are cut out",
         )
     group[name] = entry
-
-
-def _rename_in_file(name: Fqn, own: Iterable[Fqn], embeddings: Collection[str]) -> Fqn:
-    """Returns the name of a tensor of the base in an adapter's file.
-
-    The segments of other adapters' wrappers are removed, since a model without those adapters
-    loads the file.
-    """
-    module, _, parameter = name.rpartition(".")
-    if module not in embeddings or _is_changed(module, own):
-        return name
-    return _with_prefix(Fqn(f"{make_plain_name(module)}.{parameter}"))
 
 
 def _is_changed(module: str, own: Iterable[Fqn]) -> bool:
@@ -365,16 +344,13 @@ class AdapterNames:
         """
         parts = fqn.split(".")
         for at, part in enumerate(parts[1:], start=1):
-            if part == self.adapter and holds_adapters(parts[at - 1]):
-                return ".".join(_without_adapter(parts, at))
-        if self._is_trained_bias(parts) or fqn.rpartition(".")[0] in self.embeddings:
-            return fqn
-        return None
-
-    def _is_trained_bias(self, parts: list[str]) -> bool:
-        if parts[-1] != "bias":
-            return False
-        return self.bias == "all" or (self.bias == "lora_only" and parts[-2:-1] == [BASE_LAYER])
+            holder = parts[at - 1]
+            if part == self.adapter and holds_adapters(holder):
+                kept = parts[: at - 1] if holder == _MODULES_TO_SAVE else parts[:at]
+                return ".".join(kept if holder == MAGNITUDE else [*kept, *parts[at + 1 :]])
+        is_own_bias = self.bias == "lora_only" and parts[-2:-1] == [BASE_LAYER]
+        is_trained = parts[-1] == "bias" and (self.bias == "all" or is_own_bias)
+        return fqn if is_trained or fqn.rpartition(".")[0] in self.embeddings else None
 
 
 def holds_adapters(part: str) -> bool:
@@ -400,12 +376,3 @@ def find_vocabulary(modules: Iterable[str]) -> set[str]:
     if _SHARED not in {module.rpartition(".")[2] for module in ends}:
         return ends
     return {module for module in ends if module.rpartition(".")[2] != "embed_tokens"}
-
-
-def _without_adapter(parts: list[str], at: int) -> list[str]:
-    holder = parts[at - 1]
-    if holder == _MODULES_TO_SAVE:
-        return [*parts[: at - 1], *parts[at + 1 :]]
-    if holder == MAGNITUDE:
-        return parts[:at]
-    return [*parts[:at], *parts[at + 1 :]]

@@ -59,7 +59,13 @@ def infer_parameters(
             groups[layer.module].append(layer)
     parameters: dict[str, int] = {}
     for module, group in groups.items():
-        fitting = _find_fitting(module, group, base)
+        fitting = {}
+        for name, entry in base.items():
+            if name.rpartition(".")[0] == module and len(entry.shape) > 1:
+                experts = entry.shape[0] if len(entry.shape) > _MATRIX else 1
+                for layer in group:
+                    if not layer.inner % experts and fits_experts(layer, experts, entry.shape):
+                        fitting[str(name)] = layer.inner // experts
         if len(fitting) != len(group):
             raise CannotPlanError(
                 f"module {module!r} has factors for {len(group)} of its parameters, and their"
@@ -68,20 +74,6 @@ def infer_parameters(
                 hint="pass the adapter_config.json of the run with --adapter-config",
             )
         parameters |= fitting
-    return parameters
-
-
-def _find_fitting(
-    module: str, group: Iterable[LoraLayer], base: Mapping[Fqn, TensorEntry]
-) -> dict[str, int]:
-    """Returns the parameters of a module that some factors fit, with the rank of the factors."""
-    parameters = {}
-    for name, entry in base.items():
-        if name.rpartition(".")[0] == module and len(entry.shape) > 1:
-            experts = entry.shape[0] if len(entry.shape) > _MATRIX else 1
-            for layer in group:
-                if not layer.inner % experts and fits_experts(layer, experts, entry.shape):
-                    parameters[str(name)] = layer.inner // experts
     return parameters
 
 
@@ -152,6 +144,11 @@ def infer_config(
     ranks = {**modules, **parameters}
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else _DEFAULT_RANK
     is_stored_as_in_out = overrides.get(FAN_IN, _fan_in(table, base))
+    lone = [name for name in table.whole if _is_lone_bias(name, table)]
+    is_own = all(name.endswith(f".{BASE_LAYER}.bias") for name in lone)
+    frozen = f".{BASE_LAYER}."  # of targeted embeddings, which PEFT saves with the factors
+    whole = [name for name in table.whole if frozen not in name and name not in lone]
+    saved = sorted({make_plain_name(name).rpartition(".")[0] for name in whole})
     document: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": None,
@@ -160,9 +157,9 @@ def infer_config(
         "r": usual,
         "lora_alpha": overrides.get(ALPHA, usual),
         "lora_dropout": 0.0,
-        "bias": _bias(table),
+        "bias": ("lora_only" if is_own else "all") if lone else "none",
         "target_modules": find_shortest_names(modules, {name.rpartition(".")[0] for name in base}),
-        "modules_to_save": _list_saved(table) or None,
+        "modules_to_save": saved or None,
         "fan_in_fan_out": bool(is_stored_as_in_out),
     }
     pattern = _rank_pattern(ranks, usual)
@@ -209,24 +206,9 @@ def _fan_in(table: AdapterTable, base: Mapping[Fqn, TensorEntry]) -> bool | None
     return None if is_unclear else False
 
 
-def _bias(table: AdapterTable) -> str:
-    lone = [name for name in table.whole if _is_lone_bias(name, table)]
-    if not lone:
-        return "none"
-    own = all(name.endswith(f".{BASE_LAYER}.bias") for name in lone)
-    return "lora_only" if own else "all"
-
-
 def _is_lone_bias(name: str, table: AdapterTable) -> bool:
     """Returns whether a tensor is a bias that was trained without its weight."""
     return name.endswith(".bias") and f"{name.removesuffix('bias')}weight" not in table.whole
-
-
-def _list_saved(table: AdapterTable) -> list[str]:
-    """Returns the paths of modules that were trained whole."""
-    frozen = f".{BASE_LAYER}."  # of targeted embeddings, which PEFT saves with the factors
-    whole = [n for n in table.whole if frozen not in n and not _is_lone_bias(n, table)]
-    return sorted({make_plain_name(name).rpartition(".")[0] for name in whole})
 
 
 def _rank_pattern(ranks: Mapping[str, int], usual: int) -> dict[str, int]:
@@ -275,7 +257,10 @@ def _notes(document: Mapping[str, Any]) -> tuple[str, ...]:
 
 def is_target(settings: LoraSettings, module: str) -> bool:
     """Returns whether `target_modules` names a module of the base."""
-    if _fits(settings.exclude_modules or (), module) or _is_saved_whole(settings, module):
+    if _fits(settings.exclude_modules or (), module) or any(
+        re.match(rf"(^|.*\.){name}($|\..*)", module) is not None
+        for name in settings.modules_to_save  # which name it, or one that contains it
+    ):
         return False
     targets = settings.target_modules
     if targets is None:
@@ -285,14 +270,6 @@ def is_target(settings: LoraSettings, module: str) -> bool:
     if module in _set_of(targets):
         return True
     return _fits(targets, module) and _in_layers(settings, module)
-
-
-def _is_saved_whole(settings: LoraSettings, module: str) -> bool:
-    """Returns whether `modules_to_save` names a module, or one that contains it."""
-    return any(
-        re.match(rf"(^|.*\.){name}($|\..*)", module) is not None
-        for name in settings.modules_to_save
-    )
 
 
 def is_saved(modules_to_save: Iterable[str], module: str) -> bool:

@@ -166,11 +166,6 @@ def _make_layer(
         names=tuple(parts.values()),
         owner=make_plain_name(module.removesuffix(_OUTPUT) if module.endswith(_OUTPUT) else module),
     )
-    _check_shapes(layer)
-    return layer
-
-
-def _check_shapes(layer: LoraLayer) -> None:
     down, up = layer.down.shape, layer.up.shape
     same = len(down) == len(up) >= _MATRIX and 0 not in (*down, *up)
     groups = down[0] // up[1] if same and len(down) > _MATRIX else 1
@@ -187,3 +182,4 @@ def _check_shapes(layer: LoraLayer) -> None:
                 f"a {what} of shape {list(entry.shape)} was found with a B of shape {list(up)}",
                 where=f"module {layer.module!r}",
             )
+    return layer

@@ -87,7 +87,12 @@ class _Pairing:
             if not changes:
                 unknown.append(module)
         if unknown:
-            raise self._make_unknown_error(unknown)
+            more = f" and {len(unknown) - _LISTED} more" if len(unknown) > _LISTED else ""
+            raise self._make_error(
+                f"the base has no weight for {len(unknown)} modules of the adapter:"
+                f" {', '.join(unknown[:_LISTED])}{more}",
+                _OTHER_BASE,
+            )
         rows = [self._replace_rows(module, entry) for module, entry in self._table.tokens.items()]
         return [*replaced, *updates, *rows]
 
@@ -120,8 +125,24 @@ class _Pairing:
     def _update(self, module: str, layers: Sequence[LoraLayer]) -> Iterator[Change]:
         for layer, weight in self._find_weights(module, layers):
             yield self._update_weight(layer, weight)
-            if layer.up_bias is not None:
-                yield self._update_bias(module, layer.up_bias)
+            if layer.up_bias is None:
+                continue
+            name, bias = Fqn(f"{module}.bias"), layer.up_bias
+            shape = self._shapes.get(name)
+            if shape is None:
+                raise self._make_error(
+                    f"module {module!r} has a bias in the adapter and none in the base, so it has"
+                    " no merged form",
+                    "keep this adapter apart from its base; PEFT does not merge it either",
+                )
+            if shape != bias.shape:
+                raise self._make_error(
+                    f"module {module!r} has lora_B.bias of shape {list(bias.shape)} against"
+                    f" {list(shape)} in the base",
+                    _OTHER_BASE,
+                )
+            scaling = self._settings.scaling(module) * self._weight
+            yield BiasChange(self._source, name, module, bias, scaling)
 
     def _find_weights(
         self, module: str, layers: Sequence[LoraLayer]
@@ -214,24 +235,6 @@ class _Pairing:
             scaling=self._settings.scaling(key) * self._weight * layer.times,
         )
 
-    def _update_bias(self, module: str, bias: TensorEntry) -> BiasChange:
-        name = Fqn(f"{module}.bias")
-        shape = self._shapes.get(name)
-        if shape is None:
-            raise self._make_error(
-                f"module {module!r} has a bias in the adapter and none in the base, so it has no"
-                " merged form",
-                "keep this adapter apart from its base; PEFT does not merge it either",
-            )
-        if shape != bias.shape:
-            raise self._make_error(
-                f"module {module!r} has lora_B.bias of shape {list(bias.shape)} against"
-                f" {list(shape)} in the base",
-                _OTHER_BASE,
-            )
-        scaling = self._settings.scaling(module) * self._weight
-        return BiasChange(self._source, name, module, bias, scaling)
-
     # --- trained tokens ---
 
     def _replace_rows(self, module: str, rows: TensorEntry) -> TokenRowsChange:
@@ -256,14 +259,6 @@ class _Pairing:
         return TokenRowsChange(self._source, weight, module, rows, indices)
 
     # --- refusals ---
-
-    def _make_unknown_error(self, modules: Sequence[str]) -> RefusedError:
-        more = f" and {len(modules) - _LISTED} more" if len(modules) > _LISTED else ""
-        return self._make_error(
-            f"the base has no weight for {len(modules)} modules of the adapter:"
-            f" {', '.join(modules[:_LISTED])}{more}",
-            _OTHER_BASE,
-        )
 
     def _make_error(self, message: str, hint: str) -> RefusedError:
         return RefusedError(message, where=self._source.where, hint=hint)
@@ -311,18 +306,6 @@ def determine_form(factors: FactorShapes) -> Form:
         raise _make_misfit(factors)
     if len(factors.weight) == _EXPERTS:
         return _experts(factors)
-    return _linear(factors)
-
-
-def check_embedding(factors: FactorShapes) -> Form:
-    """Checks the factors of an embedding: A is [rank, vocabulary], B [dimension, rank]."""
-    _check_rank(factors, factors.rank)
-    if factors.weight != (*factors.down[1:], *factors.up[:1]):
-        raise _make_misfit(factors)
-    return "embedding"
-
-
-def _linear(factors: FactorShapes) -> Form:
     _check_rank(factors, factors.rank)
     out_in = (factors.up[0], factors.down[1])
     straight, crossed = factors.weight == out_in, factors.weight == out_in[::-1]
@@ -332,6 +315,14 @@ def _linear(factors: FactorShapes) -> Form:
         types = factors.model_types
         crossed = is_conv1d(factors.module, types) if types else factors.fan_in_fan_out
     return "transposed" if crossed else "linear"
+
+
+def check_embedding(factors: FactorShapes) -> Form:
+    """Checks the factors of an embedding: A is [rank, vocabulary], B [dimension, rank]."""
+    _check_rank(factors, factors.rank)
+    if factors.weight != (*factors.down[1:], *factors.up[:1]):
+        raise _make_misfit(factors)
+    return "embedding"
 
 
 def _convolution(factors: FactorShapes) -> Form:

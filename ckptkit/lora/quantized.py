@@ -74,32 +74,34 @@ class FourBitState:
     @classmethod
     def parse(cls, data: bytes, *, where: str) -> FourBitState:
         """Parses the bytes of a `quant_state` tensor."""
-        document = _parse_object(data, where)
-        nested = "nested_blocksize" in document
-        return cls(
-            quant_type=QUANT_TYPES[
-                _parse_choice(document, "quant_type", tuple(QUANT_TYPES), where)
-            ],
-            blocksize=_parse_choice(document, "blocksize", BLOCKSIZES, where),
-            dtype=_parse_choice(document, "dtype", DTYPES, where),
-            shape=_parse_shape(document, where),
-            nested_blocksize=_parse_positive(document, "nested_blocksize", where) if nested else 0,
-            nested_offset=_parse_number(document, "nested_offset", where) if nested else 0.0,
-        )
+        try:
+            document = json.loads(data)
+        except ValueError as error:
+            raise FormatError(f"is not JSON: {error}", where=where, hint=_HINT) from error
+        if not isinstance(document, dict):
+            raise FormatError("is no JSON object", where=where, hint=_HINT)
+        quant_type = _parse_choice(document, "quant_type", tuple(QUANT_TYPES), where)
+        blocksize = _parse_choice(document, "blocksize", BLOCKSIZES, where)
+        dtype = _parse_choice(document, "dtype", DTYPES, where)
+        shape = document.get("shape")
+        whole = isinstance(shape, list) and all(isinstance(n, int) and n > 0 for n in shape)
+        if not whole or not shape:
+            raise FormatError(f"has {shape!r} for 'shape', expected sizes", where=where)
+        nested, offset = document.get("nested_blocksize", 0), 0.0
+        if "nested_blocksize" in document:
+            if not isinstance(nested, int) or nested <= 0:
+                what = "for 'nested_blocksize', expected a count"
+                raise FormatError(f"has {nested!r} {what}", where=where)
+            offset = document.get("nested_offset")
+            if not isinstance(offset, int | float) or not math.isfinite(offset):
+                what = "for 'nested_offset', expected a number"
+                raise FormatError(f"has {offset!r} {what}", where=where)
+        kind = QUANT_TYPES[quant_type]
+        return cls(kind, blocksize, dtype, tuple(shape), nested, float(offset))
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
-
-
-def _parse_object(data: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        document = json.loads(data)
-    except ValueError as error:
-        raise FormatError(f"is not JSON: {error}", where=where, hint=_HINT) from error
-    if not isinstance(document, dict):
-        raise FormatError("is no JSON object", where=where, hint=_HINT)
-    return document
 
 
 def _parse_choice(
@@ -109,28 +111,6 @@ def _parse_choice(
     if value not in choices:
         raise FormatError(f"has {value!r} for {key!r}, expected one of {choices}", where=where)
     return value
-
-
-def _parse_positive(document: Mapping[str, Any], key: str, where: str) -> int:
-    value = document.get(key)
-    if not isinstance(value, int) or value <= 0:
-        raise FormatError(f"has {value!r} for {key!r}, expected a count", where=where)
-    return value
-
-
-def _parse_number(document: Mapping[str, Any], key: str, where: str) -> float:
-    value = document.get(key)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise FormatError(f"has {value!r} for {key!r}, expected a number", where=where)
-    return float(value)
-
-
-def _parse_shape(document: Mapping[str, Any], where: str) -> Shape:
-    value = document.get("shape")
-    whole = isinstance(value, list) and all(isinstance(size, int) and size > 0 for size in value)
-    if not whole or not value:
-        raise FormatError(f"has {value!r} for 'shape', expected sizes", where=where)
-    return tuple(value)
 
 
 Bits = Literal[4, 8]
@@ -214,15 +194,6 @@ def list_companions(weight: PackedWeight) -> frozenset[str]:
     return frozenset(f"{weight.name if four else module}.{kind}" for kind in weight.companions)
 
 
-def is_packed_size(entry: TensorEntry, shape: Shape) -> bool:
-    """Returns whether a tensor has the size of a weight of that shape in four bits.
-
-    Bitsandbytes writes a column of the storage type, two elements a byte.
-    """
-    column = len(entry.shape) == _MATRIX and entry.shape[1] == 1
-    return column and entry.size_bytes == -(-math.prod(shape) // 2) and entry.shape != shape
-
-
 def _recognise(
     name: str, entry: TensorEntry, companions: Mapping[str, TensorEntry], shape: Shape | None
 ) -> PackedWeight | None:
@@ -231,9 +202,12 @@ def _recognise(
         return PackedWeight(name, EIGHT_BITS, entry, companions, entry.shape)
     if "absmax" in companions or any(kind.startswith("quant_state.") for kind in companions):
         return PackedWeight(name, FOUR_BITS, entry, companions, shape)
-    if shape is not None and is_packed_size(entry, shape):
-        return PackedWeight(name, FOUR_BITS, entry, companions, shape)
-    return None
+    # Bitsandbytes writes a column of the storage type, two elements a byte.
+    is_column = len(entry.shape) == _MATRIX and entry.shape[1] == 1
+    if shape is None or not is_column or entry.shape == shape:
+        return None
+    is_packed = entry.size_bytes == -(-math.prod(shape) // 2)
+    return PackedWeight(name, FOUR_BITS, entry, companions, shape) if is_packed else None
 
 
 def read_settings(config: Mapping[str, Any] | None) -> FourBitSettings:

@@ -113,24 +113,21 @@ def compare_bases(expected: RecordedBase, base: GivenBase) -> BaseComparison:
         contradictions.append(f"found repository {base.repository}, expected {expected.name}")
     if contradictions or proofs:
         return BaseComparison(tuple(contradictions), tuple(proofs))
-    note = _describe_doubt(expected, base)
-    return BaseComparison(notes=(note,) if note else ())
-
-
-def _describe_doubt(expected: RecordedBase, base: GivenBase) -> str:
     if not expected.name:
-        return f"the base that was trained on is not recorded; {base.path} is used unchecked"
-    if base.repository == expected.name:
-        return (
+        note = f"the base that was trained on is not recorded; {base.path} is used unchecked"
+    elif base.repository == expected.name:
+        note = (
             f"the adapter records no commit of {expected.name}, so that nothing proves that"
             f" {base.path} has the same weights"
         )
-    if expected.name.rstrip("/") == base.path.rstrip("/"):
-        return ""
-    return (
-        f"the adapter was trained on {expected.name}, and nothing proves that {base.path} has the"
-        " same weights"
-    )
+    elif expected.name.rstrip("/") == base.path.rstrip("/"):
+        return BaseComparison()
+    else:
+        note = (
+            f"the adapter was trained on {expected.name}, and nothing proves that {base.path} has"
+            " the same weights"
+        )
+    return BaseComparison(notes=(note,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,17 +113,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             " run that keeps its base is merged without --base, as the source",
         ) from error
     refuse_problems(checkpoint.index, entries, checkpoint.path)
-    tensors = sort_entries(entries)
-    if tensors.holds_adapter:
-        raise RefusedError(
-            "contains an adapter of PEFT, expected a model alone",
-            where=f"--base {checkpoint.path}",
-            hint="pass the model that the adapter was trained on; if it is this one, merge its own"
-            " adapter first",
-        )
-    plain = {entry.name: entry for entry in entries}
-    if any(name.startswith(PEFT_PREFIX) for name in tensors.rest):  # a model that PEFT wrapped
-        plain = rename_plainly(tensors.rest)
+    plain = _name_plainly(entries, checkpoint.path)
     folders = SideFolders(stack, checkpoint, None)
     side, _ = folders.choose(allow_code=False)
     return BaseSource(
@@ -134,6 +124,21 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
         is_live=False,
         home=next((file.origin for file in side if file.name == CONFIG), ""),
     )
+
+
+def _name_plainly(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:
+    """Returns the tensors of a base by their own names, also of a model that PEFT wrapped."""
+    tensors = sort_entries(entries)
+    if tensors.holds_adapter:
+        raise RefusedError(
+            "contains an adapter of PEFT, expected a model alone",
+            where=f"--base {location}",
+            hint="pass the model that the adapter was trained on; if it is this one, merge its own"
+            " adapter first",
+        )
+    if not any(name.startswith(PEFT_PREFIX) for name in tensors.rest):
+        return {entry.name: entry for entry in entries}
+    return rename_plainly(tensors.rest)
 
 
 def align(

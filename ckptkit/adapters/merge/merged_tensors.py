@@ -30,10 +30,11 @@ from ckptkit.lora.changes import (
     Changes,
     LowRankChange,
     Replacement,
+    TiedPair,
     TokenRowsChange,
+    find_equalities,
     list_frozen,
 )
-from ckptkit.lora.tying import TiedPair, find_equalities
 from ckptkit.plan.plan import Copy, Product, TensorSpec
 from ckptkit.plan.ties import choose_ties_to_drop, untie_config
 

@@ -57,20 +57,22 @@ from ckptkit.lora.changes import (
     Changes,
     MergeRequest,
     Replacement,
+    TiedPair,
     adapt_head,
     check_used_once,
     choose_norms,
     combine_changes,
     drop_quantization,
     find_model_types,
+    find_tied_pairs,
     find_vocabulary_sizes,
     has_vocabulary,
     resize_vocabulary,
+    share_changes,
 )
 from ckptkit.lora.layers import build_table, find_linear_shapes
 from ckptkit.lora.pairing import BaseShapes, find_changes
 from ckptkit.lora.quantized import Packing
-from ckptkit.lora.tying import TiedPair, find_tied_pairs, share_changes
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.load_report import MERGE

@@ -10,8 +10,16 @@ import pytest
 
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
-from ckptkit.lora.changes import AdapterSource, Change, LowRankChange, Replacement, TokenRowsChange
-from ckptkit.lora.tying import find_equalities, find_tied_pairs, share_changes
+from ckptkit.lora.changes import (
+    AdapterSource,
+    Change,
+    LowRankChange,
+    Replacement,
+    TokenRowsChange,
+    find_equalities,
+    find_tied_pairs,
+    share_changes,
+)
 
 EMBEDDING, HEAD = Fqn("model.embed_tokens.weight"), Fqn("lm_head.weight")
 CONFIG = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
