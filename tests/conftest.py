@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,6 +20,11 @@ from ckptkit.conversion.naming_program import NamingProgram
 from tests.object_store import ObjectStore, running_object_store
 
 ROOT = Path(__file__).resolve().parents[1]
+# Else each of the many processes that tests start would compile ckptkit anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until all is imported, most of which stays: see `pytest_collection_finish`
+
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 # Machines that run tests are shared and slow by turns: a deadline would fail for no fault of
@@ -111,3 +118,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.get_closest_marker(name) for name in ("distributed", "slow"))
     }
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out what holds no tests; a search for doctests would import every program."""
+    is_program = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
+    return is_program or None
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collections of all tests what was imported."""
+    gc.freeze()
+    gc.enable()

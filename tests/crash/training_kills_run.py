@@ -6,6 +6,8 @@ Usage: python -m tests.crash.training_kills_run FOLDER CASE. Prints a JSON objec
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import signal
@@ -431,6 +433,8 @@ def warm_up() -> None:
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch.optim.AdamW(layer.parameters(), foreach=False).step()
+    importlib.import_module("torch.distributed.checkpoint.state_dict")
+    gc.freeze()  # no fork looks through what its parent made
 
 
 def main() -> None:
