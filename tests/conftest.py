@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
+from botocore.loaders import JSONFileLoader, Loader
 from hypothesis import settings
 
 from ckptkit.conversion import naming_program
@@ -84,6 +86,29 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
         return future
 
     monkeypatch.setattr(NamingProgram, "ask", ask)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Keeps what botocore reads of its own files; else each new client parses megabytes again."""
+    load, list_services = JSONFileLoader.load_file, Loader.list_available_services
+    kept: dict[Any, Any] = {}
+
+    def load_once(loader: JSONFileLoader, path: str) -> Any:
+        if path not in kept:
+            kept[path] = load(loader, path)
+        return kept[path]
+
+    def list_once(loader: Loader, kind: str) -> Any:
+        key = (*loader.search_paths, kind)
+        if key not in kept:
+            kept[key] = list_services(loader, kind)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JSONFileLoader, "load_file", load_once)
+        patch.setattr(Loader, "list_available_services", list_once)
+        yield
 
 
 @pytest.fixture(scope="session")
