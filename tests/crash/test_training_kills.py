@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ SETTINGS = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 LIMIT_SECONDS = 240
+Run = Callable[[str], dict[str, Any]]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -40,24 +41,53 @@ def memory_disk() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run(folder: Path, case: str, *launcher: str) -> dict[str, Any]:
-    """Runs a case of the script; returns what rank 0, or what forks the ranks, has to tell."""
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, MODULE, str(folder), case],
+@pytest.fixture(scope="module")
+def program() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported torch, of which cases are forks."""
+    command = [sys.executable, "-m", MODULE]
+    environment = os.environ | SETTINGS
+    with subprocess.Popen(
+        command,
         cwd=ROOT,
-        env=os.environ | SETTINGS,
-        timeout=LIMIT_SECONDS,
-        capture_output=True,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-12_000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(program: subprocess.Popen[str], memory_disk: Path) -> Callable[[str], dict[str, Any]]:
+    """Runs a case; returns what the process says that forks the ranks."""
+
+    def run_case(case: str) -> dict[str, Any]:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        folder = memory_disk / case
+        folder.mkdir()
+        program.stdin.write(json.dumps([str(folder), case]) + "\n")
+        program.stdin.flush()
+        status = int(program.stdout.readline())
+        said, errors = (
+            folder.with_suffix(f".{name}").read_text(errors="replace")
+            for name in ("stdout", "stderr")
+        )
+        assert status == 0, said[-4_000:] + errors[-12_000:]
+        return parse(said)
+
+    return run_case
+
+
+def parse(said: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
 
-def test_training_goes_on_when_writers_are_killed_at_any_phase_of_a_save(memory_disk: Path) -> None:
-    found = run(memory_disk, "writers")
+def test_training_goes_on_when_writers_are_killed_at_any_phase_of_a_save(run: Run) -> None:
+    found = run("writers")
     assert len(found["writer"]["seen"]) > 15
     assert set(found["writer"]["seen"]) == set(found["both"]["seen"]) == {0}
     assert found["writer"]["left"] == 0
@@ -68,23 +98,34 @@ def test_training_goes_on_when_writers_are_killed_at_any_phase_of_a_save(memory_
     assert set(found["discard"]["seen"]) == {0}
 
 
-def test_ranks_that_lose_one_of_them_are_told_and_start_again(memory_disk: Path) -> None:
-    assert run(memory_disk, "ranks")["points"] >= 18
+def test_ranks_that_lose_one_of_them_are_told_and_start_again(run: Run) -> None:
+    assert run("ranks")["points"] >= 18
 
 
-def test_a_run_that_is_killed_as_a_whole_again_and_again_goes_on(memory_disk: Path) -> None:
-    assert run(memory_disk, "all")["points"] >= 20
+def test_a_run_that_is_killed_as_a_whole_again_and_again_goes_on(run: Run) -> None:
+    assert run("all")["points"] >= 20
 
 
-def test_what_is_durable_on_the_nodes_when_all_is_killed_is_drained_anew(memory_disk: Path) -> None:
-    assert run(memory_disk, "nodes")["points"] == 13
+def test_what_is_durable_on_the_nodes_when_all_is_killed_is_drained_anew(run: Run) -> None:
+    assert run("nodes")["points"] == 13
 
 
-def test_a_signal_in_the_middle_of_a_save_is_heeded_after_it(memory_disk: Path) -> None:
-    assert run(memory_disk, "signals")["points"] == 4
+def test_a_signal_in_the_middle_of_a_save_is_heeded_after_it(run: Run) -> None:
+    assert run("signals")["points"] == 4
 
 
 def test_torchrun_restarts_what_lost_a_rank_in_a_save(tmp_path: Path) -> None:
-    found = run(tmp_path, "restarts", *TORCHRUN)
+    """Run by torchrun, which is what restarts the ranks."""
+    done = subprocess.run(
+        [sys.executable, "-m", *TORCHRUN, MODULE, str(tmp_path), "restarts"],
+        cwd=ROOT,
+        env=os.environ | SETTINGS,
+        timeout=LIMIT_SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-12_000:]
+    found = parse(done.stdout)
     assert found["restarts"] == 2
     assert 4 <= found["last"] == found["steps"]

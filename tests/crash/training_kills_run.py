@@ -1,7 +1,8 @@
 """Trains on two ranks and kills ranks and writers at every phase of a save, or signals them.
 
-Usage: python -m tests.crash.training_kills_run FOLDER CASE. Prints a JSON object. The case
-`restarts` is for torchrun, all others fork their ranks.
+Usage: python -m tests.crash.training_kills_run [FOLDER CASE]. Prints a JSON object. Without
+arguments it runs a case for each line of its input, a JSON array of both, and prints its exit
+status. The case `restarts` is for torchrun, all others fork their ranks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -48,6 +50,7 @@ from tests.crash.training_life import (
 
 PEER_SECONDS = 4.0  # how long ranks wait for one another where one of them is gone
 DISCARDS = 4
+CASE_SECONDS = 240  # a case that hangs dies of SIGALRM
 
 
 def kill_writers(folder: Path) -> dict[str, Any]:
@@ -437,13 +440,37 @@ def warm_up() -> None:
     gc.freeze()  # no fork looks through what its parent made
 
 
+def run_case(folder: Path, case: str) -> NoReturn:
+    found = CASES[case](folder)
+    print(json.dumps(found), flush=True)  # noqa: T201
+    os._exit(0)
+
+
+def run_cases() -> None:
+    """Runs each case in a fork, with its output in the files `stdout` and `stderr` beside."""
+    for line in sys.stdin:
+        folder, case = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            signal.alarm(CASE_SECONDS)
+            for number, name in enumerate(("stdout", "stderr"), 1):
+                with Path(folder).with_suffix(f".{name}").open("wb") as file:
+                    os.dup2(file.fileno(), number)
+            try:
+                run_case(Path(folder), case)
+            except BaseException:  # noqa: BLE001  shown, and visible in the status
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)  # noqa: T201
+
+
 def main() -> None:
-    folder, case = sys.argv[1:]
     torch.set_num_threads(1)
     warm_up()
-    print(json.dumps(CASES[case](Path(folder))))  # noqa: T201
-    sys.stdout.flush()
-    os._exit(0)
+    if len(sys.argv) > 1:
+        run_case(Path(sys.argv[1]), sys.argv[2])
+    run_cases()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ they say is in `rank0.log` and `rank1.log` of the folder.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import logging
@@ -109,6 +110,7 @@ def main() -> None:
         for part in parts:
             getattr(importlib.import_module(name), part)
     assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
+    gc.freeze()  # no rank looks through what was imported here
     say("ready")
     serve()
 

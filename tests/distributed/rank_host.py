@@ -10,6 +10,7 @@ forked from must have no threads, so the host of the store is a fork as well.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ IMPORTED = (
     *("numpy", "safetensors.torch", "torch", "torch.distributed.checkpoint.state_dict"),
     *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.optim.adamw"),
     "torch._dynamo",  # what an optimizer imports at its first step
+    "ckptkit.training",
 )
 TERMINATING_SECONDS = 30.0
 
@@ -142,6 +144,7 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
+    gc.freeze()  # no rank looks through what was imported here
     answer("ready")
     for line in sys.stdin:
         answer(run(json.loads(line)))
