@@ -1,36 +1,50 @@
-"""Whether a given base is the one that was trained on: by commits, repositories and bytes."""
+"""The base that an adapter was trained on: what is recorded of it, and whether a given one is it.
+
+Commits, repositories and bytes are compared. The record of an extracted adapter has checksums of a
+few frozen weights, and how the base was packed; `ckptkit.lora.recorded_base` parses it.
+"""
 
 from __future__ import annotations
 
+import math
 import posixpath
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
-from ckptkit.adapters.base_records import read_digests
 from ckptkit.adapters.merge.base_model import BaseSource, open_base, take_weights
 from ckptkit.adapters.merge.report import SourceAdapter
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
+from ckptkit.adapters.quantized.requantize import find_packings
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, resolve_path
+from ckptkit.core.checksums import RangeChecksum
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
-from ckptkit.core.index import Span
+from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
 from ckptkit.core.manifest import RUN_FACTS
 from ckptkit.core.model_configs import parse_json_object
 from ckptkit.engine.casts import Caster
-from ckptkit.engine.reader import RUN_BYTES
+from ckptkit.engine.locate import Locator
+from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.lora.changes import QloraBase
 from ckptkit.lora.config import LoraSettings
 from ckptkit.lora.dialects import make_plain_name
-from ckptkit.lora.layers import build_table
-from ckptkit.lora.quantized import Quantization
+from ckptkit.lora.layers import build_table, find_linear_shapes
+from ckptkit.lora.quantized import (
+    FOUR_BITS,
+    PackedWeight,
+    Quantization,
+    find_packed_weights,
+    read_settings,
+)
 from ckptkit.lora.recorded_base import (
-    BaseComparison,
+    BaseRecord,
     RecordedBase,
     WeightDigest,
     compare_bases,
@@ -39,6 +53,10 @@ from ckptkit.lora.recorded_base import (
 )
 from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.storage.places import is_url
+
+if TYPE_CHECKING:
+    from ckptkit.adapters.sources import OpenedAdapter
+
 
 _LISTED = 3
 _ANYWAY = (
@@ -49,7 +67,15 @@ _ANYWAY = (
 def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> RecordedBase:
     """Returns the base that an adapter's configuration, or the run that saved it, records."""
     expected = parse_recorded_base(settings)
-    recorded = _read_run_facts(checkpoint).get("base_model")
+    path = posixpath.join(checkpoint.folder, RUN_FACTS)
+    try:
+        size = checkpoint.source.stat(path).size_bytes
+    except InputError:
+        return expected
+    if size > MAX_JSON_BYTES:
+        return expected
+    facts = parse_json_object(checkpoint.source.read(path, 0, size), where=path)
+    recorded = facts.get("base_model")
     if not isinstance(recorded, Mapping):
         return expected
     name, commit = recorded.get("id"), recorded.get("commit_hash")
@@ -57,31 +83,6 @@ def find_recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> 
         expected.name or (name if isinstance(name, str) else ""),
         expected.commit or (commit if isinstance(commit, str) else ""),
     )
-
-
-def _read_run_facts(checkpoint: OpenedCheckpoint) -> Mapping[str, Any]:
-    path = posixpath.join(checkpoint.folder, RUN_FACTS)
-    try:
-        size = checkpoint.source.stat(path).size_bytes
-    except InputError:
-        return {}
-    if size > MAX_JSON_BYTES:
-        return {}
-    return parse_json_object(checkpoint.source.read(path, 0, size), where=path)
-
-
-def check_identity(
-    expected: RecordedBase, base: BaseSource, *, where: str, allowed: bool
-) -> BaseComparison:
-    """Compares the recorded base with the one that was given; `allowed` accepts another base."""
-    path = base.opened.path
-    given = identify_base(make_absolute(path), base.config)
-    if not given.repository:
-        given = identify_base(resolve_path(path), base.config)
-    comparison = compare_bases(expected, given)
-    if comparison.contradictions:
-        refuse_other_base(comparison.contradictions, path, where=where, allowed=allowed)
-    return comparison
 
 
 def refuse_other_base(reasons: Collection[str], path: str, *, where: str, allowed: bool) -> None:
@@ -220,7 +221,15 @@ class BaseChecks:
         for adapter in self._adapters:
             where = adapter.source.where
             expected = find_recorded_base(adapter.found.adapter.settings, adapter.found.opened)
-            comparison = check_identity(expected, self._given, where=where, allowed=self._allowed)
+            path, config = self._given.opened.path, self._given.config
+            given = identify_base(make_absolute(path), config)
+            if not given.repository:
+                given = identify_base(resolve_path(path), config)
+            comparison = compare_bases(expected, given)
+            if comparison.contradictions:
+                refuse_other_base(
+                    comparison.contradictions, path, where=where, allowed=self._allowed
+                )
             recorded = open_recorded_base(self._stack, expected, self._given)
             if recorded is None or not self._compare(
                 take_weights(recorded),
@@ -249,7 +258,10 @@ class BaseChecks:
             choice: `--qlora-base`, None by default.
         """
         if trained is not None:
-            hidden = {*quantized.hidden, *self._list_trained_biases()}
+            tables = [build_table(adapter.found.adapter.tensors) for adapter in self._adapters]
+            whole = [make_plain_name(name) for table in tables for name in table.whole]
+            biases = (name for name in whole if name.endswith(".bias"))  # they were trained
+            hidden = {*quantized.hidden, *biases}
             if self._compare(trained, given, self._adapters[0], hidden=hidden):
                 self._unproven.clear()
         for adapter in self._adapters:
@@ -328,13 +340,6 @@ class BaseChecks:
             adapter,
         )
 
-    def _list_trained_biases(self) -> Iterator[str]:
-        """Yields biases of the base that were trained."""
-        for adapter in self._adapters:
-            for name in build_table(adapter.found.adapter.tensors).whole:
-                if name.endswith(".bias"):
-                    yield make_plain_name(name)
-
     def _compare(
         self,
         trained: ModelWeights,
@@ -360,3 +365,141 @@ class BaseChecks:
         where = adapter.source.where
         refuse_other_base([text], given.location, where=where, allowed=self._allowed)
         self._notes.append(f"merged onto another base: {text}")
+
+
+_MOST = 8  # weights: two models differ nearly everywhere
+_KIND = "adapter"
+
+
+def make_base_record(found: OpenedAdapter) -> BaseRecord:
+    """Makes the record of an adapter's base; of its bytes, only quantization states are read.
+
+    Where the adapter's folder has a record of a base that it does not hold, that one is kept.
+    """
+    earlier = BaseRecord() if found.base else read_record_of_base(found.opened)
+    shapes = find_linear_shapes(found.adapter)
+    packed = find_packed_weights({str(name): entry for name, entry in found.base.items()}, shapes)
+    quantization = _find_quantization(found, packed, shapes)
+    frozen = {
+        name: found.base[Fqn(name)]
+        for name in shapes
+        if name in found.base and name not in packed and not found.adapter.settings.changes_base
+    }
+    if packed and not frozen:  # the embedding and the norms still identify the model
+        frozen = {
+            str(name): entry
+            for name, entry in found.base.items()
+            if name.endswith(".weight")  # biases may have been trained
+            and name not in packed
+            and entry.dtype.kind == "float"
+            and entry.shape[1:] != (1,)  # which packed numbers may have
+        }
+    digests = collect_digests(Origin(_KIND, found.opened.source, found.opened.index), frozen)
+    return BaseRecord(digests or earlier.digests, quantization or earlier.quantization)
+
+
+def _find_quantization(
+    found: OpenedAdapter, packed: Mapping[str, PackedWeight], shapes: Iterable[str]
+) -> Quantization | None:
+    config = found.folders.config(found.folders.choose(allow_code=False)[0])
+    options = (config or {}).get("quantization_config")
+    options = options if isinstance(options, Mapping) else {}
+    four_bits = read_settings({"quantization_config": options}).quant_type or "4 bits"
+    kinds = [_find_kind(weight, four_bits) for weight in packed.values()]
+    checkpoint = make_absolute(found.opened.path)
+    if kinds:
+        origin = Origin(_KIND, found.opened.source, found.opened.index)
+        entries = {n: weight.packed for n, weight in packed.items() if weight.bits == FOUR_BITS}
+        crcs = {name: digest.crc32 for name, digest in collect_digests(origin, entries).items()}
+        packings = find_packings(origin, found.base, packed, read_settings(config), crcs)
+        return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint, packings)
+    if not options or options.get("dequantize") or any(name in found.base for name in shapes):
+        return None  # weights that were saved unpacked were used unpacked
+    kind = str(options.get("quant_method", "bitsandbytes"))
+    kind = four_bits if options.get("load_in_4bit") else kind
+    kind = "int8" if options.get("load_in_8bit") else kind
+    return Quantization((kind,), 0, checkpoint)
+
+
+def _find_kind(weight: PackedWeight, four_bits: str) -> str:
+    if weight.bits != FOUR_BITS:
+        return "int8"
+    states = [kind for kind in weight.companions if kind.startswith("quant_state.")]
+    return states[0].rpartition("__")[2] if states else four_bits
+
+
+def collect_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str, WeightDigest]:
+    """Returns digests of up to 8 weights, from the checksums that are stored with their bytes.
+
+    Weights without checksums are left out.
+    """
+    locator = Locator(origin.source, origin.index)
+    digests = {}
+    for name, entry in select_evenly(entries):
+        crc = _join_crc32(locator, entry)
+        if crc is not None:
+            digests[name] = WeightDigest(entry.dtype.name, entry.shape, crc)
+    return digests
+
+
+def read_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str, WeightDigest]:
+    """Returns digests of weights, computed from their bytes."""
+    reader = ArrayReader(origin)
+    digests = {}
+    for name, entry in entries.items():
+        crc = 0
+        for block in reader.read_blocks(origin.name, entry):
+            crc = crc32(block.view(np.uint8).data, crc)
+        digests[name] = WeightDigest(entry.dtype.name, entry.shape, crc)
+    return digests
+
+
+def select_evenly(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yields up to 8 of some tensors, at even distances."""
+    names = list(entries)
+    count = min(_MOST, len(names))
+    for number in range(count):
+        name = names[number * len(names) // count]
+        yield name, entries[name]
+
+
+def _join_crc32(locator: Locator, entry: TensorEntry) -> int | None:
+    """Joins the checksums of a tensor's chunks, if each is a run of elements with a checksum."""
+    if entry.rounded_from is not None:
+        return None
+    whole = RangeChecksum()
+    seen = set()
+    for row, chunk in enumerate(entry.chunks):
+        run = _find_run(chunk.place, entry.shape)
+        if run is None:
+            return None
+        start, length = (
+            place * entry.dtype.itemsize for place in (run.start, run.stop - run.start)
+        )
+        if not length or (start, length) in seen:
+            continue  # a replica
+        seen.add((start, length))
+        try:
+            at = locator.locate(entry, entry.chunks, row)
+        except InputError:
+            return None  # a damaged base is no part of the adapter
+        is_alone = at.origin == at.start and at.stop - at.start == length
+        if at.crc32 is None or not is_alone or at.strides is not None:
+            return None
+        whole.add(start, length, at.crc32)
+    try:
+        return whole.value(entry.size_bytes)
+    except ValueError:  # overlapping chunks
+        return None
+
+
+def _find_run(place: Box | Span, shape: Shape) -> Span | None:
+    """Returns the elements of a chunk, if they are consecutive: whole rows."""
+    if isinstance(place, Span):
+        return place
+    if not shape:
+        return Span(0, 1)
+    if place.sizes[1:] != shape[1:]:
+        return None
+    row = math.prod(shape[1:])
+    return Span(place.offsets[0] * row, (place.offsets[0] + place.sizes[0]) * row)

@@ -113,7 +113,11 @@ def _find_range(matrix: Matrix, wanted: int, rank: int) -> Matrix:
 
 
 def compute_squared_norm(matrix: NDArray[Any]) -> float:
-    return sum(float(np.vdot(wide, wide)) for wide in _wide_blocks(matrix))
+    rows, total = _rows_at_once(matrix), 0.0
+    for start in range(0, len(matrix), rows):
+        wide = matrix[start : start + rows].astype(np.float64)
+        total += float(np.vdot(wide, wide))
+    return total
 
 
 def compute_squared_distance(matrix: Matrix, factors: LowRankFactors) -> float:
@@ -129,12 +133,6 @@ def compute_squared_distance(matrix: Matrix, factors: LowRankFactors) -> float:
 
 def _rows_at_once(matrix: NDArray[Any]) -> int:
     return max(1, _BLOCK_ELEMENTS // max(1, matrix[:1].size))
-
-
-def _wide_blocks(matrix: NDArray[Any]) -> Any:
-    rows = _rows_at_once(matrix)
-    for start in range(0, len(matrix), rows):
-        yield matrix[start : start + rows].astype(np.float64)
 
 
 _FLOAT32 = BY_NAME["float32"]
@@ -207,7 +205,10 @@ class ChangeReader:
             span = Span(start, min(start + _AT_ONCE, pair.tuned.elements))
             tuned = self._read(0, pair.tuned, span)
             base = self._read(1, pair.base, span)
-            block = _subtract(tuned, base, wide)
+            # The wider of the two, and never less than the result.
+            widest = np.float64 if np.float64 in {tuned.dtype.type, base.dtype.type} else wide
+            with np.errstate(all="ignore"):  # the result is checked
+                block = (tuned.astype(widest) - base.astype(widest)).astype(wide, copy=False)
             if not np.isfinite(block).all():
                 raise AdapterError(
                     "NaN or infinity was found, which has no difference to anything",
@@ -221,14 +222,6 @@ class ChangeReader:
         buffer = memoryview(bytearray((span.stop - span.start) * entry.dtype.itemsize))
         self._readers[side].fill(entry.key, span, buffer)
         return np.frombuffer(buffer, numpy_dtype(entry.dtype))
-
-
-def _subtract(tuned: NDArray[Any], base: NDArray[Any], wide: Any) -> NDArray[Any]:
-    with np.errstate(all="ignore"):  # the result is checked
-        if np.float64 in {tuned.dtype.type, base.dtype.type}:
-            return (tuned.astype(np.float64) - base.astype(np.float64)).astype(wide)
-        difference: NDArray[Any] = tuned.astype(wide) - base.astype(wide)
-        return difference
 
 
 def _refuse_packed(pair: ComparedTensor) -> None:
@@ -433,7 +426,13 @@ def _pair_tensors(
 ) -> tuple[list[ComparedTensor], list[Fqn]]:
     pairs, left_out = [], []
     for name in sorted(tuned.keys() | base.keys(), key=name_order):
-        misfit = _describe_misfit(tuned.get(name), base.get(name), places)
+        after, before, misfit = tuned.get(name), base.get(name), ""
+        if after is None or before is None:
+            has, lacks = places if before is None else places[::-1]
+            misfit = f"is in {has} and not in {lacks}"
+        elif after.shape != before.shape:
+            shapes = list(after.shape), list(before.shape)
+            misfit = f"has shape {shapes[0]} after training and {shapes[1]} before it"
         if not misfit:
             pairs.append(ComparedTensor(name, tuned[name], base[name]))
         elif matches(name, exclude):
@@ -447,14 +446,3 @@ def _pair_tensors(
                 " folder) have the same names",
             )
     return pairs, left_out
-
-
-def _describe_misfit(
-    tuned: TensorEntry | None, base: TensorEntry | None, places: tuple[str, str]
-) -> str:
-    if tuned is None or base is None:
-        has, lacks = places if base is None else places[::-1]
-        return f"is in {has} and not in {lacks}"
-    if tuned.shape != base.shape:
-        return f"has shape {list(tuned.shape)} after training and {list(base.shape)} before it"
-    return ""

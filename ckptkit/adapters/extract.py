@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.adapters.base_records import make_base_record
+from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.adapters import ADAPTER_CONFIG
 from ckptkit.conversion.write import (
@@ -30,7 +30,6 @@ from ckptkit.plan.plan import (
     SOURCE,
     Copy,
     Literal,
-    OutputFile,
     Plan,
     Product,
     TensorSpec,
@@ -112,7 +111,15 @@ def prepare_extraction(
             Product(TensorSpec(name, entry.dtype, entry.shape), Copy(SOURCE, entry.key))
             for name, entry in tensors.items()
         ]
-        files = (layout_adapter(products), _make_config_file(found), *_make_side_files(found))
+        # As PEFT writes it: sorted, for inference, without what it does not save.
+        document = {**found.adapter.settings.document, "inference_mode": True}
+        document.pop("runtime_config", None)
+        data = json.dumps(document, indent=2, sort_keys=True).encode()
+        config = lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
+        chosen, _ = found.folders.choose(allow_code=False)
+        kept = [file for file in chosen if file.name not in _OF_MODELS]
+        side = found.folders.outputs(kept, None, allow_code=False)
+        files = (layout_adapter(products), config, *side)
         plan = Plan(files, {}, found.notes)
         settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
         origin = Origin(SOURCE, found.opened.source, found.opened.index)
@@ -134,21 +141,6 @@ def prepare_extraction(
             ),
             found,
         )
-
-
-def _make_config_file(found: OpenedAdapter) -> OutputFile:
-    """Returns the configuration of an adapter as PEFT writes it: sorted, for inference."""
-    document = {**found.adapter.settings.document, "inference_mode": True}
-    document.pop("runtime_config", None)  # PEFT does not save it
-    data = json.dumps(document, indent=2, sort_keys=True).encode()
-    return lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
-
-
-def _make_side_files(found: OpenedAdapter) -> list[OutputFile]:
-    """Plans the tokenizer and its files."""
-    files, _ = found.folders.choose(allow_code=False)
-    kept = [file for file in files if file.name not in _OF_MODELS]
-    return found.folders.outputs(kept, None, allow_code=False)
 
 
 def _list_options(request: AdapterRequest) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.base_records import read_digests, select_evenly
+from ckptkit.adapters.base_identity import read_digests, select_evenly
 from ckptkit.adapters.compare_models import (
     Approximation,
     ChangeReader,
@@ -44,7 +44,7 @@ from ckptkit.engine.outcome import Listener, Started, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import find_model_types
 from ckptkit.lora.config import PEFT_PREFIX
-from ckptkit.lora.inference import fits_target, is_conv1d, is_saved
+from ckptkit.lora.inference import is_conv1d, is_saved
 from ckptkit.lora.recorded_base import BaseRecord, identify_base
 from ckptkit.options import FACTOR_DTYPES, Resources, choose_dtype, matches, positive_number
 from ckptkit.plan.layouts.hf import layout_adapter
@@ -116,20 +116,13 @@ def run_adapter_from_diff(
     check_destination(tuned, out, overwrite=overwrite, also=(base,))
     with (
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
-        _prepared(tuned, out, request, base, listener) as planned,
+        ExitStack() as stack,
     ):
-        return write_output(planned, strategy, listener)
-
-
-@contextmanager
-def _prepared(
-    tuned: PathLike, out: PathLike, request: DiffRequest, base: PathLike, listener: Listener
-) -> Iterator[PlannedOutput]:
-    with ExitStack() as stack:
         sides = open_models(stack, tuned, base, request.select, request.patterns.exclude)
         listener(Started(sum(pair.tuned.size_bytes for pair in sides.pairs)))
         changes = _measured(sides, request, listener)
-        yield _Output(sides, changes, request, str(Path(base).absolute())).prepared(out)
+        planned = _Output(sides, changes, request, str(Path(base).absolute())).prepared(out)
+        return write_output(planned, strategy, listener)
 
 
 @dataclass(slots=True)
@@ -185,8 +178,19 @@ class _Output:
         self._changes = changes
         self._request = request
         self._base = base
+        if not changes.approximated and not changes.norms:
+            raise RefusedError(
+                f"holds the same numbers as the base model in all {len(sides.pairs):,} tensors",
+                where=sides.opened[0].path,
+                hint="name the model after training, and as --base the one before it",
+            )
         if not changes.approximated:
-            raise _make_empty_error(sides, changes)
+            largest = sorted(changes.norms, key=lambda name: -changes.norms[name])
+            raise RefusedError(
+                f"no matrix of a linear layer that was asked for changed, only {_few(largest)}",
+                where=sides.opened[0].path,
+                hint="choose others with --include, or publish the model itself",
+            )
         ranks = {module: factors.rank for module, (_, factors) in changes.approximated.items()}
         full = [n for n in changes.norms.keys() - sides.parts if matches(n, request.patterns.full)]
         names = [pair.name for pair in sides.pairs]
@@ -199,11 +203,16 @@ class _Output:
         config = lay_out_file(_CONFIG, [(len(document), Literal(document), None)])
         plan = Plan((weights, config), {}, tuple(self._notes()))
         settings = choose_settings(Resources(), plan, sources=opened, out=out)
+        origins = {}
+        for origin in (sides.tuned, sides.base):
+            # Opened again, so that copies are verified; chunks without checksums are kept.
+            origins[origin.name] = Origin(origin.name, origin.source, origin.index)
+            origins[origin.name].unverified |= origin.unverified
         read = sum(pair.tuned.size_bytes + pair.base.size_bytes for pair in sides.pairs)
         return PlannedOutput(
             sources=opened,
             plan=plan,
-            inputs=Inputs({o.name: _open_again(o) for o in (sides.tuned, sides.base)}, {}),
+            inputs=Inputs(origins, {}),
             settings=settings,
             estimate=estimate_plan(plan, settings, out, bytes_read=read),
             kind="adapter",
@@ -265,15 +274,11 @@ class _Output:
         }
         return {"rank": request.rank} | {name: value for name, value in chosen.items() if value}
 
-    def _find_lost(self) -> dict[Fqn, float]:
-        """Returns the changes that the adapter lacks, the largest first."""
-        norms = self._changes.norms
-        lost = [name for name in norms if self._content.file_name(name) is None]
-        return {name: norms[name] for name in sorted(lost, key=lambda name: -norms[name])}
-
     def _report(self) -> dict[str, Any]:
         approximations = [own for _, own in self._changes.approximated.values()]
-        lost = self._find_lost()
+        norms = self._changes.norms
+        without = [name for name in norms if self._content.file_name(name) is None]
+        lost = {name: norms[name] for name in sorted(without, key=lambda name: -norms[name])}
         change = _length(own.change for own in approximations)
         missed = _length(own.missed for own in approximations)
         everything = _length((change, *self._changes.norms.values()))
@@ -335,29 +340,6 @@ def _length(norms: Iterator[float] | Sequence[float] | Any) -> float:
 def _few(names: Sequence[str]) -> str:
     more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
     return f"{', '.join(map(repr, names[:_LISTED]))}{more}"
-
-
-def _open_again(origin: Origin) -> Origin:
-    """Opens a source again, so that copies are verified; chunks without checksums are kept."""
-    fresh = Origin(origin.name, origin.source, origin.index)
-    fresh.unverified |= origin.unverified
-    return fresh
-
-
-def _make_empty_error(sides: ComparedModels, changes: _Changes) -> RefusedError:
-    where = sides.opened[0].path
-    if not changes.norms:
-        return RefusedError(
-            f"holds the same numbers as the base model in all {len(sides.pairs):,} tensors",
-            where=where,
-            hint="name the model after training, and as --base the one before it",
-        )
-    names = sorted(changes.norms, key=lambda name: -changes.norms[name])
-    return RefusedError(
-        f"no matrix of a linear layer that was asked for changed, only {_few(names)}",
-        where=where,
-        hint="choose others with --include, or publish the model itself",
-    )
 
 
 _MATRIX = 2
@@ -490,10 +472,13 @@ def make_adapter_config(
     """
     rank = max(content.ranks.values())
     capped = {module: r for module, r in content.ranks.items() if r != rank}
-    patterns = {
-        re.escape(name): capped[next(m for m in capped if fits_target(name, m))]
-        for name in _by_rank(capped, content.ranks)
-    }
+    patterns: dict[str, int] = {}  # names that match the modules of one rank each
+    for own in sorted(set(capped.values())):
+        of_rank = {module for module, r in capped.items() if r == own}
+        names = find_short_names(of_rank, content.ranks.keys())
+        patterns |= dict.fromkeys(map(re.escape, names), own)
+    listed = (config or {}).get("architectures")
+    name = str(listed[0]) if isinstance(listed, Sequence) and listed else ""
     return {
         "auto_mapping": None,
         "base_model_name_or_path": base[0],
@@ -510,21 +495,13 @@ def make_adapter_config(
         "alpha_pattern": patterns,
         "revision": base[1],
         "target_modules": find_short_names(content.ranks.keys(), modules),
-        "task_type": task_of(config),
+        "task_type": next((task for end, task in _TASKS.items() if name.endswith(end)), None),
         "use_dora": False,
         "use_rslora": False,
         **(
             {"ensure_weight_tying": True} if content.is_tied else {}
         ),  # older versions do not know it
     }
-
-
-def _by_rank(capped: Mapping[str, int], ranks: Mapping[str, int]) -> list[str]:
-    """Returns names that match the capped modules, each of them modules of one rank."""
-    names = []
-    for rank in sorted(set(capped.values())):
-        names += find_short_names({m for m, r in capped.items() if r == rank}, ranks.keys())
-    return names
 
 
 def find_short_names(chosen: Collection[str], modules: Iterable[str]) -> list[str]:
@@ -538,22 +515,11 @@ def find_short_names(chosen: Collection[str], modules: Iterable[str]) -> list[st
     """
     ends: dict[str, set[str]] = {}
     for module in {*modules, *chosen}:
-        for path in _list_paths(module):
-            ends.setdefault(path.rpartition(".")[2], set()).add(path)
+        parts = module.split(".")
+        for stop, part in enumerate(parts, 1):
+            ends.setdefault(part, set()).add(".".join(parts[:stop]))
     names = []
     for end, meant in ends.items():
         matched = meant & set(chosen)
         names += [end] if matched == meant and not end.isdecimal() else sorted(matched)
     return sorted(names)
-
-
-def _list_paths(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
-
-
-def task_of(config: Mapping[str, Any] | None) -> str | None:
-    """Returns PEFT's name of a model's task, by its class."""
-    listed = (config or {}).get("architectures")
-    name = listed[0] if isinstance(listed, Sequence) and listed else ""
-    return next((task for end, task in _TASKS.items() if str(name).endswith(end)), None)

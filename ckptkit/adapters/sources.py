@@ -44,7 +44,7 @@ from ckptkit.lora.dialects import (
 )
 from ckptkit.lora.inference import fits_target, infer_config
 from ckptkit.lora.layers import LoraLayer, build_table
-from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.peft_names import LORA
 from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
@@ -140,39 +140,48 @@ class _Opening:
         self._notes: list[str] = []
 
     def run(self) -> OpenedAdapter:
-        records = AdapterRecords(self._folders)
-        own = None if self._request.config is None else read_record(self._request.config)
-        trees, choice, record = self._choose(records, own)
+        checkpoint, request = self._checkpoint, self._request
+        trees, choice, record = self._choose()
+        if record is not None:
+            for key, value in request.overrides.items():
+                if record.document.get(key) != value:
+                    raise RefusedError(
+                        f"{key} {value!r} was given against {record.document.get(key)!r} in"
+                        f" {record.path}",
+                        where=checkpoint.path,
+                        hint="leave the option out, or pass another file with --adapter-config",
+                    )
         tree = trees.get(choice.tree)
         if tree is None:
             return self._open_empty(choice, record)
         base = rename_plainly(find_base(choice.tree, trees))
         if record is None:
-            inferred = self._infer(tree, choice, base)
-            settings = LoraSettings.parse(inferred, where=self._checkpoint.path)
+            table = build_table(select_adapter_tensors(tree, choice.name, None))
+            inferred = infer_config(table, base, request.overrides, where=checkpoint.path)
+            self._notes += inferred.notes
+            settings = LoraSettings.parse(inferred.document, where=checkpoint.path)
         else:
-            self._refuse_contradictions(record)
             settings = LoraSettings.parse(record.document, where=record.path)
-        tensors = self._select_tensors(tree, choice, settings, base)
-        self._refuse_incomplete(tensors)
-        origin = Origin(SOURCE, self._checkpoint.source, self._checkpoint.index)
+        resized = () if tree.stripped else tuple(find_resized_embeddings(settings, base, tree.rest))
+        if resized:
+            self._notes.append(
+                "the vocabulary has another size than that of the base: the embeddings are"
+                " written with the adapter, as PEFT does"
+            )
+        tensors = select_adapter_tensors(tree, choice.name, settings, embeddings=resized)
+        refuse_problems(checkpoint.index, tensors.values(), checkpoint.path)
+        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         adapter = Adapter(choice.name, settings, SOURCE, tensors)
         adapter = self._drop_repetitions(adapter, origin)
         rows = account(adapter, base, is_own_record=record is not None and record.is_own)
         self._notes += note_old_alphas(settings, rows)
         values = AdapterValues(origin, adapter)
-        _refuse_differing(values, adapter, tree)
-        norms = values.check(rows, allow_untrained=self._request.allow_untrained)
+        twice = _find_second_names(adapter, tree, values)
+        norms = values.check(rows, allow_untrained=request.allow_untrained)
+        config_path = "" if record is None else record.path
+        notes = (*checkpoint.notes, *self._notes)
         return OpenedAdapter(
-            opened=self._checkpoint,
-            folders=self._folders,
-            adapter=adapter,
-            base=base,
-            config_path="" if record is None else record.path,
-            rows=rows,
-            norms=norms,
-            notes=(*self._checkpoint.notes, *self._notes),
-            twice=_find_second_names(adapter, tree),
+            checkpoint, self._folders, adapter, base, config_path, rows, norms, notes, twice
         )
 
     def _open_empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
@@ -182,7 +191,6 @@ class _Opening:
                 "an adapter without tensors does not show how it was configured",
                 hint="pass the configuration that the run used with --adapter-config",
             )
-        self._refuse_contradictions(record)
         settings = LoraSettings.parse(record.document, where=record.path)
         note = "the adapter has no tensors: the save wrote none, and it changes nothing"
         return OpenedAdapter(
@@ -196,14 +204,23 @@ class _Opening:
             notes=(*self._checkpoint.notes, note),
         )
 
-    def _choose(
-        self, records: AdapterRecords, own: AdapterRecord | None
-    ) -> tuple[Mapping[str, SortedTensors], Choice, AdapterRecord | None]:
+    def _choose(self) -> tuple[Mapping[str, SortedTensors], Choice, AdapterRecord | None]:
         """Finds the adapter and its configuration; `module` in names may be the model's own."""
-        trees = self._sort(records, own)
-        request = self._request
+        request, records = self._request, AdapterRecords(self._folders)
+        own = None if request.config is None else read_record(request.config)
+        # A configuration is the best sign of other methods than LoRA.
+        recorded = records.names()
+        names = (*recorded, request.adapter or "default")
+        sign = own or next(
+            filter(None, (records.find(name, is_only_one=True) for name in names)), None
+        )
+        if sign is not None and sign.document.get("peft_type", LORA) != LORA:
+            LoraSettings.parse(sign.document, where=sign.path)  # refuses it by name
+        trees = sort_trees(self._checkpoint)
+        if sign is not None and not any(tree.holds_adapter for tree in trees.values()):
+            LoraSettings.parse(sign.document, where=sign.path)
         choice = choose_adapter(
-            *(self._checkpoint, trees, records.names(), request.adapter),
+            *(self._checkpoint, trees, recorded, request.adapter),
             may_be_empty=request.allow_untrained,
         )
         counts = (len(tree.live) + bool(tree.stripped) for tree in trees.values())
@@ -212,7 +229,12 @@ class _Opening:
         record = own or records.find(choice.name, is_only_one=is_only_one, others=others)
         if not trees:
             return trees, choice, record
-        if trees[choice.tree].cut_module and record is not None and _names_module(record):
+        named = (
+            ()
+            if record is None
+            else map(record.document.get, ("target_modules", "modules_to_save"))
+        )
+        if trees[choice.tree].cut_module and any(_OWN_MODULE.search(str(text)) for text in named):
             trees = sort_trees(self._checkpoint, keep_module=True)
         if trees[choice.tree].cut_module:
             self._notes.append(
@@ -220,90 +242,46 @@ class _Opening:
             )
         return trees, choice, record
 
-    def _sort(
-        self, records: AdapterRecords, own: AdapterRecord | None
-    ) -> Mapping[str, SortedTensors]:
-        """Sorts the tensors; a configuration is the best sign of other methods than LoRA."""
-        names = (*records.names(), self._request.adapter or "default")
-        record = own or next(
-            filter(None, (records.find(name, is_only_one=True) for name in names)), None
-        )
-        if record is not None and record.document.get("peft_type", LORA) != LORA:
-            LoraSettings.parse(record.document, where=record.path)  # refuses it by name
-        trees = sort_trees(self._checkpoint)
-        if record is not None and not any(tree.holds_adapter for tree in trees.values()):
-            LoraSettings.parse(record.document, where=record.path)
-        return trees
-
-    def _infer(
-        self, tree: SortedTensors, choice: Choice, base: Mapping[Fqn, TensorEntry]
-    ) -> Mapping[str, Any]:
-        table = build_table(select_adapter_tensors(tree, choice.name, None))
-        inferred = infer_config(table, base, self._request.overrides, where=self._checkpoint.path)
-        self._notes += inferred.notes
-        return inferred.document
-
-    def _refuse_contradictions(self, record: AdapterRecord) -> None:
-        for key, value in self._request.overrides.items():
-            if record.document.get(key) != value:
-                raise RefusedError(
-                    f"{key} {value!r} was given against {record.document.get(key)!r} in"
-                    f" {record.path}",
-                    where=self._checkpoint.path,
-                    hint="leave the option out, or pass another file with --adapter-config",
-                )
-
-    def _select_tensors(
-        self,
-        tree: SortedTensors,
-        choice: Choice,
-        settings: LoraSettings,
-        base: Mapping[Fqn, TensorEntry],
-    ) -> dict[Fqn, TensorEntry]:
-        resized = () if tree.stripped else tuple(find_resized_embeddings(settings, base, tree.rest))
-        if resized:
-            self._notes.append(
-                "the vocabulary has another size than that of the base: the embeddings are"
-                " written with the adapter, as PEFT does"
-            )
-        return select_adapter_tensors(tree, choice.name, settings, embeddings=resized)
-
-    def _refuse_incomplete(self, tensors: Mapping[Fqn, TensorEntry]) -> None:
-        problem = next(find_problems(self._checkpoint.index, tensors.values()), None)
-        if problem is not None:
-            raise error_of(problem, self._checkpoint.path)
-
     def _drop_repetitions(self, adapter: Adapter, origin: Origin) -> Adapter:
-        """Leaves out trained rows that tied embeddings repeat."""
-        tokens = dict(_sort_tokens(adapter))
+        """Leaves out trained rows that tied embeddings repeat; PEFT writes them under one name."""
+        named = adapter.settings.trainable_token_indices
+        tokens = [pair for pair in adapter.tensors.items() if pair[0].endswith(f".{TOKENS}")]
         if len(tokens) < 2:  # noqa: PLR2004  one repeats nothing
             return adapter
-        repeated = find_tied_tokens(AdapterValues(origin, adapter), tokens)
-        for name, twin in repeated.items():
-            self._notes.append(f"{name} repeats {twin}, and is left out as in PEFT's files")
-        if "" in adapter.settings.trainable_token_indices and len(repeated) < len(tokens) - 1:
+
+        def rank(pair: tuple[Fqn, TensorEntry]) -> tuple[bool, bool]:
+            module = pair[0].rpartition(".token_adapter.")[0]
+            is_named = any(name and fits_target(name, module) for name in named)
+            return (not is_named, module.endswith("lm_head"))
+
+        values = AdapterValues(origin, adapter)
+        kept: dict[Fqn, TensorEntry] = {}
+        repeated: set[Fqn] = set()
+        for name, entry in sorted(tokens, key=rank):
+            twin = next((other for other in kept if values.are_equal(kept[other], entry)), None)
+            if twin is None:
+                kept[name] = entry
+            else:
+                repeated.add(name)
+                self._notes.append(f"{name} repeats {twin}, and is left out as in PEFT's files")
+        if "" in named and len(kept) > 1:
+            listed = ", ".join(repr(name) for name, _ in sorted(tokens, key=rank))
             raise AdapterError(
-                f"{', '.join(map(repr, tokens))} differ, while the configuration names the rows"
+                f"{listed} differ, while the configuration names the rows"
                 " of one embedding, which others can only repeat",
                 hint="pass the configuration that the run used with --adapter-config",
             )
-        kept = {name: entry for name, entry in adapter.tensors.items() if name not in repeated}
-        return replace(adapter, tensors=kept)
+        tensors = {name: entry for name, entry in adapter.tensors.items() if name not in repeated}
+        return replace(adapter, tensors=tensors)
 
 
-def _find_second_names(adapter: Adapter, tree: SortedTensors) -> dict[Fqn, Fqn]:
-    """Returns the second names that PEFT gives biases of whole modules; see `find_second_name`."""
-    if adapter.settings.bias != "all":
-        return {}
-    names = {
-        name: find_second_name(entry.name, keep_module=not tree.cut_module)
-        for name, entry in {**adapter.tensors, **tree.repeated}.items()
-    }
-    return {second: name for name, second in names.items() if second not in {None, name}}
+def _find_second_names(
+    adapter: Adapter, tree: SortedTensors, values: AdapterValues
+) -> dict[Fqn, Fqn]:
+    """Returns second names that PEFT gives biases of whole modules; see `find_second_name`.
 
-
-def _refuse_differing(values: AdapterValues, adapter: Adapter, tree: SortedTensors) -> None:
-    """Refuses a file that has one tensor twice, with different values."""
+    A file that has one tensor twice, with different values, is refused.
+    """
     for name, entry in tree.repeated.items():
         if not values.are_equal(adapter.tensors[name], entry):
             raise AdapterError(
@@ -312,24 +290,13 @@ def _refuse_differing(values: AdapterValues, adapter: Adapter, tree: SortedTenso
                 where=f"tensor {entry.name!r}",
                 hint="the file was changed after PEFT wrote it; take the original",
             )
-
-
-def _sort_tokens(adapter: Adapter) -> Iterator[tuple[Fqn, TensorEntry]]:
-    """Yields trained rows, first those of embeddings that the configuration names."""
-    named = adapter.settings.trainable_token_indices
-    tokens = [pair for pair in adapter.tensors.items() if pair[0].endswith(f".{TOKENS}")]
-
-    def rank(pair: tuple[Fqn, TensorEntry]) -> tuple[bool, bool]:
-        module = pair[0].rpartition(".token_adapter.")[0]
-        is_named = any(name and fits_target(name, module) for name in named)
-        return (not is_named, module.endswith("lm_head"))
-
-    yield from sorted(tokens, key=rank)
-
-
-def _names_module(record: AdapterRecord) -> bool:
-    texts = [str(record.document.get(key)) for key in ("target_modules", "modules_to_save")]
-    return any(_OWN_MODULE.search(text) is not None for text in texts)
+    if adapter.settings.bias != "all":
+        return {}
+    names = {
+        name: find_second_name(entry.name, keep_module=not tree.cut_module)
+        for name, entry in {**adapter.tensors, **tree.repeated}.items()
+    }
+    return {second: name for name, second in names.items() if second not in {None, name}}
 
 
 _MATRIX = 2
@@ -403,7 +370,11 @@ class AdapterValues:
             left = down.reshape(experts, rank, -1)
             right = up.reshape(up.shape[0], rank, experts)
             pairs = [(left[e], right[:, :, e]) for e in range(experts)]
-        total = sum(_square_product_norm(*pair) for pair in pairs)
+        total = 0.0
+        with np.errstate(all="ignore"):  # an overflow is no norm
+            for a, b in pairs:
+                inner, outer = (a @ a.T).astype(np.float64), (b.T @ b).astype(np.float64)
+                total += float(np.vdot(outer, inner))
         return abs(row.scaling or 0.0) * math.sqrt(max(total, 0.0)), changes
 
     def _read_factor(self, entry: TensorEntry) -> NDArray[Any]:
@@ -415,11 +386,6 @@ class AdapterValues:
 
     def _blocks(self, entry: TensorEntry) -> Iterator[NDArray[Any]]:
         return self._reader.read_blocks(self._origin, entry, _BLOCK_ELEMENTS)
-
-
-def _square_product_norm(down: NDArray[Any], up: NDArray[Any]) -> float:
-    with np.errstate(all="ignore"):  # an overflow is no norm
-        return float(np.vdot((up.T @ up).astype(np.float64), (down @ down.T).astype(np.float64)))
 
 
 def _refuse_infinite(block: NDArray[Any], entry: TensorEntry) -> None:
@@ -436,22 +402,6 @@ def _refuse_infinite(block: NDArray[Any], entry: TensorEntry) -> None:
             where=f"tensor {entry.name!r}",
             hint="training diverged; take an earlier checkpoint",
         )
-
-
-def find_tied_tokens(values: AdapterValues, tokens: Mapping[Fqn, TensorEntry]) -> dict[Fqn, Fqn]:
-    """Returns token rows that repeat those of another module, with that module's name.
-
-    PEFT writes the rows of tied modules under the first name only.
-    """
-    kept: list[Fqn] = []
-    repeated: dict[Fqn, Fqn] = {}
-    for name, entry in tokens.items():
-        twin = next((other for other in kept if values.are_equal(tokens[other], entry)), None)
-        if twin is None:
-            kept.append(name)
-        else:
-            repeated[name] = twin
-    return repeated
 
 
 def find_resized_embeddings(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import ckptkit
-from ckptkit.adapters.base_records import collect_digests
+from ckptkit.adapters.base_identity import collect_digests
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import FormatError, RefusedError
 from ckptkit.core.manifest import Manifest

@@ -17,23 +17,21 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge.factor_products import (
+from ckptkit.adapters.merge.low_rank import (
+    Axis,
+    BiasUpdate,
     ColumnSums,
+    Factor,
     FactorProduct,
+    LowRankUpdate,
+    TokenRowsUpdate,
+    Update,
     compute_row_norms,
+    matrix_shape,
     read_rows,
     read_vector,
     round_to,
     workspace,
-)
-from ckptkit.adapters.merge.low_rank import (
-    Axis,
-    BiasUpdate,
-    Factor,
-    LowRankUpdate,
-    TokenRowsUpdate,
-    Update,
-    matrix_shape,
 )
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import AdapterError, OverflowRefusedError, UnsupportedError

@@ -223,7 +223,13 @@ class PackedBases:
     def _check(self, name: str, proof: PackingProof) -> PackingProof:
         if not proof.holds:
             where = "" if self._original is None else self._original.location
-            raise _make_base_error(name, proof, where)
+            share = proof.differing / max(1, proof.elements)
+            raise RefusedError(
+                f"is not the model that was quantized: {proof.differing:,} of {proof.elements:,}"
+                f" packed values of {name!r} ({share:.2%}) are not those of its weights",
+                where=where,
+                hint=_RIGHT_BASE,
+            )
         return proof
 
     def _refuse_unknown_columns(self, weights: ModelWeights, shapes: Mapping[str, Shape]) -> None:
@@ -271,16 +277,6 @@ def _make_state_error(
         f" so that the meaning of its numbers is unknown{absent}",
         where=location,
         hint="pass the model that was quantized for training as --base: the state follows from it",
-    )
-
-
-def _make_base_error(name: str, proof: PackingProof, location: str) -> CkptkitError:
-    share = proof.differing / max(1, proof.elements)
-    return RefusedError(
-        f"is not the model that was quantized: {proof.differing:,} of {proof.elements:,} packed"
-        f" values of {name!r} ({share:.2%}) are not those of its weights",
-        where=location,
-        hint=_RIGHT_BASE,
     )
 
 
@@ -348,27 +344,6 @@ def plan_quantized(
     bases = PackedBases(trained, original, shapes, nested=nested)
     if not bases.names:
         return _plan_nothing(trained, original, choice)
-    return _plan_bases(bases, choice, workers)
-
-
-def measure_quantization(
-    base: QuantizedBase, names: Iterable[str], origins: Mapping[str, Origin]
-) -> dict[str, float]:
-    """Measures what quantizing changed in weights: the Frobenius norms of dequantized - original.
-
-    Weights without an original are left out.
-    """
-    reader = ArrayReader(*origins.values())
-    return {
-        name: measure_change(
-            reader, base.originals[name], base.dequantized[name], base.shapes[name]
-        )
-        for name in names
-        if name in base.originals
-    }
-
-
-def _plan_bases(bases: PackedBases, choice: QloraBase | None, workers: int) -> QuantizedBase:
     originals = {name: plain for name in bases.names if (plain := bases.find_original(name))}
     if choice == "original":
         _refuse_without_original(bases.names, originals)
@@ -386,6 +361,23 @@ def _plan_bases(bases: PackedBases, choice: QloraBase | None, workers: int) -> Q
         originals=originals,
         facts=facts,
     )
+
+
+def measure_quantization(
+    base: QuantizedBase, names: Iterable[str], origins: Mapping[str, Origin]
+) -> dict[str, float]:
+    """Measures what quantizing changed in weights: the Frobenius norms of dequantized - original.
+
+    Weights without an original are left out.
+    """
+    reader = ArrayReader(*origins.values())
+    return {
+        name: measure_change(
+            reader, base.originals[name], base.dequantized[name], base.shapes[name]
+        )
+        for name in names
+        if name in base.originals
+    }
 
 
 def _plan_nothing(
@@ -441,22 +433,22 @@ def _unpack(bases: PackedBases, workers: int) -> dict[str, UnpackedWeight]:
 
 def collect_facts(unpacked: Mapping[str, UnpackedWeight]) -> dict[str, Any]:
     """Returns the facts on packed weights for the manifest."""
-    kinds = sorted({_describe_kind(weight.state) for weight in unpacked.values()})
+    kinds = set()
+    for state in (weight.state for weight in unpacked.values()):
+        if state is None:
+            kinds.add(_EIGHT)
+            continue
+        nested = " with double quantization" if state.nested_blocksize else ""
+        blocks = f"blocks of {state.blocksize} of {state.dtype}"
+        kinds.add(f"{state.quant_type} in {blocks}{nested}")
     proofs = [weight.proof for weight in unpacked.values() if weight.proof is not None]
     return {
         "weights": len(unpacked),
-        "kinds": kinds,
+        "kinds": sorted(kinds),
         "derived": sum(weight.derived for weight in unpacked.values()),
         "compared": sum(proof.elements for proof in proofs),
         "differing": sum(proof.differing for proof in proofs),
     }
-
-
-def _describe_kind(state: FourBitState | None) -> str:
-    if state is None:
-        return _EIGHT
-    nested = " with double quantization" if state.nested_blocksize else ""
-    return f"{state.quant_type} in blocks of {state.blocksize} of {state.dtype}{nested}"
 
 
 def _notes(bases: PackedBases, facts: Mapping[str, Any], choice: QloraBase | None) -> Iterator[str]:

@@ -86,7 +86,10 @@ def _group_packings(
             state = None if weight.state is None else location.state(weight.state)
             if state is not None and state.nested_blocksize not in {0, NESTED_BLOCKSIZE}:
                 return ()
-            settings = configured if state is None else _take_settings(state)
+            settings = configured
+            if state is not None:
+                nested = bool(state.nested_blocksize)
+                settings = FourBitSettings(state.quant_type, nested, state.blocksize, state.dtype)
             offset = state.nested_offset if state is not None and settings.nested else None
         group = groups.setdefault((settings, weight.packed.dtype.name), {})
         group[name] = PackedRecord(weight.packed.size_bytes, offset, crcs.get(name))
@@ -108,18 +111,6 @@ def _find_doubtful(
         if (is_column and FOUR_BITS in bare) or (is_bytes and bare - {FOUR_BITS}):
             settings = configured if is_column else None
             yield (settings, entry.dtype.name), {str(name): PackedRecord(entry.size_bytes)}
-
-
-def _take_settings(state: FourBitState) -> FourBitSettings:
-    return FourBitSettings(
-        state.quant_type, bool(state.nested_blocksize), state.blocksize, state.dtype
-    )
-
-
-def describe_kinds(packings: Sequence[Packing]) -> str:
-    """Names the ways of packing, for messages."""
-    settings = [packing.settings for packing in packings]
-    return ", ".join("int8" if four is None else four.quant_type or "4 bits" for four in settings)
 
 
 _ORIGINAL = "pass --qlora-base original to merge onto the weights as they were before"
@@ -298,7 +289,8 @@ class _Requantizing:
         missing = ", ".join(name for name, value in options.items() if value is None)
         raise RefusedError(
             f"the record of the adapter does not have the {missing} of its packed base"
-            f" ({describe_kinds([packing])}), and no checksum of packed bytes agrees with this one",
+            f" ({known.quant_type or '4 bits'}), and no checksum of packed bytes agrees with this"
+            " one",
             hint=f"merge from the checkpoint itself, which holds packed weights; or {_ORIGINAL}",
         )
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge import factor_products as products
 from ckptkit.adapters.merge import kernel as merge_kernel
+from ckptkit.adapters.merge import low_rank as products
 from ckptkit.adapters.merge.kernel import MergeKernel, NormOf, Rounding
 from ckptkit.adapters.merge.low_rank import (
     BiasUpdate,
