@@ -8,30 +8,51 @@ trainer.train(resume_from_checkpoint=True)
 
 Saving and loading is replaced in one trainer, not in its class: the trainer gets a class that has
 `_Saving` between its own class and `Trainer`, which delegates to `TrainerCheckpoints`. Methods of
-subclasses are still called.
+subclasses are still called. Uploads of the Trainer leave out files with secrets.
 """
 
 from __future__ import annotations
 
+import copy
+import glob
 import inspect
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 import transformers
+from huggingface_hub import get_token, run_as_future
 from transformers import Trainer
+from transformers import trainer as trainer_module
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import hub
 
 from ckptkit.core.arguments import check_names
-from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.errors import OutputError, UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
-from ckptkit.integrations.transformers.checkpoints import TrainerCheckpoints, find_uncalled
-from ckptkit.integrations.transformers.trainer_models import filter_uploads, finish_step, save_model
+from ckptkit.hub.publish.secrets import MAX_SMALL_BYTES, secrets_in
+from ckptkit.integrations.model_export import export_into, is_sharded
+from ckptkit.integrations.patches import saves_whole_models
+from ckptkit.integrations.transformers.checkpoints import (
+    TrainerCheckpoints,
+    find_uncalled,
+    hub_options,
+    replaces_save_model,
+)
 from ckptkit.integrations.transformers.trainer_state import agree_on_newest
+from ckptkit.training.handle import SaveHandle
 from ckptkit.training.settings import Options
 
 __all__ = ["TrainerCheckpoints", "install"]
 
 logger = logging.getLogger(__name__)
 
+_SECRETS = ("hub_token", "push_to_hub_token")
 _ATTRIBUTE = "_ckptkit"  # of a trainer, with its checkpoints
 # The methods that are replaced or called, each with its parameters.
 # Source: transformers 5.23, `trainer.py`.
@@ -95,41 +116,23 @@ def install(
     if isinstance(earlier, TrainerCheckpoints):
         earlier.change(wait=wait, options=options)
         return earlier
-    _check_version(trainer)
-    checkpoints = TrainerCheckpoints(trainer, wait=wait, options=options)
-    if checkpoints.is_active:
-        _replace_saving(trainer, checkpoints)
-    else:
-        _warn_unchanged(trainer)
-    return checkpoints
-
-
-def _replace_saving(trainer: Trainer, checkpoints: TrainerCheckpoints) -> None:
-    setattr(trainer, _ATTRIBUTE, checkpoints)
-    trainer.__class__ = _with_saving(type(trainer))
-    trainer.add_callback(checkpoints.callback)
-    if trainer.is_world_process_zero():
-        logger.info("%s saves through ckptkit", type(trainer).__name__)
-        for name in find_uncalled(trainer):
-            logger.warning("%s is not called: ckptkit writes the files of a step", name)
-
-
-def _warn_unchanged(trainer: Trainer) -> None:
-    if trainer.is_world_process_zero():
-        reason = "DeepSpeed is used" if trainer.is_deepspeed_enabled else "FSDP is not used"
-        logger.warning("%s: the Trainer saves as without ckptkit", reason)
-
-
-def _check_version(trainer: Trainer) -> None:
-    if problem := _problem_of(type(trainer)):
+    problem = _find_problem()
+    if problem:
         raise UnsupportedError(
             f"transformers {transformers.__version__}: {problem}",
             where="install",
             hint="without ckptkit the Trainer saves as usual",
         )
+    checkpoints = TrainerCheckpoints(trainer, wait=wait, options=options)
+    if checkpoints.is_active:
+        _replace_saving(trainer, checkpoints)
+    elif trainer.is_world_process_zero():
+        reason = "DeepSpeed is used" if trainer.is_deepspeed_enabled else "FSDP is not used"
+        logger.warning("%s: the Trainer saves as without ckptkit", reason)
+    return checkpoints
 
 
-def _problem_of(kind: type) -> str:
+def _find_problem() -> str:
     """Returns which method is missing or has other parameters; empty if none.
 
     Source: transformers 5.23, `trainer.py`.
@@ -141,14 +144,21 @@ def _problem_of(kind: type) -> str:
         parameters = tuple(inspect.signature(method).parameters)[1:]
         if parameters[: len(expected)] != expected:
             return f"Trainer.{name} takes {parameters}, expected {expected}"
-    return "" if issubclass(kind, Trainer) else f"{kind.__name__} is no Trainer"
+    return ""
 
 
-def _with_saving(kind: type) -> type:
-    """Returns a class with `_Saving` between a trainer's class and `Trainer`."""
+def _replace_saving(trainer: Trainer, checkpoints: TrainerCheckpoints) -> None:
+    """Gives a trainer a class with `_Saving` between its own class and `Trainer`."""
+    kind = type(trainer)
     bases = (_Saving,) if kind is Trainer else (kind, _Saving)
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, bases, attributes)
+    setattr(trainer, _ATTRIBUTE, checkpoints)
+    trainer.__class__ = type(kind.__name__, bases, attributes)
+    trainer.add_callback(checkpoints.callback)
+    if trainer.is_world_process_zero():
+        logger.info("%s saves through ckptkit", kind.__name__)
+        for name in find_uncalled(trainer):
+            logger.warning("%s is not called: ckptkit writes the files of a step", name)
 
 
 class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
@@ -158,14 +168,41 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
     control: Any
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        trial = args[0] if args else kwargs.get("trial")
-        with self._ckptkit.training(trial) as run:
+        run = Path(self._get_output_dir(args[0] if args else kwargs.get("trial")))
+        with self._ckptkit.training(run):
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = str(agree_on_newest(run))
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002  as Trainer has it
-        finish_step(self, self._ckptkit, self._ckptkit.save(trial))
+        is_search = self.hp_search_backend is not None or trial is not None
+        if not is_search:
+            self.store_flos()
+        handle = self._ckptkit.save(Path(self._get_output_dir(trial)))
+        if not handle.skipped:
+            self._add_and_push(handle)
+
+    def _add_and_push(self, handle: SaveHandle) -> None:
+        """Does what the Trainer, or a subclass, does after a save: `save_model`, and the push."""
+        checkpoints, strategy = self._ckptkit, self.args.hub_strategy
+        folder = checkpoints.folder(handle.step)
+        if replaces_save_model(self) and handle.done() and folder.is_dir():
+            checkpoints.is_adding = True
+            try:
+                self.save_model(str(folder), _internal_call=True)
+            finally:
+                checkpoints.is_adding = False
+        if not self.args.push_to_hub or strategy == HubStrategy.END:
+            return
+        if hub_options(self):  # a process of the Checkpointer pushes each step
+            return
+        if saves_whole_models(self):
+            _write_model(self, checkpoints, None)  # which the Trainer copies from the step
+        if strategy in {HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS}:
+            handle.wait()
+            if not folder.is_dir():
+                return
+        self._push_from_checkpoint(str(folder))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # Before the model is prepared, the optimizer may be that of an earlier training.
@@ -202,7 +239,110 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002  as Trainer has it
         if self._ckptkit.is_adding:
             return  # the step holds the model already
-        if not save_model(self, self._ckptkit, output_dir):
+        if not _write_model(self, self._ckptkit, output_dir):
             super().save_model(output_dir, _internal_call)
         elif self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _write_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | None) -> bool:
+    """Writes the whole model, or the adapter of a PEFT model, from all ranks at once.
+
+    It adds the files of the Trainer: configurations, tokenizer, and its arguments without tokens.
+    Other files in the folder stay.
+
+    Returns:
+        Whether it was written; the Trainer itself writes a model that is not sharded.
+
+    Raises:
+        OutputError: If the files of the Trainer cannot be written.
+    """
+    if not is_sharded(trainer.model):
+        return False
+    out = Path(output_dir or trainer.args.output_dir)
+    is_first = trainer.is_world_process_zero()
+    with checkpoints.open() as checkpointer:
+        export_into(checkpointer, out, trainer.model, is_first=is_first)
+    if not is_first:
+        return True
+    arguments = copy.copy(trainer.args)
+    for name in _SECRETS:
+        if getattr(arguments, name, None) is not None:
+            setattr(arguments, name, None)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        torch.save(arguments, out / TRAINING_ARGS_NAME)
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        write_card = getattr(model, "create_or_update_model_card", None)  # of PEFT
+        if write_card is not None:
+            write_card(str(out))
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
+        raise OutputError(
+            f"the model was written, but not the files of the Trainer: {error}", where=str(out)
+        ) from error
+    return True
+
+
+_NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
+"""Not part of a model: the run's lock, and folders that are being written."""
+
+_BLOCK_BYTES = 8 << 20  # of files that are too large for memory
+
+
+def _with_secrets(folder: Path, ignored: list[str], token: object) -> list[str]:
+    """Returns patterns of the files that hold a secret, and logs their names."""
+    patterns = []
+    tokens = [text for text in (token, get_token()) if isinstance(text, str)]
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(fnmatchcase(name, pattern) for pattern in ignored) or not path.is_file():
+            continue
+        try:
+            kinds = secrets_in(_blocks(path), tokens)
+        except OSError as error:  # removed meanwhile, or without permission
+            kinds = [f"data that cannot be read ({error.strerror or error})"]
+        if kinds:
+            logger.warning("%s is not pushed: it holds %s", name, ", ".join(kinds))
+            patterns.append(glob.escape(name))
+    return patterns
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yields the content of a file; archives are searched only in one block."""
+    is_small = path.stat().st_size < MAX_SMALL_BYTES
+    with path.open("rb") as file:
+        while block := file.read(MAX_SMALL_BYTES if is_small else _BLOCK_BYTES):
+            yield block
+
+
+def _upload(upload: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Uploads a folder except for files with secrets, which it searches first."""
+    ignored = options.pop("ignore_patterns", None) or []
+    ignored = [ignored] if isinstance(ignored, str) else list(ignored)
+    ignored += _NEVER_PUSHED
+    ignored += _with_secrets(Path(options["folder_path"]), ignored, options.get("token"))
+    return upload(**options, ignore_patterns=ignored)
+
+
+@contextmanager
+def filter_uploads() -> Iterator[None]:
+    """Makes uploads of the Trainer skip files of a run that are no part of a model.
+
+    The Trainer uploads all files in its directory except checkpoints and a fixed list of names.
+    """
+    has_client = hasattr(hub, "hf_api")  # older versions have a function of the module
+    uploader: Any = hub.hf_api() if has_client else trainer_module
+    upload = uploader.upload_folder
+
+    def upload_folder(**options: Any) -> Any:
+        if not options.pop("run_as_future", False):
+            return _upload(upload, options)
+        # The search reads all files, so it runs in the background too.
+        run = getattr(uploader, "run_as_future", run_as_future)
+        return run(_upload, upload, options)
+
+    uploader.upload_folder = upload_folder
+    try:
+        yield
+    finally:
+        uploader.upload_folder = upload

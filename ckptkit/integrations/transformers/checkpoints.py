@@ -98,8 +98,11 @@ def _watchers(trainer: Any) -> Iterator[str]:
         kind = type(callback)
         if kind.on_save is not TrainerCallback.on_save and _uses_files(callback):
             yield f"{kind.__name__}.on_save"
+    # Source: trl 1.16; of its trainers only GRPO's adds files, with an adaptive entropy.
+    trl_adds_files = bool(getattr(trainer, "use_adaptive_entropy", False))
     for kind in _own_kinds(trainer):
-        if "_save_checkpoint" in vars(kind) and _adds_files(trainer, kind):
+        adds_files = trl_adds_files or not kind.__module__.startswith("trl.")
+        if "_save_checkpoint" in vars(kind) and adds_files:
             yield f"{kind.__name__}._save_checkpoint"
         if "save_model" in vars(kind):
             yield f"{kind.__name__}.save_model"
@@ -133,15 +136,6 @@ def _uses_files(callback: TrainerCallback) -> bool:
         return True
     values = [getattr(callback, name, None) for name in _UPLOADS]
     return any(str(getattr(value, "value", value)).lower() not in _NEVER for value in values)
-
-
-def _adds_files(trainer: Any, kind: type) -> bool:
-    """Returns whether a class adds files to a step.
-
-    Source: trl 1.16; of its trainers only GRPO's does, with an adaptive entropy.
-    """
-    is_of_trl = kind.__module__.startswith("trl.")
-    return not is_of_trl or bool(getattr(trainer, "use_adaptive_entropy", False))
 
 
 class TrainerCheckpoints:
@@ -199,21 +193,13 @@ class TrainerCheckpoints:
             raise UsageError("options cannot be changed while the Trainer trains", where="install")
         self._options = check_user_options({**self._options, **options})
 
-    def _find_run(self, trial: Any) -> Path:
-        return Path(self._trainer._get_output_dir(trial))  # noqa: SLF001  there is no public way
-
     @contextmanager
-    def training(self, trial: Any) -> Iterator[Path]:
-        """Keeps the run open while the Trainer trains; waits for its saves at the end.
-
-        Yields:
-            The directory of the run.
-        """
-        run = self._find_run(trial)
+    def training(self, run: Path) -> Iterator[None]:
+        """Keeps the run open while the Trainer trains; waits for its saves at the end."""
         self._loaded = None
         self._open(run)
         try:
-            yield run
+            yield
         except BaseException:
             with suppress(CkptkitError):  # it was logged; the error that ended training is raised
                 self._close()
@@ -248,23 +234,26 @@ class TrainerCheckpoints:
         """Whether training should end after the requested save."""
         return self._checkpointer is not None and self._checkpointer.stop_requested
 
-    def save(self, trial: Any) -> SaveHandle:
+    def save(self, run: Path) -> SaveHandle:
         """Saves a step as the Trainer's own `_save_checkpoint` does, in the background.
 
         Source: transformers 5.23, `Trainer._save_checkpoint`.
         """
-        trainer = self._trainer
-        step, run = trainer.state.global_step, self._find_run(trial)
-        if trainer.hp_search_backend is None and trial is None:
-            trainer.store_flos()
+        trainer, state = self._trainer, self._trainer.state
+        step, best = state.global_step, state.best_global_step
         checkpointer = self._open(run)
-        self._set_best(step)
-        if self._options.get("in_flight") == "skip" and self._is_wanted(step):
+        # The best model may be in a step whose save is under way.
+        if best and trainer.args.save_strategy != SaveStrategy.NO:
+            folder = self.folder(best)
+            if best == step or best in self._handles or folder.exists():
+                state.best_model_checkpoint = str(folder)
+        is_last = step >= state.max_steps or trainer.control.should_training_stop
+        if self._options.get("in_flight") == "skip" and (is_last or step == best or self.is_due):
             for earlier in self._handles.values():
                 earlier.wait()  # so that this one is not skipped
         self.is_due = False
         if trainer.is_world_process_zero():
-            self._best[step] = trainer.state.best_global_step
+            self._best[step] = best
         remove_sentinel(self.folder(step))
         handle = checkpointer.save(
             step,
@@ -321,7 +310,12 @@ class TrainerCheckpoints:
 
     def finish(self) -> None:
         """Waits for all saves."""
-        failed = self._wait_for_all()
+        ended = {step: handle.exception() for step, handle in self._handles.items()}
+        failed = {
+            step: error
+            for step, error in ended.items()
+            if error is not None and not self._handles[step].skipped
+        }
         self.write_reports()
         for step in sorted(self._best.keys() - failed.keys()):
             self._rotate(step)  # or waits for the thread that does
@@ -356,30 +350,6 @@ class TrainerCheckpoints:
                     watcher,
                 )
         return bool(watcher)
-
-    def _wait_for_all(self) -> dict[int, CkptkitError]:
-        """Returns the errors of saves, by step."""
-        ended = {step: handle.exception() for step, handle in self._handles.items()}
-        return {
-            step: error
-            for step, error in ended.items()
-            if error is not None and not self._handles[step].skipped
-        }
-
-    def _is_wanted(self, step: int) -> bool:
-        """Returns whether a step is the last one, the best one, or was requested."""
-        state, control = self._trainer.state, self._trainer.control
-        is_last = step >= state.max_steps or control.should_training_stop
-        return bool(is_last or step == state.best_global_step or self.is_due)
-
-    def _set_best(self, step: int) -> None:
-        """Sets the folder of the best model, if it was saved; its save may be under way."""
-        trainer = self._trainer
-        best = trainer.state.best_global_step
-        if not best or trainer.args.save_strategy == SaveStrategy.NO:
-            return
-        if best == step or best in self._handles or self.folder(best).exists():
-            trainer.state.best_model_checkpoint = str(self.folder(best))
 
     def _resume(self, folder: Path, state: Mapping[str, object]) -> None:
         """Loads a checkpoint without random numbers, which the Trainer sets later."""

@@ -31,9 +31,9 @@ S3 = "requests of S3 by exact keys"
 ALLOWED = {
     ("ckptkit/hub/publish/folder_files", "_is_of_step", "fnmatchcase"): CONSTANT,
     ("ckptkit/hub/publish/folder_files", "choose_step_files", "fnmatchcase"): GIVEN,
-    ("ckptkit/integrations/transformers/trainer_models", "_with_secrets", "fnmatchcase"): CONSTANT,
-    ("ckptkit/integrations/transformers/trainer_models", "_with_secrets", "folder.rglob"): CONSTANT,
-    ("ckptkit/integrations/transformers/trainer_models", "_with_secrets", "glob.escape"): EXACT,
+    ("ckptkit/integrations/transformers/__init__", "_with_secrets", "fnmatchcase"): CONSTANT,
+    ("ckptkit/integrations/transformers/__init__", "_with_secrets", "folder.rglob"): CONSTANT,
+    ("ckptkit/integrations/transformers/__init__", "_with_secrets", "glob.escape"): EXACT,
     ("ckptkit/hub/publish/folder_files", "_reason", "fnmatchcase"): GIVEN,
     ("ckptkit/hub/publish/folder_files", "choose_files", "fnmatchcase"): GIVEN,
     ("ckptkit/hub/download", "PullFolder._files", "files.rglob"): CONSTANT,

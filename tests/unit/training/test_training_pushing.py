@@ -18,7 +18,7 @@ from transformers.utils import hub as transformers_hub
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.publish.secrets import secrets_in
-from ckptkit.integrations.transformers.trainer_models import filter_uploads
+from ckptkit.integrations.transformers import filter_uploads
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
 from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing
