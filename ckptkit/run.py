@@ -50,7 +50,7 @@ _CHOICES = ("on", "wait", "off")
 _OTHER_WORDS = {"": "on", **dict.fromkeys(("1", "yes", "true"), "on")}
 _OTHER_WORDS |= dict.fromkeys(("0", "no", "false"), "off")
 _OWN_FRAMES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
-_OPEN_RUNS = "ckptkit.integrations.open_runs"
+_OPEN_RUNS = "ckptkit.integrations.checkpointers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ def _wait_for_saves() -> int:
     """Waits for all saves, and returns the exit status for their errors."""
     if _OPEN_RUNS not in sys.modules:  # nothing was saved
         return 0
-    from ckptkit.integrations.open_runs import close_all
+    from ckptkit.integrations.checkpointers import close_all
 
     failures = close_all()
     for failure in failures:

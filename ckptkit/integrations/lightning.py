@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import parse_step
-from ckptkit.integrations.open_runs import OpenRun
+from ckptkit.integrations.checkpointers import OpenRun
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.source import LocalSource
@@ -182,7 +183,54 @@ _STEP_NAMES = ("global_step", "step", "iteration", "iter_num", "step_count")
 _State = dict[str, Any]
 
 
-class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  # not followed
+class _ShardedSaves:
+    """What both strategies share; a base before Lightning's own class."""
+
+    _save_distributed_checkpoint: bool  # Lightning's; no public attribute says it
+    global_rank: int
+    broadcast: Any
+
+    def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
+        """Takes the arguments of Lightning's strategy.
+
+        Args:
+            *args: As for Lightning's strategy.
+            checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
+            **kwargs: As for Lightning's strategy.
+        """
+        super().__init__(*args, **kwargs)
+        self._saves = StrategySaves(checkpointer or {})
+
+    def wait_for_saves(self) -> None:
+        """Waits until all saves have ended or failed."""
+        self._saves.wait()
+
+    def _target_of(self, path: str | Path) -> tuple[Path, bool]:
+        """Returns the path of rank 0, and whether only Lightning can replace what is there."""
+        target = Path(path)
+        is_foreign = _holds_shards(target) and not (target / MANIFEST_NAME).exists()
+        result: tuple[Path, bool] = self.broadcast((target, target.is_file() or is_foreign))
+        return result
+
+    def _warn_of_stock(self, path: Path, reason: str) -> None:
+        if self.global_rank == 0:
+            logger.warning(
+                "%s: Lightning itself saves, and training waits for it: %s", path, reason
+            )
+
+    def _save(self, path: Path, parts: _State, rest: _State) -> None:
+        """Saves models and optimizers as shards, and the rest in a file next to them."""
+        files: dict[str, bytes] | None = None
+        if self.global_rank == 0:
+            buffer = io.BytesIO()
+            torch.save(rest, buffer)
+            files = {META: buffer.getvalue()}
+        steps = (rest.get(name) for name in _STEP_NAMES)
+        step = next((step for step in steps if type(step) is int and step >= 0), None)
+        self._saves.save(path, parts, files=files, step=step)
+
+
+class FabricModelParallelStrategy(_ShardedSaves, StockFabricStrategy):  # type: ignore[misc]  # not followed
     """Lightning Fabric's `ModelParallelStrategy`, whose sharded saves do not stop training.
 
         fabric = Fabric(strategy=FabricModelParallelStrategy(parallelize))
@@ -198,17 +246,6 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
     `strict=False` and from a single file.
     """
 
-    def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
-        """Takes the arguments of Lightning's strategy.
-
-        Args:
-            *args: As for Lightning's strategy.
-            checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
-            **kwargs: As for Lightning's strategy.
-        """
-        super().__init__(*args, **kwargs)
-        self._saves = StrategySaves(checkpointer or {})
-
     def save_checkpoint(
         self,
         path: str | Path,
@@ -217,18 +254,21 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         filter: Any = None,  # noqa: A002  Lightning's name
     ) -> None:
         """Saves as `fabric.save`, in the background."""
-        if storage_options is not None or filter is not None or not _is_sharded(self):
+        is_sharded = self._save_distributed_checkpoint
+        if storage_options is not None or filter is not None or not is_sharded:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        target, is_taken = _target_of(self, path)
+        target, is_taken = self._target_of(path)
         if is_taken:
-            _warn_of_stock(self, target, _TAKEN)
+            self._warn_of_stock(target, _TAKEN)
             super().save_checkpoint(target, state)
             return
         parts = {key: value for key, value in state.items() if _is_part(value)}
-        rest = {key: _plain(value) for key, value in state.items() if key not in parts}
-        files = {META: _archived(rest)} if self.global_rank == 0 else None
-        self._saves.save(target, parts, files=files, step=_step_in(rest))
+        rest = {key: value for key, value in state.items() if key not in parts}
+        for key, value in rest.items():
+            if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                rest[key] = value.state_dict()
+        self._save(target, parts, rest)
 
     def load_checkpoint(
         self,
@@ -258,10 +298,6 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         state |= {key: rest.pop(key) for key in state.keys() - parts.keys()}
         return rest
 
-    def wait_for_saves(self) -> None:
-        """Waits until all saves have ended or failed."""
-        self._saves.wait()
-
     def finish_saves(self) -> None:
         """Waits for the last save, and ends its processes; call it after the last step.
 
@@ -271,7 +307,7 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         self._saves.close()
 
 
-class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc]  # not followed
+class TrainerModelParallelStrategy(_ShardedSaves, StockTrainerStrategy):  # type: ignore[misc]  # not followed
     """The Lightning Trainer's `ModelParallelStrategy`, whose sharded saves do not stop training.
 
         trainer = Trainer(strategy=TrainerModelParallelStrategy(), callbacks=[ModelCheckpoint(…)])
@@ -284,22 +320,12 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
     example), over a checkpoint of its own, and with `save_distributed_checkpoint=False`.
     """
 
-    def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
-        """Takes the arguments of Lightning's strategy.
-
-        Args:
-            *args: As for Lightning's strategy.
-            checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
-            **kwargs: As for Lightning's strategy.
-        """
-        super().__init__(*args, **kwargs)
-        self._saves = StrategySaves(checkpointer or {})
-        self._offered: Mapping[str, Any] = {}
-        self._was_interrupted = False
+    _offered: Mapping[str, Any] = MappingProxyType({})
+    _was_interrupted = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the live weights, without a copy, for hooks to examine."""
-        if not _is_sharded(self):
+        if not self._save_distributed_checkpoint:
             whole: dict[str, Any] = super().lightning_module_state_dict()
             return whole
         assert self.model is not None  # noqa: S101  the Trainer sets it up first
@@ -310,7 +336,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns nothing: the state is saved from the optimizer itself."""
-        if _is_sharded(self):
+        if self._save_distributed_checkpoint:
             return {}
         whole: dict[str, Any] = super().optimizer_state(optimizer)
         return whole
@@ -319,19 +345,25 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Saves the checkpoint of `Trainer.save_checkpoint` in the background."""
-        if storage_options is not None or not _is_sharded(self):
+        if storage_options is not None or not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path, is_taken = _target_of(self, filepath)
+        path, is_taken = self._target_of(filepath)
         offered, self._offered = self._offered, {}
-        if is_taken or not _is_as_offered(checkpoint, offered):
-            _warn_of_stock(self, path, _TAKEN if is_taken else _CHANGED)
-            self._save_stock(checkpoint, path)
+        states = checkpoint.get("optimizer_states", ())
+        if not is_taken and _is_as_offered(checkpoint, offered):
+            left_out = {"state_dict", "optimizer_states"}
+            rest = {key: value for key, value in checkpoint.items() if key not in left_out}
+            self._save(path, self._parts(len(states)), rest)
             return
-        count = len(checkpoint.get("optimizer_states", ()))
-        rest = {k: v for k, v in checkpoint.items() if k not in {"state_dict", "optimizer_states"}}
-        files = {META: _archived(rest)} if self.global_rank == 0 else None
-        self._saves.save(path, self._parts(count), files=files, step=_step_in(rest))
+        self._warn_of_stock(path, _TAKEN if is_taken else _CHANGED)
+        self._saves.wait()
+        if states:
+            checkpoint["optimizer_states"] = [
+                state or super(TrainerModelParallelStrategy, self).optimizer_state(optimizer)
+                for state, optimizer in zip(states, self.optimizers, strict=True)
+            ]
+        super().save_checkpoint(checkpoint, path)
 
     def load_checkpoint(
         self,
@@ -352,14 +384,10 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint once a later one is complete."""
-        if not _is_sharded(self):
+        if not self._save_distributed_checkpoint:
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
             self._saves.remove(Path(filepath))
-
-    def wait_for_saves(self) -> None:
-        """Waits until all saves have ended or failed."""
-        self._saves.wait()
 
     def on_exception(self, exception: BaseException) -> None:
         self._was_interrupted = True
@@ -381,39 +409,6 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         numbered = enumerate(self.optimizers[:optimizers])
         return {"state_dict": self.model, **{f"optimizer_{n}": o for n, o in numbered}}
 
-    def _save_stock(self, checkpoint: dict[str, Any], path: Path) -> None:
-        self._saves.wait()
-        states = checkpoint.get("optimizer_states", ())
-        if states:
-            checkpoint["optimizer_states"] = [
-                state or super(TrainerModelParallelStrategy, self).optimizer_state(optimizer)
-                for state, optimizer in zip(states, self.optimizers, strict=True)
-            ]
-        super().save_checkpoint(checkpoint, path)
-
-
-def _is_sharded(strategy: StockFabricStrategy | StockTrainerStrategy) -> bool:
-    """Returns whether a strategy saves shards, which has no public attribute."""
-    return bool(strategy._save_distributed_checkpoint)  # noqa: SLF001
-
-
-def _target_of(
-    strategy: StockFabricStrategy | StockTrainerStrategy, path: str | Path
-) -> tuple[Path, bool]:
-    """Returns the path of rank 0, and whether only Lightning can replace what is there."""
-    target = Path(path)
-    is_whole = target.is_file()
-    is_foreign = _holds_shards(target) and not (target / MANIFEST_NAME).exists()
-    result: tuple[Path, bool] = strategy.broadcast((target, is_whole or is_foreign))
-    return result
-
-
-def _warn_of_stock(
-    strategy: StockFabricStrategy | StockTrainerStrategy, path: Path, reason: str
-) -> None:
-    if strategy.global_rank == 0:
-        logger.warning("%s: Lightning itself saves, and training waits for it: %s", path, reason)
-
 
 def _holds_shards(path: Path) -> bool:
     return path.is_dir() and (path / META).is_file()
@@ -425,17 +420,6 @@ def _is_part(value: object) -> bool:
 
 def _load_options(weights_only: bool | None) -> dict[str, bool]:  # noqa: FBT001  Lightning's
     return {} if weights_only is None else {"weights_only": weights_only}
-
-
-def _plain(value: Any) -> Any:
-    is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-    return value.state_dict() if is_stateful else value
-
-
-def _archived(values: Mapping[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(dict(values), buffer)
-    return buffer.getvalue()
 
 
 def _read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
@@ -453,11 +437,6 @@ def _read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
             hint = "pass weights_only=False to let Lightning make such objects, if you trust them"
             raise ResumeError(error.message, where=error.where, hint=hint) from error
     return meta
-
-
-def _step_in(values: Mapping[str, Any]) -> int | None:
-    steps = (values.get(name) for name in _STEP_NAMES)
-    return next((step for step in steps if type(step) is int and step >= 0), None)
 
 
 def _is_as_offered(checkpoint: Mapping[str, Any], offered: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import IncompleteCheckpointError, RefusedError
-from ckptkit.integrations.model_export import export_into
+from ckptkit.integrations.checkpointers import export_into
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.training import Checkpointer
 from ckptkit_cli.inspect import InspectArguments, next_step

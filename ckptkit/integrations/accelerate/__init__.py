@@ -23,13 +23,9 @@ import torch
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.integrations.accelerate.accelerator_state import prepared_model
-from ckptkit.integrations.accelerate.saves import (
-    AcceleratorSaves,
-    check_layout,
-    stock_method,
-)
-from ckptkit.integrations.model_export import is_sharded
+from ckptkit.integrations.accelerate.accelerator_state import check_layout, prepared_model
+from ckptkit.integrations.accelerate.saves import AcceleratorSaves, stock_method
+from ckptkit.integrations.checkpointers import is_sharded
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.settings import Options

@@ -1,4 +1,4 @@
-"""The state that an Accelerator saves, for the Checkpointer, and the folder that it saves to.
+"""The state that an Accelerator saves, for the Checkpointer, and its folders: to save to, to load.
 
 The attributes with a leading underscore are accelerate's lists of prepared and registered objects,
 which have no public access. Only this module reads them.
@@ -11,14 +11,18 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
+from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.settings import Options
 from ckptkit.training.sidecar import StepFile
 from ckptkit.training.state import objects as rng
@@ -140,6 +144,87 @@ def _target_at(folder: Path, count: int) -> SaveTarget:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LoadSource:
+    """A folder to load.
+
+    Attributes:
+        folder: The directory.
+        ours: Whether ckptkit wrote it.
+        newest: Whether it is the newest of a run, so that an older one can be loaded instead.
+    """
+
+    folder: Path
+    ours: bool
+    newest: bool = False
+
+
+def obstacle(target: SaveTarget) -> str:
+    """Returns why a folder cannot be replaced; empty if it can.
+
+    It can if no other files are lost: if it is missing or empty, or ckptkit wrote all its files.
+    """
+    folder = target.folder
+    if folder.name.startswith(".") or folder == folder.parent:
+        return f"{folder} has a name that no step can have"
+    if folder.is_symlink() or folder.is_mount():
+        return f"{folder} is a link or a mount point"
+    if not folder.exists():
+        return ""
+    try:
+        below = folder.rglob("*") if folder.is_dir() else [folder]
+        paths = [path for path in below if path.is_symlink() or not path.is_dir()]
+        files = {path.relative_to(folder).as_posix() for path in paths}
+        ours = set(read_local_manifest(folder).files) if MANIFEST_NAME in files else set()
+        others = files - ours - {MANIFEST_NAME} if ours else files
+        extra = min(others, default="")
+    except (OSError, CkptkitError) as error:
+        extra = f"a file that cannot be read ({error})"
+    return f"{folder} holds {extra}, which ckptkit did not write" if extra else ""
+
+
+def examine_folder(folder: Path) -> LoadSource | None:
+    """Returns a folder that the user has passed; None if it holds no sharded model."""
+    if not folder.is_dir():
+        raise ResumeError("no such directory", where=str(folder))
+    if not (folder / step_names.model_unit(0) / METADATA).is_file():
+        return None
+    return LoadSource(folder, ours=(folder / MANIFEST_NAME).is_file())
+
+
+def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
+    """Returns the newest complete folder of automatic_checkpoint_naming.
+
+    A folder of stock accelerate is complete if it has all files up to the random states, which are
+    written last.
+    """
+    units = [step_names.model_unit(i) for i in range(models)]
+    units += [step_names.optimizer_unit(i) for i in range(optimizers)]
+    needed = [f"{unit}/{METADATA}" for unit in units] + [step_names.random_states_file(0)]
+    for step in reversed(saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()):
+        folder = run / step.name
+        if step.complete:
+            return LoadSource(folder, ours=True, newest=True)
+        is_ours = (folder / MANIFEST_NAME).exists()
+        if not is_ours and all((folder / name).is_file() for name in needed):
+            return LoadSource(folder, ours=False)
+    raise ResumeError(
+        "no complete folder of automatic_checkpoint_naming was found",
+        where=str(run),
+        hint="pass the folder to load",
+    )
+
+
+def check_layout(options: Options) -> None:
+    """Refuses a layout that `accelerator.load_state` could not read."""
+    if options.get("layout", "accelerate") != "accelerate":
+        raise UsageError(
+            f"layout={options.get('layout')!r} is not an option for an accelerator",
+            where="options",
+            hint="leave it out: the folder is what accelerator.save_state writes",
+        )
+
+
 def stock_reason(accelerator: Accelerator) -> str:
     """Returns why accelerate itself has to save; empty if ckptkit can.
 
@@ -190,11 +275,6 @@ def list_prepared(accelerator: Accelerator) -> tuple[list[Any], list[Any]]:
     return list(accelerator._models), list(accelerator._optimizers)  # noqa: SLF001
 
 
-def counts_of(accelerator: Accelerator) -> tuple[int, int]:
-    models, optimizers = list_prepared(accelerator)
-    return len(models), len(optimizers)
-
-
 def prepared_model(accelerator: Accelerator, model: Any) -> Any:
     """Returns the FSDP1 wrapper of a model that was passed without it, else the model."""
     models, _ = list_prepared(accelerator)
@@ -232,7 +312,7 @@ def call_save_hooks(accelerator: Accelerator, name: str) -> dict[str, bytes]:
         folder.mkdir()
         for hook in hooks:
             # Under FSDP accelerate passes no weights either.
-            hook(accelerator._models, [], str(folder))  # noqa: SLF001
+            hook(list_prepared(accelerator)[0], [], str(folder))
         return {
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in sorted(folder.rglob("*"))
@@ -247,8 +327,3 @@ def call_load_hooks(accelerator: Accelerator, folder: Path) -> None:
     for hook in hooks:
         hook([], str(folder))  # under FSDP accelerate passes no models either
     rng.restore(states)
-
-
-def set_count(accelerator: Accelerator, states: Mapping[str, Any]) -> None:
-    if "step" in states:
-        accelerator.step = int(states["step"])

@@ -8,34 +8,29 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckptkit.core.errors import (
-    CkptkitError,
     OutputExistsError,
-    ResumeError,
     SaveError,
     UnsupportedError,
     UsageError,
 )
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.integrations.accelerate import accelerator_state as states
 from ckptkit.integrations.accelerate.accelerator_state import (
     AUTOMATIC_PREFIX,
+    LoadSource,
     RegisteredObject,
     SaveTarget,
 )
 from ckptkit.integrations.accelerate.whole_state import whole_state
-from ckptkit.integrations.model_export import export_into
-from ckptkit.integrations.open_runs import OpenRun
+from ckptkit.integrations.checkpointers import OpenRun, export_into
 from ckptkit.integrations.patches import STOCK
 from ckptkit.runs.marks import MARKS_FOLDER
-from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
 from ckptkit.training.agree.barrier import SharedAnswers
 from ckptkit.training.agree.peers import Peers, open_peers
@@ -44,7 +39,6 @@ from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.resume.resume import resume, resume_from
 from ckptkit.training.resume.stored_step import StoredStep
-from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.settings import Options, Settings, check_options
 from ckptkit.training.state.collect import BoundState, bind
 from ckptkit.training.state.objects import flatten, serialise
@@ -54,106 +48,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSource:
-    """A folder to load.
-
-    Attributes:
-        folder: The directory.
-        ours: Whether ckptkit wrote it.
-        newest: Whether it is the newest of a run, so that an older one can be loaded instead.
-    """
-
-    folder: Path
-    ours: bool
-    newest: bool = False
-
-
-def obstacle(target: SaveTarget) -> str:
-    """Returns why a folder cannot be replaced; empty if it can.
-
-    It can if no other files are lost: if it is missing or empty, or ckptkit wrote all its files.
-    """
-    folder = target.folder
-    if folder.name.startswith(".") or folder == folder.parent:
-        return f"{folder} has a name that no step can have"
-    if folder.is_symlink() or folder.is_mount():
-        return f"{folder} is a link or a mount point"
-    if not folder.exists():
-        return ""
-    extra = _other_file(folder)
-    return f"{folder} holds {extra}, which ckptkit did not write" if extra else ""
-
-
-def _other_file(folder: Path) -> str:
-    """Returns the name of a file in a folder that ckptkit did not write; empty if there is none."""
-    try:
-        files = {path.relative_to(folder).as_posix() for path in _files_below(folder)}
-        ours = set(read_local_manifest(folder).files) if MANIFEST_NAME in files else set()
-    except (OSError, CkptkitError) as error:
-        return f"a file that cannot be read ({error})"
-    return min(files - ours - {MANIFEST_NAME}, default="") if ours else min(files, default="")
-
-
-def _files_below(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return [folder]
-    return [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-
-
-def examine_folder(folder: Path) -> LoadSource | None:
-    """Returns a folder that the user has passed; None if it holds no sharded model."""
-    if not folder.is_dir():
-        raise ResumeError("no such directory", where=str(folder))
-    if not (folder / step_names.model_unit(0) / METADATA).is_file():
-        return None
-    return LoadSource(folder, ours=(folder / MANIFEST_NAME).is_file())
-
-
-def find_newest_folder(run: Path, models: int, optimizers: int) -> LoadSource:
-    """Returns the newest complete folder of automatic_checkpoint_naming.
-
-    A folder of stock accelerate is complete if it has all files up to the random states, which are
-    written last.
-    """
-    units = [step_names.model_unit(i) for i in range(models)]
-    units += [step_names.optimizer_unit(i) for i in range(optimizers)]
-    needed = [f"{unit}/{METADATA}" for unit in units] + [step_names.random_states_file(0)]
-    for step in reversed(saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()):
-        folder = run / step.name
-        if step.complete:
-            return LoadSource(folder, ours=True, newest=True)
-        is_ours = (folder / MANIFEST_NAME).exists()
-        if not is_ours and all((folder / name).is_file() for name in needed):
-            return LoadSource(folder, ours=False)
-    raise ResumeError(
-        "no complete folder of automatic_checkpoint_naming was found",
-        where=str(run),
-        hint="pass the folder to load",
-    )
-
-
-def check_layout(options: Options) -> None:
-    """Refuses a layout that `accelerator.load_state` could not read."""
-    if options.get("layout", "accelerate") != "accelerate":
-        raise UsageError(
-            f"layout={options.get('layout')!r} is not an option for an accelerator",
-            where="options",
-            hint="leave it out: the folder is what accelerator.save_state writes",
-        )
-
-
-def remove_marks(runs: set[Path]) -> None:
-    """Removes the marks of closed Checkpointers from runs, and empties the set."""
-    while runs:
-        marks = runs.pop() / MARKS_FOLDER
-        with suppress(OSError):
-            for path in marks.iterdir():
-                if path.is_file():
-                    path.unlink()
-            marks.rmdir()
 
 
 _TOPIC = "ckptkit.integrations.accelerate"
@@ -193,9 +87,20 @@ class AcceleratorSaves:
         stock: Mapping[str, Any],
     ) -> SaveHandle:
         """Saves; see `ckptkit.integrations.accelerate.save_state`."""
-        check_layout(options)
+        states.check_layout(options)
         target = states.target_of(accelerator, output_dir)
-        self._check_last(accelerator)
+        last = self._last
+        if (
+            last is not None
+            and not self.waits
+            and isinstance(last.unheard_error, OutputExistsError)
+        ):
+            self.waits = True
+            self._log(
+                accelerator,
+                f"{self.folder} was created by another program during the save, and the save was"
+                " lost: from now on each save is waited for",
+            )
         self.folder = target.folder
         self._count += 1
         reason = states.stock_reason(accelerator) or self._agree_on_stock(accelerator, target)
@@ -254,7 +159,7 @@ class AcceleratorSaves:
         stock: Mapping[str, Any],
     ) -> None:
         """Loads; see `ckptkit.integrations.accelerate.load_state`."""
-        check_layout(options)
+        states.check_layout(options)
         settings = check_options(options)
         self._end()  # waits for the last save, which may be loaded now
         reason = states.stock_reason(accelerator)
@@ -291,18 +196,6 @@ class AcceleratorSaves:
         prefix = target.prefix if target.name is None else None
         return self._run.of(target.run, options, prefix=prefix)
 
-    def _check_last(self, accelerator: Accelerator) -> None:
-        """Waits for all later saves once a script has created the folder of one meanwhile."""
-        if self._last is None or self.waits:
-            return
-        if isinstance(self._last.unheard_error, OutputExistsError):
-            self.waits = True
-            self._log(
-                accelerator,
-                f"{self.folder} was created by another program during the save, and the save was"
-                " lost: from now on each save is waited for",
-            )
-
     def _end(self) -> None:
         self._run.end()
         remove_marks(self._marked)
@@ -326,7 +219,7 @@ class AcceleratorSaves:
 
         def find() -> str:
             misfit = self._misfit(accelerator)
-            return misfit if misfit or automatic else obstacle(target)
+            return misfit if misfit or automatic else states.obstacle(target)
 
         _, answers = self._meet()
         return answers.answer(f"save/{self._count}", find)
@@ -340,9 +233,17 @@ class AcceleratorSaves:
             for entry in (value if isinstance(value, list) else [value])
         ]
         checked, reason = self._checked
-        if list(map(id, checked)) != list(map(id, objects)):
-            reason = _misfit(lambda: self._bind(state))
-            self._checked = objects, reason
+        if list(map(id, checked)) == list(map(id, objects)):
+            return reason
+        reason = ""
+        try:
+            for other in self._bind(state).others:
+                leaves = [leaf for _, leaf in flatten(other.state(), other.path)]
+                # Tensors can always be saved, and there may be many.
+                serialise([x for x in leaves if not isinstance(x, torch.Tensor)], other.key)
+        except (UsageError, UnsupportedError, SaveError) as error:
+            reason = str(error)
+        self._checked = objects, reason
         return reason
 
     def _bind(self, state: Mapping[str, object]) -> BoundState:
@@ -440,9 +341,10 @@ def _choice(
         return {"stock": reason}
     source = states.source_of(accelerator, input_dir)
     if input_dir is None:
-        chosen = find_newest_folder(source.run, *states.counts_of(accelerator))
+        models, optimizers = states.list_prepared(accelerator)
+        chosen = states.find_newest_folder(source.run, len(models), len(optimizers))
     else:
-        folder = examine_folder(source.folder)
+        folder = states.examine_folder(source.folder)
         if folder is None:
             return {"stock": f"{source.folder} holds no sharded model"}
         chosen = folder
@@ -452,22 +354,23 @@ def _choice(
 def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: bool) -> None:
     """Loads accelerate's own files, which the engine does not read."""
     with StoredStep(folder) as stored:
-        for file in (step_names.random_states_file(rank), step_names.random_states_file(0)):
-            if stored.has_file(file):
-                states.set_count(accelerator, stored.file(file))
-                break
+        files = (step_names.random_states_file(rank), step_names.random_states_file(0))
+        values: Mapping[str, Any] = next(
+            (stored.file(file) for file in files if stored.has_file(file)), {}
+        )
+        if "step" in values:
+            accelerator.step = int(values["step"])
         for file, loader in states.stateful_loaders(accelerator) if loaders else ():
             if stored.has_file(file):
                 loader.load_state_dict(stored.file(file))
 
 
-def _misfit(bound: Callable[[], BoundState]) -> str:
-    """Returns which part of a state ckptkit cannot save, or could not load again."""
-    try:
-        for other in bound().others:
-            leaves = [leaf for _, leaf in flatten(other.state(), other.path)]
-            # Tensors can always be saved, and there may be many.
-            serialise([x for x in leaves if not isinstance(x, torch.Tensor)], other.key)
-    except (UsageError, UnsupportedError, SaveError) as error:
-        return str(error)
-    return ""
+def remove_marks(runs: set[Path]) -> None:
+    """Removes the marks of closed Checkpointers from runs, and empties the set."""
+    while runs:
+        marks = runs.pop() / MARKS_FOLDER
+        with suppress(OSError):
+            for path in marks.iterdir():
+                if path.is_file():
+                    path.unlink()
+            marks.rmdir()

@@ -36,7 +36,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import OutputError, UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.hub.publish.secrets import MAX_SMALL_BYTES, secrets_in
-from ckptkit.integrations.model_export import export_into, is_sharded
+from ckptkit.integrations.checkpointers import export_into, is_sharded
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.checkpoints import (
     TrainerCheckpoints,
@@ -116,39 +116,43 @@ def install(
     if isinstance(earlier, TrainerCheckpoints):
         earlier.change(wait=wait, options=options)
         return earlier
-    problem = _find_problem()
-    if problem:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__}: {problem}",
-            where="install",
-            hint="without ckptkit the Trainer saves as usual",
-        )
+    _check_version()
     checkpoints = TrainerCheckpoints(trainer, wait=wait, options=options)
-    if checkpoints.is_active:
-        _replace_saving(trainer, checkpoints)
-    elif trainer.is_world_process_zero():
-        reason = "DeepSpeed is used" if trainer.is_deepspeed_enabled else "FSDP is not used"
-        logger.warning("%s: the Trainer saves as without ckptkit", reason)
+    _replace_saving(trainer, checkpoints)
     return checkpoints
 
 
-def _find_problem() -> str:
-    """Returns which method is missing or has other parameters; empty if none.
+def _check_version() -> None:
+    """Compares the methods of `Trainer` with those that are known.
+
+    Raises:
+        UnsupportedError: If one is missing, or has other parameters.
 
     Source: transformers 5.23, `trainer.py`.
     """
     for name, expected in _METHODS.items():
         method = getattr(Trainer, name, None)
+        parameters = () if method is None else tuple(inspect.signature(method).parameters)[1:]
+        problem = ""
         if method is None:
-            return f"it has no Trainer.{name}"
-        parameters = tuple(inspect.signature(method).parameters)[1:]
-        if parameters[: len(expected)] != expected:
-            return f"Trainer.{name} takes {parameters}, expected {expected}"
-    return ""
+            problem = f"it has no Trainer.{name}"
+        elif parameters[: len(expected)] != expected:
+            problem = f"Trainer.{name} takes {parameters}, expected {expected}"
+        if problem:
+            raise UnsupportedError(
+                f"transformers {transformers.__version__}: {problem}",
+                where="install",
+                hint="without ckptkit the Trainer saves as usual",
+            )
 
 
 def _replace_saving(trainer: Trainer, checkpoints: TrainerCheckpoints) -> None:
-    """Gives a trainer a class with `_Saving` between its own class and `Trainer`."""
+    """Gives a trainer under FSDP a class with `_Saving` between its own class and `Trainer`."""
+    if not checkpoints.is_active:
+        if trainer.is_world_process_zero():
+            reason = "DeepSpeed is used" if trainer.is_deepspeed_enabled else "FSDP is not used"
+            logger.warning("%s: the Trainer saves as without ckptkit", reason)
+        return
     kind = type(trainer)
     bases = (_Saving,) if kind is Trainer else (kind, _Saving)
     attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}

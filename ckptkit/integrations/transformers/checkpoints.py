@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.integrations.open_runs import register
+from ckptkit.integrations.checkpointers import register
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.trainer_state import (
     ReportQueue,

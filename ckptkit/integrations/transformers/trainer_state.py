@@ -9,7 +9,7 @@ import copy
 import logging
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,14 @@ def find_newest_checkpoint(run: Path) -> Path:
     """
     for step in reversed(saved_steps(run)):
         folder = run / step.name
-        if step.complete or _is_whole_stock(folder):
+        # The Trainer writes its own state last.
+        is_whole_stock = (
+            (folder / step_names.TRAINER_STATE).is_file()
+            and not (folder / MANIFEST_NAME).exists()
+            and not (folder / _SENTINEL).exists()
+            and (holds_shards(folder) or any((folder / name).is_file() for name in _WHOLE_MODELS))
+        )
+        if step.complete or is_whole_stock:
             return folder
         logger.warning("%s is skipped: %s", folder, step.problem)
     raise ResumeError(
@@ -123,15 +130,6 @@ def steps_beyond(steps: Sequence[RunStep], limit: int | None, best: int | None) 
     return steps_to_remove(protected, Retention(keep_last=max(room, 1)))
 
 
-def _is_whole_stock(folder: Path) -> bool:
-    """Returns whether the Trainer has finished a checkpoint: it writes its own state last."""
-    if not (folder / step_names.TRAINER_STATE).is_file():
-        return False
-    if (folder / MANIFEST_NAME).exists() or (folder / _SENTINEL).exists():
-        return False
-    return holds_shards(folder) or any((folder / name).is_file() for name in _WHOLE_MODELS)
-
-
 def state_of(trainer: Any) -> dict[str, object]:
     """Returns the model, optimizer, scheduler and scaler, or the model with save_only_model."""
     return {"model": trainer.model} if trainer.args.save_only_model else _all_of(trainer)
@@ -148,8 +146,15 @@ def state_in(trainer: Any, folder: Path) -> dict[str, object]:
 
 def own_state(trainer: Any) -> dict[str, bytes] | None:
     """Returns the file with the Trainer's own state; None on other ranks than 0."""
-    if trainer.args.should_save:
-        _update_callback_states(trainer)
+    states = trainer.state.stateful_callbacks
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    for entry in callbacks if trainer.args.should_save else ():
+        if isinstance(entry, ExportableState):
+            name = type(entry).__name__
+            if isinstance(states.get(name), list):
+                states[name].append(entry.state())
+            else:
+                states[name] = entry.state()
     if not trainer.is_world_process_zero():
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -174,18 +179,6 @@ def sidecar_of(trainer: Any) -> dict[str, object]:
     if processor is None:
         processor = getattr(trainer.data_collator, "tokenizer", None)
     return {} if processor is None else {"processing_class": processor}
-
-
-def _update_callback_states(trainer: Any) -> None:
-    """Updates the states of callbacks in the Trainer's state."""
-    states = trainer.state.stateful_callbacks
-    for entry in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(entry, ExportableState):
-            name = type(entry).__name__
-            if isinstance(states.get(name), list):
-                states[name].append(entry.state())
-            else:
-                states[name] = entry.state()
 
 
 def _all_of(trainer: Any) -> dict[str, object]:
@@ -224,16 +217,10 @@ class ReportQueue:
             state = copy.copy(trainer.state)
             state.global_step = report.step
             values = {f"ckptkit/{name}": value for name, value in values_of(report).items()}
-            for callback in _reporters(trainer):
-                callback.on_log(
-                    trainer.args, state, trainer.control, model=trainer.model, logs=dict(values)
-                )
-
-
-def _reporters(trainer: Any) -> Iterator[Any]:
-    """Yields the callbacks of `report_to`, and subclasses of them."""
-    for callback in trainer.callback_handler.callbacks:
-        kinds = type(callback).__mro__
-        reports = any(kind.__module__.startswith(_REPORTERS) for kind in kinds)
-        if reports and _COUNTING.isdisjoint(kind.__name__ for kind in kinds):
-            yield callback
+            for callback in trainer.callback_handler.callbacks:
+                kinds = type(callback).__mro__  # the callbacks of `report_to` may be subclassed
+                reports = any(kind.__module__.startswith(_REPORTERS) for kind in kinds)
+                if reports and _COUNTING.isdisjoint(kind.__name__ for kind in kinds):
+                    callback.on_log(
+                        trainer.args, state, trainer.control, model=trainer.model, logs=dict(values)
+                    )

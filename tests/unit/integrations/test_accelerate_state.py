@@ -19,12 +19,14 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.integrations.accelerate import install, load_state, save_model, save_state
 from ckptkit.integrations.accelerate.accelerator_state import (
     SaveTarget,
+    examine_folder,
+    find_newest_folder,
+    obstacle,
     source_of,
     stock_reason,
     target_of,
     with_limit,
 )
-from ckptkit.integrations.accelerate.saves import examine_folder, find_newest_folder, obstacle
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from torch import nn
 import ckptkit
 from ckptkit.core.errors import OutputError
 from ckptkit.core.manifest import Manifest
-from ckptkit.integrations import model_export as model_folders
-from ckptkit.integrations.model_export import _move_into, export_into
+from ckptkit.integrations import checkpointers as model_folders
+from ckptkit.integrations.checkpointers import _move_into, export_into
 from ckptkit.training import Checkpointer
 
 ONE = {"model.safetensors"}

@@ -270,7 +270,7 @@ def test_a_save_that_fails_at_the_end_is_told_and_changes_the_exit_status(
 ) -> None:
     body = """
 from pathlib import Path
-from ckptkit.integrations.open_runs import OpenRun
+from ckptkit.integrations.checkpointers import OpenRun
 run = OpenRun().of(Path("run"), {})
 Path("run/checkpoint-1").mkdir()
 Path("run/checkpoint-1/mine").touch()

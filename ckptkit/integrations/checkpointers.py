@@ -1,13 +1,17 @@
-"""Writes sharded models into folders that may hold other files, without a gather."""
+"""The Checkpointers of integrations: opened when needed, closed before the program ends.
+
+`export_into` writes a sharded model with one of them, into a folder that may hold other files.
+"""
 
 from __future__ import annotations
 
 import logging
 import shlex
 import shutil
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -19,7 +23,7 @@ from ckptkit.storage.local.workdir import is_empty
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export.export import ExportOptions
-from ckptkit.training.handle import ExportReport
+from ckptkit.training.settings import Options
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +31,80 @@ _WEIGHTS = "model.safetensors"
 _PARTS = "model-?????-of-?????.safetensors"
 _INDEX = f"{_WEIGHTS}.index.json"
 _HIDDEN = ".ckptkit-model"  # the model is complete here before its files are moved
+_OPEN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def register(checkpointer: Checkpointer) -> None:
+    """Registers a Checkpointer for `close_all`; it may be closed before."""
+    _OPEN.add(checkpointer)
+
+
+def close_all() -> list[CkptkitError]:
+    """Closes all registered Checkpointers after their saves.
+
+    Returns:
+        The errors of saves that no call has raised.
+    """
+    failures: list[CkptkitError] = []
+    while _OPEN:
+        try:
+            _OPEN.pop().close()
+        except CkptkitError as error:
+            failures.append(error)
+    return failures
+
+
+class OpenRun:
+    """At most one Checkpointer, opened when needed, and again for another run.
+
+    Each holds a copy of the local state, so only one is open at a time.
+    """
+
+    def __init__(self) -> None:
+        self._checkpointer: Checkpointer | None = None
+        self._run = Path()
+        self._options: Mapping[str, Any] = {}
+        self._failed: list[CkptkitError] = []
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        return self._checkpointer
+
+    def of(self, run: Path, options: Options, *, prefix: str | None = None) -> Checkpointer:
+        """Returns a Checkpointer for a run; the open one if it fits.
+
+        Args:
+            run: The run's directory.
+            options: For the Checkpointer.
+            prefix: The prefix of step folders, None for any.
+        """
+        wanted: dict[str, Any] = dict(options)
+        if prefix is not None:
+            wanted["prefix"] = prefix
+        elif "prefix" in self._options:
+            wanted["prefix"] = self._options["prefix"]
+        if self._checkpointer is None or (self._run, self._options) != (run, wanted):
+            self.end()
+            self._checkpointer = Checkpointer(run, **wanted)
+            register(self._checkpointer)
+            self._run, self._options = run, wanted
+        return self._checkpointer
+
+    def end(self) -> None:
+        """Closes the Checkpointer; an error is kept for `close`."""
+        if self._checkpointer is not None:
+            checkpointer, self._checkpointer = self._checkpointer, None
+            try:
+                checkpointer.close()
+            except CkptkitError as error:
+                self._failed.append(error)
+
+    def close(self) -> None:
+        """Closes the Checkpointer, and raises the first error; it may be opened again."""
+        self.end()
+        failed, self._failed = self._failed, []
+        if failed:
+            raise failed[0]
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -61,8 +139,12 @@ def export_into(
     report = handle.report()
     if not is_first:
         return
-    if report.command:
-        logger.warning("%s: the model was written in shards; run %s", out, _command(report, out))
+    if report.command:  # writes the folder, or a new one if it holds other files
+        is_free = not out.exists() or is_empty(out)
+        target = str(out if is_free else out.with_name(f"{out.name}-model"))
+        words = [word for word in shlex.split(report.command) if word != "--overwrite"]
+        command = shlex.join(target if word == str(out / _HIDDEN) else word for word in words)
+        logger.warning("%s: the model was written in shards; run %s", out, command)
     else:
         try:
             _move_into(out)
@@ -76,14 +158,6 @@ def export_into(
         logger.info("moved to %s", out)
 
 
-def _command(report: ExportReport, out: Path) -> str:
-    """Returns the command that writes the folder, or a new one if it holds other files."""
-    is_free = not out.exists() or is_empty(out)
-    target = out if is_free else out.with_name(f"{out.name}-model")
-    words = [word for word in shlex.split(report.command) if word != "--overwrite"]
-    return shlex.join(str(target) if word == str(out / _HIDDEN) else word for word in words)
-
-
 def _move_into(out: Path) -> None:
     """Moves the files of a model into the folder, and removes an earlier model.
 
@@ -91,7 +165,11 @@ def _move_into(out: Path) -> None:
     """
     hidden = out / _HIDDEN
     names = [path.relative_to(hidden) for path in hidden.rglob("*") if path.is_file()]
-    if _is_step(out):
+    try:
+        is_step = read_local_manifest(out).kind == "training"
+    except (OSError, CkptkitError):
+        is_step = False
+    if is_step:
         names = [name for name in names if str(name) != MANIFEST_NAME]
     is_whole_model = any(str(name) in {_WEIGHTS, _INDEX} for name in names)
     if is_whole_model:  # the old index would combine old and new shards
@@ -103,13 +181,6 @@ def _move_into(out: Path) -> None:
         if old.relative_to(out) not in names:
             old.unlink(missing_ok=True)
     shutil.rmtree(hidden)
-
-
-def _is_step(folder: Path) -> bool:
-    try:
-        return read_local_manifest(folder).kind == "training"
-    except (OSError, CkptkitError):
-        return False
 
 
 def _weights_first(names: Iterable[Path]) -> list[Path]:
