@@ -44,13 +44,13 @@ from ckptkit.engine.reader import Origin
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Plan
 from ckptkit.plan.shares import Share, cut_object_parts, split_plan, tasks_of, tasks_of_parts
-from ckptkit.storage.base import Cut, OutputAttempt, SharedOutput, distant
+from ckptkit.storage.base import Cut, OutputAttempt, distant
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.manifests import manifest_digest
 from ckptkit.storage.places import PathLike, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
-from ckptkit.storage.remote.s3_shared import S3SharedTarget
+from ckptkit.storage.remote.s3_shared import S3SharedTarget, SharedOutput
 from ckptkit.storage.remote.s3_target import open_s3_prefix
 
 

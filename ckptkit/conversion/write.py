@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import xxhash
 
@@ -43,7 +43,7 @@ from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
 from ckptkit.runs.run_paths import hold_at_stores
-from ckptkit.storage.base import CopyingTarget, SharedOutput, Target, distant
+from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_empty
 from ckptkit.storage.manifests import refuse_unnamed_in
@@ -51,6 +51,9 @@ from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.version import __version__
+
+if TYPE_CHECKING:  # which needs what speaks to S3
+    from ckptkit.storage.remote.s3_shared import SharedOutput
 
 R = TypeVar("R")
 

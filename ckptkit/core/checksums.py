@@ -11,7 +11,7 @@ the CRC-32 of the whole without reading it, and prove that each byte was written
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -237,16 +237,33 @@ def _mark_positions(positions: Ints) -> NDArray[np.uint64]:
     return mixed ^ mixed >> np.uint64(31)
 
 
-class Digest(Protocol):
-    """The digest of one tensor, from leaves that may come from several threads."""
+class _Tree:
+    """The digest of one tensor, from leaves by number that may come from several threads."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[int, bytes] = {}
 
     def add(self, leaf: int, data: memoryview) -> None:
-        """Takes a leaf by its number."""
-        ...
+        self._leaves[leaf] = leaf_digest(data)
+
+    def value(self, _size_bytes: int) -> str:
+        return join_leaves(self._leaves)
+
+
+class _Crc32:
+    """The CRC-32 of one tensor, from its leaves likewise."""
+
+    def __init__(self) -> None:
+        self._sum = RangeChecksum()
+
+    def add(self, leaf: int, data: memoryview) -> None:
+        self._sum.add(leaf * LEAF_BYTES, len(data), crc32(data))
 
     def value(self, size_bytes: int) -> str:
-        """Returns the digest of the tensor, of which all leaves were taken."""
-        ...
+        return f"{CRC32_SCHEME}:{self._sum.value(size_bytes):08x}"
+
+
+Digest = _Tree | _Crc32
 
 
 def digest_like(digest: str) -> Digest:
@@ -264,25 +281,3 @@ def digest_as(other: str, data: memoryview) -> str:
     for leaf, (start, stop) in enumerate(leaf_ranges(len(data))):
         digest.add(leaf, data[start:stop])
     return digest.value(len(data))
-
-
-class _Tree:
-    def __init__(self) -> None:
-        self._leaves: dict[int, bytes] = {}
-
-    def add(self, leaf: int, data: memoryview) -> None:
-        self._leaves[leaf] = leaf_digest(data)
-
-    def value(self, _size_bytes: int) -> str:
-        return join_leaves(self._leaves)
-
-
-class _Crc32:
-    def __init__(self) -> None:
-        self._sum = RangeChecksum()
-
-    def add(self, leaf: int, data: memoryview) -> None:
-        self._sum.add(leaf * LEAF_BYTES, len(data), crc32(data))
-
-    def value(self, size_bytes: int) -> str:
-        return f"{CRC32_SCHEME}:{self._sum.value(size_bytes):08x}"

@@ -337,7 +337,8 @@ class Preparations:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._slots: dict[str, _Slot] = {}
-        self._shared = _Shared()
+        self._shared: OrderedDict[Demand, NDArray[Any]] = OrderedDict()
+        self._shared_lock = threading.Lock()
         self._stack = ExitStack()
         self._limited = False
         self._kept: dict[Hashable, Any] = {}
@@ -371,7 +372,7 @@ class Preparations:
             slot = self._slots.setdefault(out.name, _Slot(out.elements))
         with slot.lock:
             if slot.kernel is None:
-                slot.kernel = kernel.prepare(out, _Reading(read, self._shared, self.open_once))
+                slot.kernel = kernel.prepare(out, _Reading(read, self))
             return slot.kernel
 
     def open_once(
@@ -383,6 +384,18 @@ class Preparations:
                 self._kept[key] = self._stack.enter_context(opened())
             resource: Opened = self._kept[key]
             return resource
+
+    def read_shared(self, demand: Demand, read: Read) -> NDArray[Any]:
+        """Reads a part for one tensor and keeps it for others, the latest parts of them."""
+        with self._shared_lock:
+            part = self._shared.pop(demand, None)
+            if part is None:
+                part = read(demand)
+                part.flags.writeable = False
+            self._shared[demand] = part
+            while sum(part.nbytes for part in self._shared.values()) > SHARED_BYTES:
+                self._shared.popitem(last=False)
+            return part
 
     def settle(self, out: TensorSpec, elements: int) -> None:
         """Counts computed elements; after the last, the kernel is dropped."""
@@ -401,44 +414,23 @@ class _Slot:
         self.left = elements
 
 
-class _Shared:
-    """Parts that were read for one tensor and are kept for others, the latest of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._parts: OrderedDict[Demand, NDArray[Any]] = OrderedDict()
-
-    def get(self, demand: Demand, read: Read) -> NDArray[Any]:
-        with self._lock:
-            part = self._parts.pop(demand, None)
-            if part is None:
-                part = read(demand)
-                part.flags.writeable = False
-            self._parts[demand] = part
-            while sum(part.nbytes for part in self._parts.values()) > SHARED_BYTES:
-                self._parts.popitem(last=False)
-            return part
-
-
 class _Reading:
     """Reads source tensors for a kernel that is prepared."""
 
-    def __init__(self, read: Read, shared: _Shared, open_once: Callable[..., Any]) -> None:
+    def __init__(self, read: Read, preparations: Preparations) -> None:
         self._read = read
-        self._shared = shared
-        self._open_once = open_once
+        self._preparations = preparations
 
     def read(self, demand: Demand) -> NDArray[Any]:
         return self._read(demand)
 
     def read_shared(self, demand: Demand) -> NDArray[Any]:
-        return self._shared.get(demand, self._read)
+        return self._preparations.read_shared(demand, self._read)
 
     def open_once(
         self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
     ) -> Opened:
-        resource: Opened = self._open_once(key, opened)
-        return resource
+        return self._preparations.open_once(key, opened)
 
 
 # As OpenBLAS is named in numpy's wheels, in those with 64-bit integers, and where a system or

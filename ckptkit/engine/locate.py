@@ -138,11 +138,13 @@ class ByteSource(Protocol):
         ...
 
 
+_MOST_LOCATED = 16384
+
+
 class LocatedChunks:
     """The places of chunks that were located lately; threads share it."""
 
-    def __init__(self, limit: int = 16384) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._located: dict[tuple[Key, int], Located] = {}
         self._lock = threading.Lock()
 
@@ -153,7 +155,7 @@ class LocatedChunks:
     def put(self, chunk: tuple[Key, int], located: Located) -> None:
         """Keeps the place of a chunk; beyond the limit the oldest one is dropped."""
         with self._lock:
-            if len(self._located) >= self._limit:
+            if len(self._located) >= _MOST_LOCATED:
                 del self._located[next(iter(self._located))]
             self._located[chunk] = located
 

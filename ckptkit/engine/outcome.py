@@ -93,7 +93,7 @@ class Outcome:
         open_records: By origin, the source records of which other tasks read the rest.
         unverified: By origin, the tensors of which some bytes had no stored checksum.
         sealed: The trailers that are written already: file, segment, and first byte in it.
-        sent: What a store has returned for the parts that it took, by file; see `SharedOutput`.
+        sent: What a store has returned for the parts that it took, by file.
     """
 
     digests: Digests = field(default_factory=Digests)

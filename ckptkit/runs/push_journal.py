@@ -75,17 +75,13 @@ class PushJournal:
         self.path = path
         self.repo_id = repo_id
         self._run = run
-        self._pushes = dict(pushes)
-
-    @property
-    def pushes(self) -> Mapping[int, StepPush]:
-        return self._pushes
+        self.pushes = dict(pushes)
 
     def note(self, push: StepPush) -> None:
-        self._write({**self._pushes, push.step: push})
+        self._write({**self.pushes, push.step: push})
 
     def forget(self, step: int) -> None:
-        self._write({n: push for n, push in self._pushes.items() if n != step})
+        self._write({n: push for n, push in self.pushes.items() if n != step})
 
     def _write(self, pushes: Mapping[int, StepPush]) -> None:
         document = {
@@ -102,7 +98,7 @@ class PushJournal:
             )
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        self._pushes = dict(pushes)
+        self.pushes = dict(pushes)
 
 
 def journal_path(state: Path, repo_id: str) -> Path:

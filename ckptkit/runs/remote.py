@@ -129,7 +129,7 @@ def run_and_step(step: PathLike) -> tuple[Place, str]:
 
 
 class RemoteRun:
-    """A prefix with steps in it; see `RunStore`."""
+    """A prefix with steps in it; its methods are those of `ckptkit.runs.run_paths.LocalRun`."""
 
     def __init__(self, run: PathLike) -> None:
         self._objects = RunObjects(place_of(run))

@@ -10,10 +10,10 @@ import os
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptkit.core.errors import AmbiguousSourceError, InputError, NotACheckpointError, OutputError
 from ckptkit.formats.base import Candidate
@@ -30,6 +30,9 @@ from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
+if TYPE_CHECKING:
+    from ckptkit.runs.remote import RemoteRun
+
 _LISTED = 5
 _MOST_FOLDERS = 5_000  # that are looked at for steps
 _MOST_ABOVE = 4
@@ -38,80 +41,12 @@ _JUDGED_ANEW = "run again to judge it anew"
 _HIDDEN = re.compile(rf"\.(?P<step>.+?){re.escape(WORK_INFIX)}{TRASH}-[0-9a-f]+")
 
 
-class RunStore(Protocol):
-    """A run on any storage: its files, marks of readers, and removal of steps.
-
-    Steps are identified by the names of their folders.
-    """
-
-    @property
-    def location(self) -> str:
-        """The path or URL as the user passed it, for messages."""
-        ...
-
-    def files(self) -> Sequence[StoredFile]:
-        """Returns the files of all steps, sorted by path."""
-        ...
-
-    def is_live(self) -> bool | None:
-        """Returns whether a job is writing to the run; None if unknown."""
-        ...
-
-    def is_there(self, path: str) -> bool:
-        """Returns whether a file exists now."""
-        ...
-
-    def hold(self, step: str, markers: Collection[str]) -> AbstractContextManager[object]:
-        """Marks a step as being read until the context is left.
-
-        Args:
-            step: The name of its folder.
-            markers: The files of the step that its readers lock, relative to the run.
-        """
-        ...
-
-    def in_use(self, step: str, markers: Collection[str]) -> bool:
-        """Returns whether a step is being read now; changes nothing."""
-        ...
-
-    def claim(
-        self, step: str, markers: Collection[str], files: Sequence[StoredFile]
-    ) -> AbstractContextManager[object] | None:
-        """Keeps new readers from a step that is to be removed until the context is left.
-
-        Args:
-            step: The name of its folder.
-            markers: The files of the step that its readers lock, relative to the run.
-            files: The files to remove.
-
-        Returns:
-            The context, or None if the step is being read now.
-        """
-        ...
-
-    def remove(self, step: str, files: Sequence[StoredFile]) -> None:
-        """Removes a step; at no moment do the remaining files look like a complete step.
-
-        Args:
-            step: The name of its folder.
-            files: The files that were listed; newer ones are not removed.
-        """
-        ...
-
-    def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Finishes removals that were interrupted.
-
-        Args:
-            remove: Whether to remove the files; otherwise the steps are only returned.
-
-        Returns:
-            The names of these steps.
-        """
-        ...
-
-
 class LocalRun:
-    """A directory with steps in it; see `RunStore`."""
+    """A directory with steps in it, which are identified by the names of their folders.
+
+    `markers` are the files of a step that its readers lock, relative to the run, and `files` those
+    that were listed of it.
+    """
 
     def __init__(self, root: Path) -> None:
         """Checks that the directory exists; its name is kept for messages as it is given."""
@@ -141,6 +76,7 @@ class LocalRun:
         return (self._root / path).exists()
 
     def hold(self, step: str, markers: Collection[str]) -> FileLocks:  # noqa: ARG002
+        """Marks a step as being read until the mark is closed."""
         return hold(self._root / path for path in sorted(markers))
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:
@@ -157,11 +93,11 @@ class LocalRun:
         markers: Collection[str],
         files: Sequence[StoredFile],  # noqa: ARG002
     ) -> FileLocks | None:
-        """Takes the locks of a step's markers for removal; None if a reader has one."""
+        """Keeps new readers from a step that is to be removed; None if it is being read."""
         return claim(self._root / path for path in sorted(markers))
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
-        """Renames a step, durably, and then removes it.
+        """Renames a step, durably, and then removes it: no part of it looks like a complete step.
 
         A job may replace the step at any time; a folder with other files gets its name back.
         """
@@ -178,7 +114,11 @@ class LocalRun:
             remove_tree(trash)
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Removes folders that `remove` has renamed."""
+        """Finishes removals that were interrupted; returns the names of these steps.
+
+        Args:
+            remove: Whether to remove the files; otherwise the steps are only returned.
+        """
         steps = []
         with _readable(self._root):
             left = sorted(self._root.iterdir())
@@ -248,6 +188,10 @@ def _removable(path: Path) -> Iterator[None]:
             where=str(path),
             hint="check its owner, and whether the file system is mounted read-only",
         ) from error
+
+
+RunStore: TypeAlias = "LocalRun | RemoteRun"
+"""A run on any storage: its files, marks of readers, and removal of steps."""
 
 
 def open_run(run: PathLike) -> RunStore:

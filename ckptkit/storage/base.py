@@ -5,8 +5,7 @@ Of targets there are those that one process writes, and those that several fill 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
@@ -284,97 +283,6 @@ def parse_seen(note: bytes | None) -> str | None:
     """Returns what identifies the manifest to replace, by such a note; None if it says nothing."""
     seen = (note or b"").rpartition(b"\n")[0]
     return seen[1:].decode() if seen else None
-
-
-class Notes(Protocol):
-    """Small texts by which the processes report what they have done."""
-
-    def put(self, name: str, data: bytes) -> bytes:
-        """Writes a note unless there is one of that name; returns the content of the note."""
-        ...
-
-    def get(self, name: str) -> bytes | None:
-        """Returns the content of a note, None where there is none."""
-        ...
-
-    def alone(self, name: str, owner: str) -> AbstractContextManager[bool]:
-        """Yields whether this process may do something that only one process may do.
-
-        Args:
-            name: What that is.
-            owner: Who asks; the same owner may ask again after it was killed.
-        """
-        ...
-
-
-class SharedOutput(Sink, Protocol):
-    """One process's view of an output that several fill, invisible until one of them commits it."""
-
-    takes_parts: bool
-    """Whether what is written is taken in parts of objects, as `object_parts` cuts them."""
-
-    @property
-    def location(self) -> str:
-        """The place as the user named it, for messages."""
-        ...
-
-    @property
-    def removal(self) -> str:
-        """The shell command with which a user discards what other processes have begun."""
-        ...
-
-    @property
-    def notes(self) -> Notes:
-        """The notes of the processes."""
-        ...
-
-    def plan(self) -> bytes | None:
-        """Returns what the processes have agreed on, None where none has begun."""
-        ...
-
-    def agree(self, plan: bytes) -> bytes:
-        """Proposes a plan unless another process has; returns the plan that was agreed on."""
-        ...
-
-    def free_bytes(self) -> int | None:
-        """Returns how much room there is, None where that is not known."""
-        ...
-
-    def why_no_ranges(self) -> str:
-        """Returns why several processes cannot write there at once, empty if they can."""
-        ...
-
-    def sweep(self) -> None:
-        """Removes what killed attempts left behind; for one of the processes."""
-        ...
-
-    def begin(self) -> None:
-        """Makes the created files ready for the other processes, where one distributes the work."""
-        ...
-
-    def sync(self) -> None:
-        """Makes what this process wrote durable; files have to be created again after it."""
-        ...
-
-    def sent(self) -> SentRows:
-        """Returns what the commit has to know of the parts that were written."""
-        ...
-
-    def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
-        """Adds what other processes have sent; returns the missing parts, by file."""
-        ...
-
-    def commit(self, last: str, data: bytes) -> None:
-        """Makes the output visible, the file `last` after all others; for one process."""
-        ...
-
-    def leave(self) -> None:
-        """Ends this process's part; the output stays as it is."""
-        ...
-
-    def abandon(self) -> None:
-        """Removes what all processes wrote, so that none of them can commit it."""
-        ...
 
 
 Row = tuple[str, Sequence[int], int, int]

@@ -205,10 +205,6 @@ class _Attempt:
     gathering: RecordGatherer
     lost: Mapping[str, str] = field(default_factory=dict)  # see `Merged`
 
-    @property
-    def files(self) -> dict[str, FileRecord]:
-        return self.gathering.files
-
     def merge(self, attempt: str, proofs: Sequence[RecordProof]) -> Mapping[str, MergedUnit]:
         """Merges all records, after a check that their files exist."""
         merged = self.gathering.merge(attempt, proofs)
@@ -231,7 +227,7 @@ class _Attempt:
                 write_metadata(write, unit.tensors, unit.objects)
                 file.flush()
                 os.fsync(file.fileno())
-                self.files[path] = FileRecord(file.tell())
+                self.gathering.files[path] = FileRecord(file.tell())
 
     def copy_from(self, beside: str) -> list[str]:
         """Copies the files of a folder into the step; returns notes.
@@ -251,7 +247,7 @@ class _Attempt:
             target.parent.mkdir(parents=True, exist_ok=True)
             data = path.read_bytes()
             put_file(target, data)
-            self.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
+            self.gathering.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
             self.counter.done_bytes += len(data)
         return []
 
@@ -261,10 +257,10 @@ class _Attempt:
         if not keeps_records:
             shutil.rmtree(self.folder / RECORDS_FOLDER)
         sync_folders(self.folder, self.disk)
-        manifest = manifest_bytes(document, self.files, where)
+        manifest = manifest_bytes(document, self.gathering.files, where)
         put_file(self.folder / MANIFEST_NAME, manifest)
         self.disk.sync_directory(self.folder)
-        return sum(file.size_bytes for file in self.files.values()) + len(manifest)
+        return sum(file.size_bytes for file in self.gathering.files.values()) + len(manifest)
 
 
 def manifest_bytes(

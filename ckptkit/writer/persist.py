@@ -274,7 +274,9 @@ class Persister:
         if request.attempt not in self._files and len(self._files) >= _MOST_ATTEMPTS:
             del self._files[next(iter(self._files))]
         files = self._files.setdefault(request.attempt, [])
-        paths = [item.path for item in (*request.images, *request.inline, *request.links)]
+        paths = [image.path for image in request.images]
+        paths += [inline.path for inline in request.inline]
+        paths += [link.path for link in request.links]
         for path in (*paths, *(link.path for link in request.keeps)):
             check_relative(path, request.folder)
         if request.record is not None:

@@ -193,6 +193,12 @@ class SharedTarget:
     The first process makes the hidden folder and its files, the others enter it. Where the system
     has locks, every process holds a shared one, so that no run sweeps the folder away before the
     last of them has ended.
+
+    Attributes:
+        location: The directory as the user named it, for messages.
+        folder: The hidden folder.
+        removal: The shell command with which a user discards what other processes have begun.
+        notes: Of what the processes have done.
     """
 
     takes_parts = False
@@ -239,15 +245,9 @@ class SharedTarget:
                 remove_empty(self._made_folders)
                 raise
         self._files = StagedFiles(self._work.files, out, self._disk)
-        self.notes = WorkNotes(self._work.path, out, self._disk)
-
-    @property
-    def folder(self) -> Path:
-        return self._work.path
-
-    @property
-    def removal(self) -> str:
-        return f"rm -r '{self.folder}'"
+        self.folder = self._work.path
+        self.removal = f"rm -r '{self.folder}'"
+        self.notes = WorkNotes(self.folder, out, self._disk)
 
     def plan(self) -> bytes | None:
         note = self.notes.get(_PLAN)

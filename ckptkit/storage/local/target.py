@@ -252,6 +252,9 @@ class LocalTarget:
     writes go past the page cache where the file system and the alignment of the data allow.
 
     Attributes:
+        location: The directory as the user named it, for messages.
+        folder: The hidden folder.
+        journal: The journal of finished files in it.
         has_finished: Whether it holds finished files that another run can take over.
     """
 
@@ -289,6 +292,7 @@ class LocalTarget:
                 remove_empty(self._made_folders)
                 raise
         self._seen = manifest_mark(self._out)
+        self.folder, self.journal = self._work.path, self._work.journal
         self._files = StagedFiles(self._work.files, out, self._disk)
 
     def create(self, path: str, size_bytes: int) -> None:
@@ -342,14 +346,6 @@ class LocalTarget:
         self._is_left = True
         self._files.close()
         self._work.release()
-
-    @property
-    def folder(self) -> Path:
-        return self._work.path
-
-    @property
-    def journal(self) -> Path:
-        return self._work.journal
 
     def staged(self, path: str) -> Path:
         """Returns where a file of the output is until the commit."""

@@ -333,10 +333,10 @@ def _place_all(files: Path, out: Path, disk: Disk) -> None:
     disk.sync_directory(out)
 
 
-def read_journal(path: Path, disk: Disk = LOCAL_DISK) -> list[Entry]:
+def read_journal(path: Path) -> list[Entry]:
     """Returns the entries of a journal up to the first that is not whole; none without a file."""
     try:
-        file = disk.open_for_reading(path)
+        file = LOCAL_DISK.open_for_reading(path)
     except OSError:
         return []
     try:
@@ -367,20 +367,19 @@ def _entries(data: bytes) -> Iterator[Entry]:
 class Journal:
     """A journal that is being written, by a thread of its own. Use it as a context manager."""
 
-    def __init__(self, path: Path, first: Entry, *, is_new: bool, disk: Disk = LOCAL_DISK) -> None:
+    def __init__(self, path: Path, first: Entry, *, is_new: bool) -> None:
         """Opens it.
 
         Args:
             path: The file.
             first: The entry that a new one begins with.
             is_new: Whether what is there is no longer true.
-            disk: The file operations of the platform.
         """
         flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else 0)
-        self._file = disk.open(path, flags)
+        self._file = LOCAL_DISK.open(path, flags)
         self._at = self._file.status().st_size
         self._write([b"\n" if self._at else _line(first)])
-        disk.sync_directory(path.parent)
+        LOCAL_DISK.sync_directory(path.parent)
         self._waiting: deque[Callable[[], Entry | None]] = deque()
         self._worker = WorkerThread("ckptkit-journal")
 

@@ -34,6 +34,7 @@ from ckptkit.storage.base import (
     parse_seen,
 )
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
+from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.remote.errors import ErrorTranslator, clean_up
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import (
@@ -203,7 +204,13 @@ _REQUESTS_AT_A_TIME = 8
 
 
 class S3SharedTarget:
-    """One process's view of an output on S3 that several processes write."""
+    """One process's view of an output on S3 that several processes write.
+
+    Attributes:
+        location: The URL, for messages.
+        removal: The shell command with which a user discards what other processes have begun.
+        notes: Of what the processes have done.
+    """
 
     takes_parts = True
 
@@ -218,13 +225,10 @@ class S3SharedTarget:
         self._common = S3Notes(self._store, self._folder, self._translate_errors)
         self.notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._translate_errors)
         self._objects: dict[str, S3SharedObject] = {}
+        self.removal = f"aws s3 rm '{store.url(self._folder + _PLAN)}'"
         self._commit = S3Commit(replace(place, store=store), overwrite=attempt.overwrite)
         if attempt.seen is not None:
             self._commit.seen = attempt.seen
-
-    @property
-    def removal(self) -> str:
-        return f"aws s3 rm '{self._store.url(self._folder + _PLAN)}'"
 
     def plan(self) -> bytes | None:
         note = self._common.get(_PLAN)
@@ -350,3 +354,11 @@ class S3SharedTarget:
 
 def _note_name(path: str) -> str:
     return f"{UPLOADS}/{path}"
+
+
+SharedOutput = SharedTarget | S3SharedTarget
+"""One process's view of an output that several fill, invisible until one of them commits it.
+
+Where `takes_parts` is true, what is written is taken in parts of objects, as `object_parts` cuts
+them.
+"""

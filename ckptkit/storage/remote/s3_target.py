@@ -150,16 +150,6 @@ class Publishable(Protocol):
         ...
 
 
-class Last(Protocol):
-    """The manifest, which becomes visible after all others."""
-
-    key: str
-
-    def publish_new(self) -> None:
-        """Makes it visible if nothing of its name is there."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class S3Prefix:
     """A prefix of a bucket to which an output is written.
@@ -240,7 +230,7 @@ class S3Commit:
                 self.claim.release(is_clean=not self.claim.names)
 
     def run(
-        self, items: Sequence[Publishable], last: Last | bytes, still_ours: Callable[[], bool]
+        self, items: Sequence[Publishable], last: S3Object | bytes, still_ours: Callable[[], bool]
     ) -> None:
         """Commits an output, its manifest last.
 
@@ -297,7 +287,7 @@ class S3Commit:
         return manifest, earlier.removable(names, self.claim.names)
 
     def _replace(
-        self, items: Sequence[Publishable], last: Last | bytes, manifest: bytes | None
+        self, items: Sequence[Publishable], last: S3Object | bytes, manifest: bytes | None
     ) -> None:
         if manifest is not None:
             self.claim.check()
@@ -344,7 +334,7 @@ class S3Commit:
         if self._manifest in now:
             raise self._lost_error("another run has put its manifest there")
 
-    def _put_last(self, last: Last | bytes) -> None:
+    def _put_last(self, last: S3Object | bytes) -> None:
         if not isinstance(last, bytes):
             last.publish_new()
             return

@@ -398,7 +398,7 @@ def test_a_kernel_is_prepared_once_per_tensor_and_shared_parts_are_read_once(
     large = (3 * LEAF_BYTES // 4,)
     specs = [TensorSpec(Fqn(name), FLOAT32, large) for name in ("one", "two")]
 
-    original = preparing._Shared.get
+    original = preparing.Preparations.read_shared
 
     def counted(self: Any, demand: Demand, read: Any) -> Array:
         def noted(demand: Demand) -> Array:
@@ -408,7 +408,7 @@ def test_a_kernel_is_prepared_once_per_tensor_and_shared_parts_are_read_once(
 
         return original(self, demand, noted)
 
-    monkeypatch.setattr(preparing._Shared, "get", counted)
+    monkeypatch.setattr(preparing.Preparations, "read_shared", counted)
     executed(held, [(spec, Compute(kernel, ())) for spec in specs], workers=3)
     assert sorted(calls) == ["one", "two"]
     assert len(reads) == 1
@@ -457,11 +457,11 @@ def test_a_prepared_kernel_is_let_go_after_the_last_block_and_parts_when_there_a
         preparations.settle(spec, 3)
         preparations.kernel(Counting(calls), spec, lambda _: data.copy())
         assert calls == ["one", "one"]
-        shared = preparations._shared
-        first = shared.get(Demand("x", Key("a"), Span(0, 8)), lambda _: data.copy())
-        assert shared.get(Demand("x", Key("a"), Span(0, 8)), lambda _: data.copy()) is first
-        shared.get(Demand("x", Key("b"), Span(0, 8)), lambda _: data.copy())
-        assert shared.get(Demand("x", Key("a"), Span(0, 8)), lambda _: data.copy()) is not first
+        shared = preparations.read_shared
+        first = shared(Demand("x", Key("a"), Span(0, 8)), lambda _: data.copy())
+        assert shared(Demand("x", Key("a"), Span(0, 8)), lambda _: data.copy()) is first
+        shared(Demand("x", Key("b"), Span(0, 8)), lambda _: data.copy())
+        assert shared(Demand("x", Key("a"), Span(0, 8)), lambda _: data.copy()) is not first
         assert not first.flags.writeable
 
 
