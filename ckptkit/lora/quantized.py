@@ -87,7 +87,8 @@ class FourBitState:
         whole = isinstance(shape, list) and all(isinstance(n, int) and n > 0 for n in shape)
         if not whole or not shape:
             raise FormatError(f"has {shape!r} for 'shape', expected sizes", where=where)
-        nested, offset = document.get("nested_blocksize", 0), 0.0
+        nested = document.get("nested_blocksize", 0)
+        offset: Any = 0.0
         if "nested_blocksize" in document:
             if not isinstance(nested, int) or nested <= 0:
                 what = "for 'nested_blocksize', expected a count"

@@ -93,16 +93,16 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             " or a URL such as hf://org/name",
         )
     try:
-        index = None
+        checkpoint = None
         if is_folder(path):  # of which `from_pretrained` would load no other weights
             place = place_of(path)
             folder = stack.enter_context(open_source(place))
             index = read_pretrained_index(folder)
-        if index is None:
+            if index is not None:
+                source = OverlaySource([folder])
+                checkpoint = OpenedCheckpoint(place, source, "", (), index, None, ())
+        if checkpoint is None:
             checkpoint = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
-        else:
-            source = OverlaySource([folder])
-            checkpoint = OpenedCheckpoint(place, source, "", (), index, None, ())
         request = ConsolidateRequest().selecting(checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
     except AmbiguousSourceError as error:
