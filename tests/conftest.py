@@ -19,6 +19,7 @@ from hypothesis import settings
 
 from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import NamingProgram
+from tests.command_line import close_host
 from tests.object_store import ObjectStore, running_object_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,6 +110,13 @@ def parsed_once() -> Iterator[None]:
         patch.setattr(JSONFileLoader, "load_file", load_once)
         patch.setattr(Loader, "list_available_services", list_once)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_host() -> Iterator[None]:
+    """Ends the process that commands are forks of."""
+    yield
+    close_host()
 
 
 @pytest.fixture(scope="session")

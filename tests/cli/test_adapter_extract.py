@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,23 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.command_line import Result, run_command
+
 ROOT = Path(__file__).parents[2]
 P = "base_model.model.model.layers.0.self_attn."
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
-Result = subprocess.CompletedProcess[str]
 
 
 def run(*arguments: str | Path) -> Result:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", "adapter", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_command("adapter", *arguments, COLUMNS="200")
 
 
 def tensors() -> dict[str, Any]:

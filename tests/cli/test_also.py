@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     RefusedError,
 )
+from tests.command_line import Result, run_command
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -39,16 +37,8 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
     return first, second
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def run(*arguments: str | Path) -> Result:
+    return run_command(*arguments)
 
 
 def weights(folder: Path) -> bytes:

@@ -22,6 +22,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.places import Place
 from ckptkit_cli._application import make_application
 from ckptkit_cli.batch.jobs import read_jobs
+from tests.command_line import Result, run_command
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 
@@ -33,19 +34,10 @@ ENVIRONMENT = os.environ | {
 }
 
 COMMANDS = typer.main.get_command(make_application()).commands  # type: ignore[attr-defined]
-Result = subprocess.CompletedProcess[str]
 
 
 def run(*arguments: str | Path, given: str = "") -> Result:
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *map(str, arguments)],
-        env=ENVIRONMENT,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_command(*arguments, given=given)
 
 
 def lines(text: str) -> list[dict[str, Any]]:

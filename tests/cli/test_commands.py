@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.command_line import Result, run_command
+
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
 LLAMA = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 PLAIN = FIXTURES / "fsdp2_plain" / "checkpoint"
 TWO_MODELS = FIXTURES / "accelerate_fsdp2_two_models" / "checkpoint"
 UNCHECKED = FIXTURES / "fsdp2_without_checksums" / "checkpoint"
-
-Result = subprocess.CompletedProcess[str]
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -32,9 +32,11 @@ def environment(**more: str) -> Mapping[str, str]:
 
 
 def run(*arguments: str | Path, code: str = "") -> Result:
-    start = ["-c", code] if code else ["-m", "ckptkit_cli"]
+    """Runs the command; with `code` in a process of its own, which begins with that."""
+    if not code:
+        return run_command(*arguments, seconds=60)
     return subprocess.run(
-        [sys.executable, *start, *map(str, arguments)],
+        [sys.executable, "-c", code, *map(str, arguments)],
         env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -19,6 +19,7 @@ from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit_cli._application import make_application
 from ckptkit_cli._command import Option, parse_values
 from ckptkit_cli._options import CONVERSION
+from tests.command_line import run_command
 
 PROGRAM: Any = typer.main.get_command(make_application())
 GROUPS = {
@@ -45,11 +46,22 @@ def options_of(command: Any) -> list[Any]:
 
 def help_of(*words: str, columns: int, colour: bool = False) -> str:
     """Returns the help in a terminal of that width; without colour it is not a terminal."""
+    if not colour:
+        return checked(*words, "--help", COLUMNS=str(columns))
     command = [sys.executable, "-m", "ckptkit_cli", *words, "--help"]
-    if colour:
-        command = ["script", "--quiet", "--command", shlex.join(command), "/dev/null"]
-    environment = {**os.environ, "COLUMNS": str(columns)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = ["script", "--quiet", "--command", shlex.join(command), "/dev/null"]
+    return subprocess.run(
+        command,
+        env={**os.environ, "COLUMNS": str(columns)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def checked(*words: str, **environment: str) -> str:
+    result = run_command(*words, **environment)
+    assert result.returncode == 0, result.stderr
     return result.stdout
 
 
@@ -99,10 +111,7 @@ def complete(line: str, shell: str = "bash") -> str:
     if shell != "bash":
         environment = {"_CKPTKIT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line}
         environment["_TYPER_COMPLETE_FISH_ACTION"] = "get-args"
-    command = [sys.executable, "-m", "ckptkit_cli"]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
-    ).stdout
+    return checked(**environment)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +142,8 @@ def test_zsh_and_fish_complete_with_one_line_of_help() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell_is_shown(shell: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", "--show-completion", shell],
-        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"_CKPTKIT_COMPLETE=complete_{shell}" in result.stdout
+    shown = checked("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert f"_CKPTKIT_COMPLETE=complete_{shell}" in shown
 
 
 CLI_ONLY = {"dry_run", "slice", "as_json", "quiet", "events", "report"}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptkit_cli.main import main
+from tests.command_line import Result, run_command
 from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
 
@@ -44,17 +42,8 @@ def at_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     return hub
 
 
-def shell(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *map(str, words)],
-        env=os.environ | {"PYTHONPATH": paths} | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def shell(*words: str | Path, **environment: str) -> Result:
+    return run_command(*words, **environment)
 
 
 def test_the_environment_names_hub_and_token_and_the_token_is_nowhere(

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.command_line import Result, run_command
+
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def run(*arguments: str | Path) -> Result:
+    return run_command(*arguments)
 
 
 def test_the_plan_shows_files_rows_and_types_before_anything_is_written(tmp_path: Path) -> None:

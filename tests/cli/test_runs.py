@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.run_paths import hold_step
+from tests.command_line import Result, run_command
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[2]
-Result = subprocess.CompletedProcess[str]
 
 
 def run(*arguments: str | Path) -> Result:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_command(*arguments)
 
 
 @pytest.fixture

@@ -14,22 +14,13 @@ import pytest
 
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.marks import RunLock, take_request, take_run_lock
+from tests.command_line import Result, run_command
 
 ROOT = Path(__file__).parents[2]
-Result = subprocess.CompletedProcess[str]
 
 
 def save_now(*arguments: str | Path) -> Result:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", "save-now", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": paths},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_command("save-now", *arguments)
 
 
 def taken_lock(run: Path) -> RunLock:

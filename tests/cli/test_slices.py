@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command_line import Result, run_command
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "fixtures" / "fsdp2_plain" / "checkpoint"
 
 
-def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", "consolidate", str(SOURCE), str(out), *arguments],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def run(out: Path, *arguments: str) -> Result:
+    return run_command("consolidate", SOURCE, out, *arguments)
 
 
 def test_slices_say_what_is_missing_and_the_last_one_what_was_written(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, OutputCommitted
 from ckptkit.storage.places import Place
+from tests.command_line import Result, run_command
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,16 +275,8 @@ def test_objects_go_too_and_their_neighbours_stay(
     assert ckptkit.verify(out).ok
 
 
-def command(source: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    words = ["consolidate", str(source), str(source.parent / "out"), "--names", "live", *options]
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *words],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def command(source: Path, *options: str) -> Result:
+    return run_command("consolidate", source, source.parent / "out", "--names", "live", *options)
 
 
 def test_a_dry_run_says_what_would_go_and_a_run_says_what_went(

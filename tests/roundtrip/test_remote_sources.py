@@ -17,6 +17,7 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import AccessError
 from ckptkit.storage.places import Place
+from tests.command_line import Result, run_command
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import Bucket, ObjectStore
 
@@ -183,17 +184,8 @@ def test_little_more_is_read_than_the_model_has_and_with_few_questions(
     assert (tmp_path / "out" / "model.safetensors").stat().st_size >= size
 
 
-def _shell(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(root), str(root / "cli"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *words],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def _shell(*words: str, **environment: str) -> Result:
+    return run_command(*words, **environment)
 
 
 def test_the_command_line_reads_from_a_bucket_and_shows_no_option(

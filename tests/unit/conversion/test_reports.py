@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,20 +18,14 @@ from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Key
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Copy, Product, TensorSpec
+from tests.command_line import run_command
 
 ROOT = Path(__file__).parents[3]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def printed(*arguments: str | Path) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", "ckptkit_cli", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "cli")])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = run_command(*arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

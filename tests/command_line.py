@@ -1,0 +1,174 @@
+"""Runs commands as a shell would, as forks of a process that has imported what they import.
+
+Started as a program, this module is that process. Tests of how a command starts, ends on signals
+or imports start commands themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+_ROOT = Path(__file__).resolve().parents[1]
+_IMPORTED = ("numpy", "s3fs", "ckptkit.api")
+_PACKAGES = ("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats")
+Result = subprocess.CompletedProcess[str]
+
+
+class _CommandHost:
+    """The process, which is started with the first command."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def run(self, command: dict[str, Any], given: str, seconds: float) -> Result:
+        with self._lock:
+            if self._process is None:
+                self._start()
+            return self._run(command, given, seconds)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._answers.close()
+            self._socket.close()
+            self._process.wait(60)
+            self._process = None
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._answers = self._socket.makefile("r")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.command_line", str(theirs.fileno())],
+                cwd=_ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def _run(self, command: dict[str, Any], given: str, seconds: float) -> Result:
+        (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (
+            os.pipe() for _ in range(3)
+        )
+        try:
+            socket.send_fds(self._socket, [b"\n"], [stdin, stdout, stderr])
+            self._socket.sendall(json.dumps(command).encode() + b"\n")
+        finally:
+            for descriptor in (stdin, stdout, stderr):
+                os.close(descriptor)
+        process = int(self._answers.readline())
+        with ThreadPoolExecutor(3) as pool:
+            pool.submit(_write, to_stdin, given)
+            said = [pool.submit(_read, descriptor) for descriptor in (from_stdout, from_stderr)]
+            try:
+                texts = [text.result(seconds) for text in said]
+            except FutureTimeoutError:
+                os.kill(process, signal.SIGKILL)
+                self._answers.readline()
+                raise subprocess.TimeoutExpired(command["words"], seconds) from None
+        status = int(self._answers.readline())
+        return subprocess.CompletedProcess(command["words"], status, *texts)
+
+
+def _write(descriptor: int, text: str) -> None:
+    with suppress(BrokenPipeError), os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
+        pipe.write(text)
+
+
+def _read(descriptor: int) -> str:
+    with os.fdopen(descriptor, encoding="utf-8") as pipe:
+        return pipe.read()
+
+
+_HOST = _CommandHost()
+
+
+def run_command(
+    *words: object, given: str = "", seconds: float = 120, **environment: str
+) -> Result:
+    """Runs `ckptkit` with these words; `given` is its standard input."""
+    command = {
+        "words": [str(word) for word in words],
+        "environment": os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        "folder": str(Path.cwd()),
+    }
+    return _HOST.run(command, given, seconds)
+
+
+def close_host() -> None:
+    """Ends the process that commands are forks of."""
+    _HOST.close()
+
+
+def _become_command(command: dict[str, Any], streams: list[int]) -> NoReturn:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ |= command["environment"]
+    os.chdir(command["folder"])
+    sys.argv = ["ckptkit", *command["words"]]
+    status = 1
+    try:
+        runpy.run_module("ckptkit_cli", run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  shown, and visible in the status
+        traceback.print_exc()
+    finally:  # as at the end of any program
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+
+def _serve(commands: socket.socket) -> None:
+    with commands.makefile("r") as lines:
+        while streams := socket.recv_fds(commands, 1, 3)[1]:
+            command = json.loads(lines.readline())
+            process = os.fork()
+            if process == 0:
+                _become_command(command, streams)
+            commands.sendall(f"{process}\n".encode())
+            for stream in streams:
+                os.close(stream)
+            status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+            commands.sendall(f"{status}\n".encode())
+
+
+def _main() -> None:
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    for name in _PACKAGES:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, f"{name}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    assert "torch" not in sys.modules
+    assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
+    gc.freeze()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    _main()
