@@ -264,8 +264,12 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         allow_untrained=options.get("allow_untrained", False),
         limit_bytes=resources.memory_limit_bytes,
     )
+    further = [
+        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
+        for one in options.get("further", ())
+    ]
     merged = run_merge(
-        list_choices(sources.first, first, options.get("adapters", ()), _further(sources, options)),
+        list_choices(sources.first, first, options.get("adapters", ()), further),
         place_of(out, options.get("dst_options")),
         _request(options),
         base=sources.optional(options.get("base")),
@@ -274,13 +278,6 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         listener=options.get("listener"),
     )
     return merged.manifest
-
-
-def _further(sources: Sources, options: MergeOptions) -> list[PathLike | tuple[PathLike, float]]:
-    return [
-        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
-        for one in options.get("further", ())
-    ]
 
 
 def _request(options: MergeOptions) -> MergeRequest:

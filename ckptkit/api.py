@@ -219,10 +219,15 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
     if_exists = options.get("if_exists", "error")
     check_if_exists(if_exists, overwrite=overwrite)
     sources = Sources(src, options.get("src_options"))
+    located = {
+        **options,
+        "like": sources.optional(options.get("like")),
+        "model_config": sources.optional(options.get("model_config")),
+    }
     job = ConversionJob(
         sources.first,
         place_of(out, options.get("dst_options")),
-        ConsolidateRequest.from_options(_located(options, sources), to),
+        ConsolidateRequest.from_options(located, to),
         base=sources.optional(options.get("base")),
         also=sources.further(options.get("also", ())),
         resources=Resources.from_options(options),
@@ -232,15 +237,6 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         delete_source=options.get("delete_source", False),
     )
     return run_job(job, options.get("listener") or ignore).whole
-
-
-def _located(options: Options, sources: Sources) -> Options:
-    """Returns options whose folders are places that the source's storage options go with."""
-    return {
-        **options,
-        "like": sources.optional(options.get("like")),
-        "model_config": sources.optional(options.get("model_config")),
-    }
 
 
 @check_arguments

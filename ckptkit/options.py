@@ -180,11 +180,11 @@ class ConsolidateRequest:
         Raises:
             UsageError: If an option has no valid value, or two cannot be combined.
         """
-        values = {
-            entry.name: entry.metadata.get("parse", _unchanged)(options[entry.name])
-            for entry in fields(cls)
-            if entry.name in options
-        }
+        values = {}
+        for entry in fields(cls):
+            if entry.name in options:
+                value, parse = options[entry.name], entry.metadata.get("parse")
+                values[entry.name] = value if parse is None else parse(value)
         limit = parse_file_limit(options.get("max_shard_size"), like=options.get("like"))
         return cls(**values, layout=layout, max_file_bytes=limit)
 
@@ -219,10 +219,6 @@ class ConsolidateRequest:
         """Returns whether a tensor of that name is written."""
         is_included = not self.include or matches(name, self.include)
         return is_included and not matches(name, self.exclude)
-
-
-def _unchanged(value: Any) -> Any:
-    return value
 
 
 def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
@@ -332,8 +328,17 @@ class Resources:
             size = options.get(name)
             return None if size is None else parse_size(size, option=f"--{name.replace('_', '-')}")
 
+        workers = options.get("workers")
+        try:
+            workers = int(workers) if isinstance(workers, str) else workers
+        except ValueError as error:
+            raise UsageError(
+                f"{workers!r} is not a whole number",
+                where="--workers",
+                hint="leave it out, or pass 4",
+            ) from error
         return cls(
-            workers=_parse_workers(options.get("workers")),
+            workers=workers,
             memory_budget_bytes=size_of("memory_budget") or DEFAULT_BUDGET_BYTES,
             memory_limit_bytes=size_of("memory_limit"),
             bytes_per_second=size_of("bandwidth"),
@@ -346,12 +351,3 @@ class Resources:
             raise UsageError(
                 f"{self.workers} is not at least 1", where="--workers", hint="leave it out"
             )
-
-
-def _parse_workers(workers: int | str | None) -> int | None:
-    try:
-        return int(workers) if isinstance(workers, str) else workers
-    except ValueError as error:
-        raise UsageError(
-            f"{workers!r} is not a whole number", where="--workers", hint="leave it out, or pass 4"
-        ) from error

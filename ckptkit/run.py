@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, TextIO
 
 from ckptkit.core.errors import UnsupportedError, UsageError
@@ -90,7 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"ckptkit.run: {error}\n{_USAGE}")
         return error.exit_status
     if choice != "off":
-        _show_log()
+        handler = _UnlessConfigured()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        ours = logging.getLogger("ckptkit")
+        ours.addHandler(handler)
+        ours.setLevel(logging.INFO)
         # torchrun numbers the ranks; one of them writes to the log.
         logs = os.environ.get("RANK", "0") == "0"
         ImportPatcher(_LIBRARIES, waits=choice == "wait", logs=logs).install()
@@ -142,14 +146,6 @@ class _UnlessConfigured(logging.StreamHandler[TextIO]):
         """Writes a record."""
         if not logging.getLogger().handlers:
             super().emit(record)
-
-
-def _show_log() -> None:
-    handler = _UnlessConfigured()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    ours = logging.getLogger("ckptkit")
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO)
 
 
 def _patch_accelerate(module: ModuleType, patcher: ImportPatcher) -> None:
@@ -231,7 +227,9 @@ def _status_of(script: Script) -> int:
             return status
         raise
     except Exception as error:  # noqa: BLE001  shown as Python would show it, and before waiting
-        trace = _without_own(error.__traceback__)
+        trace = error.__traceback__  # from the first line of the script on
+        while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
+            trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         _wait_for_saves()
         return 1
@@ -246,20 +244,17 @@ def _execute(script: Script) -> None:
     path = Path(script.name)
     if not sys.flags.safe_path:
         sys.path[0] = str(path.resolve().parent)
-    if path.suffix == ".py" and path.is_file():
-        _execute_file(path.absolute())
-    else:  # a directory, an archive or a compiled file
+    if path.suffix != ".py" or not path.is_file():  # a directory, an archive or a compiled file
         runpy.run_path(script.name, run_name="__main__")
-
-
-def _execute_file(path: Path) -> None:
-    """Runs a file as Python does: in a module that stays `__main__` until the process ends."""
+        return
+    # As Python does it: in a module that stays `__main__` until the process ends.
+    name = str(path.absolute())
     module = ModuleType("__main__")
-    module.__file__ = str(path)
-    module.__loader__ = SourceFileLoader("__main__", str(path))
+    module.__file__ = name
+    module.__loader__ = SourceFileLoader("__main__", name)
     sys.modules["__main__"] = module
-    with io.open_code(str(path)) as file:
-        code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    with io.open_code(name) as file:
+        code = compile(file.read(), name, "exec", dont_inherit=True)
     exec(code, module.__dict__)  # noqa: S102  what it was asked to run
 
 
@@ -273,13 +268,6 @@ def _wait_for_saves() -> int:
     for failure in failures:
         logger.error("%s", failure)
     return failures[0].exit_status if failures else 0
-
-
-def _without_own(trace: TracebackType | None) -> TracebackType | None:
-    """Returns a traceback from the first line of the script on."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
-        trace = trace.tb_next
-    return trace
 
 
 if __name__ == "__main__":

@@ -123,21 +123,17 @@ def run_application(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    line = list(words)
+    if _COMPLETE in os.environ:
+        typed = next((os.environ[name] for name in _COMPLETED_LINES if name in os.environ), "")
+        line = typed.split()[1:]
+        # The word before the cursor may be the beginning of several names.
+        line = line if len(line) > 1 or typed.endswith(" ") else []
     try:
-        application = make_application(_command_of(words))
+        application = make_application(line[0] if line else None)
         status = application(args=words, prog_name="ckptkit", standalone_mode=False)
     except UsageFailure as failure:
         return show_usage(words, failure)
     except SystemExit as end:
         status = end.code
     return status if isinstance(status, int) else 0
-
-
-def _command_of(words: Sequence[str]) -> str | None:
-    """Returns the first word of a command line, or of the one that a shell wants completed."""
-    if _COMPLETE in os.environ:
-        line = next((os.environ[name] for name in _COMPLETED_LINES if name in os.environ), "")
-        words = line.split()[1:]
-        # The word before the cursor may be the beginning of several names.
-        words = words if len(words) > 1 or line.endswith(" ") else []
-    return words[0] if words else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -185,17 +185,64 @@ def parse_values(declared: Iterable[Declaration], typed: Mapping[str, Any]) -> d
     }
 
 
-class PlainCommand(TyperCommand):
-    """A command that hands values to its function as they were typed."""
+class _Plain:
+    """What commands and groups have in common: values stay as they were typed, and plain help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_conversion(super().get_params(ctx))
+        parameters = list(super().get_params(ctx))  # type: ignore[misc]
+        for parameter in parameters:
+            if hasattr(parameter, "_runtime_param"):  # of typer since 0.28; there is no public way
+                parameter._runtime_param = _NoConversion()  # noqa: SLF001
+        return parameters
 
     def make_parser(self, ctx: Any) -> Any:
-        return _make_strict(super().make_parser(ctx), ctx)
+        parser = super().make_parser(ctx)  # type: ignore[misc]
+        parser.parse_args = partial(_parse_once, parser.parse_args, ctx)
+        return parser
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        return _shorten_help(super().shell_complete(ctx, incomplete))
+        """Returns completions whose help, which zsh and fish show, fits into a line."""
+        items: list[Any] = super().shell_complete(ctx, incomplete)  # type: ignore[misc]
+        for item in items:
+            item.help = textwrap.shorten((item.help or "").split(". ")[0], 60, placeholder=" ...")
+        return items
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  typer's signature
+        """Writes the paragraphs of the help; indented ones are command lines, and stay as they are.
+
+        As in Markdown, four spaces make a paragraph an example.
+        """
+        for paragraph in inspect.cleandoc(getattr(self, "help", None) or "").split("\n\n"):
+            formatter.write_paragraph()
+            if paragraph.startswith("    "):
+                lines = (_styled(line.strip(), "cyan") for line in paragraph.splitlines())
+                formatter.write("".join(f"    {line}\n" for line in lines))
+            else:
+                with formatter.indentation():
+                    formatter.write_text(" ".join(paragraph.split()))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes arguments, then options under the headings of their groups, required first."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "argument":
+                heading, record = "Arguments", (str(parameter.metavar), parameter.help)
+            else:
+                last = next(reversed(groups), "") if parameter.name == "help" else ""
+                heading = getattr(parameter, "rich_help_panel", None) or last or "Options"
+                record = parameter.get_help_record(ctx)
+            if record is not None:  # of a hidden option
+                name, text = record
+                records = groups.setdefault(heading, [])
+                is_first = parameter.required and parameter.param_type_name == "option"
+                records.insert(0 if is_first else len(records), (_styled(name, "cyan"), text))
+        for heading, records in groups.items():
+            with formatter.section(_styled(heading, "bold")):
+                formatter.write_dl(records)
+
+
+class PlainCommand(_Plain, TyperCommand):
+    """A command that hands values to its function as they were typed."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         parameters = self.get_params(ctx)
@@ -207,82 +254,17 @@ class PlainCommand(TyperCommand):
             *(str(argument.metavar) for argument in arguments),
         ]
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  typer's signature
-        _write_text(formatter, self.help or "")
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_parameters(formatter, self.get_params(ctx), ctx)
-
-
-class PlainGroup(TyperGroup):
+class PlainGroup(_Plain, TyperGroup):
     """The same for a group of commands."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_conversion(super().get_params(ctx))
-
-    def make_parser(self, ctx: Any) -> Any:
-        return _make_strict(super().make_parser(ctx), ctx)
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        return _shorten_help(super().shell_complete(ctx, incomplete))
-
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  typer's signature
-        _write_text(formatter, self.help or "")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
-        _write_parameters(formatter, self.get_params(ctx), ctx)
-
-
-def _shorten_help(items: list[Any]) -> list[Any]:
-    """Makes the help of completions, which zsh and fish show, fit into a line."""
-    for item in items:
-        item.help = textwrap.shorten((item.help or "").split(". ")[0], 60, placeholder=" ...")
-    return items
-
-
-def _write_text(formatter: Any, text: str) -> None:
-    """Writes the paragraphs of a help text; indented ones are command lines, and stay as they are.
-
-    As in Markdown, four spaces make a paragraph an example.
-    """
-    for paragraph in inspect.cleandoc(text).split("\n\n"):
-        formatter.write_paragraph()
-        if paragraph.startswith("    "):
-            lines = (_styled(line.strip(), "cyan") for line in paragraph.splitlines())
-            formatter.write("".join(f"    {line}\n" for line in lines))
-        else:
-            with formatter.indentation():
-                formatter.write_text(" ".join(paragraph.split()))
-
-
-def _write_parameters(formatter: Any, parameters: Iterable[Any], context: Any) -> None:
-    """Writes arguments, then options under the headings of their groups, required ones first."""
-    groups: dict[str, list[tuple[str, str]]] = {}
-    for parameter in parameters:
-        if parameter.param_type_name == "argument":
-            heading, record = "Arguments", (str(parameter.metavar), parameter.help)
-        else:
-            last = next(reversed(groups), "") if parameter.name == "help" else ""
-            heading = getattr(parameter, "rich_help_panel", None) or last or "Options"
-            record = parameter.get_help_record(context)
-        if record is not None:  # of a hidden option
-            name, text = record
-            records = groups.setdefault(heading, [])
-            is_first = parameter.required and parameter.param_type_name == "option"
-            records.insert(0 if is_first else len(records), (_styled(name, "cyan"), text))
-    for heading, records in groups.items():
-        with formatter.section(_styled(heading, "bold")):
-            formatter.write_dl(records)
+        super().format_options(ctx, formatter)
 
 
 def _styled(text: str, style: Any) -> str:
     return painted(text, style) if takes_colour(sys.stdout) else text
-
-
-def _make_strict(parser: Any, context: Any) -> Any:
-    parser.parse_args = partial(_parse_once, parser.parse_args, context)
-    return parser
 
 
 def _parse_once(parse: Callable[..., Any], context: Any, args: list[str]) -> Any:
@@ -294,24 +276,23 @@ def _parse_once(parse: Callable[..., Any], context: Any, args: list[str]) -> Any
         if type(failure).__name__ != "NoSuchOption":
             failure.ctx = failure.ctx or context
             raise
-        raise UsageFailure(_unknown_option(name, _flags_of(context)), ctx=context) from None
+        raise UsageFailure(_unknown_option(name, context), ctx=context) from None
     for parameter in dict.fromkeys(order):
-        if _takes_one_value(parameter) and order.count(parameter) > 1:
+        if parameter.param_type_name != "option" or parameter.multiple:
+            continue
+        # A second value would replace the first; a repeated flag changes nothing.
+        has_value = not parameter.is_flag or bool(parameter.secondary_opts)
+        if has_value and order.count(parameter) > 1:
             flags = " / ".join([*parameter.opts, *parameter.secondary_opts])
             message = f"Option '{flags}' takes one value, and was given more than once."
             raise UsageFailure(message, ctx=context)
     return values, rest, order
 
 
-def _takes_one_value(parameter: Any) -> bool:
-    """Returns whether a second value would replace the first; a repeated flag changes nothing."""
-    if parameter.param_type_name != "option" or parameter.multiple:
-        return False
-    return not parameter.is_flag or bool(parameter.secondary_opts)
-
-
-def _unknown_option(name: str, flags: Sequence[str]) -> str:
+def _unknown_option(name: str, context: Any) -> str:
     """Returns the message for an option that the command does not have."""
+    options = [p for p in context.command.get_params(context) if p.param_type_name == "option"]
+    flags = [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
     message = f"No such option: {escaped(name)}"
     longer = [flag for flag in flags if flag.startswith(name)]
     near = dict.fromkeys([*longer, *get_close_matches(name, flags, 3, _ALIKE)])
@@ -323,22 +304,9 @@ def _unknown_option(name: str, flags: Sequence[str]) -> str:
     return f"{message}."
 
 
-def _flags_of(context: Any) -> list[str]:
-    options = [p for p in context.command.get_params(context) if p.param_type_name == "option"]
-    return [flag for option in options for flag in (*option.opts, *option.secondary_opts)]
-
-
 class _NoConversion:
     """Takes the place of typer's conversion of one parameter."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:  # noqa: ARG002  typer's signature
         is_list = param.multiple or param.nargs == -1
         return list(value or ()) if is_list else value
-
-
-def _without_conversion(parameters: Iterable[Any]) -> list[Any]:
-    listed = list(parameters)
-    for parameter in listed:
-        if hasattr(parameter, "_runtime_param"):  # of typer since 0.28; there is no public way
-            parameter._runtime_param = _NoConversion()  # noqa: SLF001
-    return listed

@@ -30,7 +30,6 @@ from ckptkit_cli._command import Argument, Option
 
 if TYPE_CHECKING:
     from ckptkit.conversion.prepare import ConversionJob
-    from ckptkit.plan.shares import Share
 
 READ = "What is read"
 WRITTEN = "What is written"
@@ -284,36 +283,27 @@ def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
     request = ConsolidateRequest.from_options(values, layout)
     resources = Resources.from_options(values)
     check_if_exists(values["if_exists"], overwrite=values["overwrite"])
+    share, text, engine = None, values["slice"], values["engine"]
+    if text is not None:
+        other = next((why for option, why in _NOT_SLICED.items() if values[option]), "")
+        if engine != "local":
+            other = f"--engine {engine}, which divides the work by itself"
+        if other:
+            raise UsageError(
+                f"cannot be combined with {other}",
+                where=f"--slice {text}",
+                hint="leave one of the two out",
+            )
+        from ckptkit.plan.shares import parse_slice
+
+        share = parse_slice(text)
     names = ("src", "out", "base", "also", "overwrite", "if_exists", "resume", "delete_source")
     return ConversionJob(
         **{name: values[name] for name in names},
         request=request,
         resources=resources,
-        share=_parse_slice(values),
+        share=share,
     )
-
-
-def _parse_slice(values: Mapping[str, Any]) -> Share | None:
-    """Reads `--slice`; None for all of the work."""
-    text, engine = values["slice"], values["engine"]
-    if text is None:
-        return None
-    other = next((why for option, why in _NOT_SLICED.items() if values[option]), "")
-    if engine != "local":
-        other = f"--engine {engine}, which divides the work by itself"
-    if other:
-        raise UsageError(
-            f"cannot be combined with {other}",
-            where=f"--slice {text}",
-            hint="leave one of the two out",
-        )
-    from ckptkit.plan.shares import parse_slice
-
-    return parse_slice(text)
-
-
-def _parse_count(option: str, example: int) -> Any:
-    return partial(positive_number, option=option, example=example)
 
 
 STATE = Option(
@@ -325,14 +315,14 @@ RETENTION = (
         KEPT,
         "The newest N complete steps stay.",
         "N",
-        parse=_parse_count("--keep-last", 3),
+        parse=partial(positive_number, option="--keep-last", example=3),
     ),
     Option(
         "--keep-every",
         KEPT,
         "Steps divisible by N stay.",
         "N",
-        parse=_parse_count("--keep-every", 1000),
+        parse=partial(positive_number, option="--keep-every", example=1000),
     ),
     Option(
         "--keep-best",

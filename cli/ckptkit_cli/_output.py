@@ -93,18 +93,15 @@ def table(
             excess = max(sum(widths) + 2 * len(widths) - width, 0)
             least = min(widths[position], _MIN_ELASTIC)
             widths[position] = max(widths[position] - excess, least)
-    return [_aligned(row, widths, right, elastic) for row in rows]
-
-
-def _aligned(
-    row: Sequence[str], widths: Sequence[int], right: Collection[int], elastic: Collection[int]
-) -> str:
-    line = ""
-    for position, (cell, width) in enumerate(zip(row, widths, strict=True)):
-        text = shortened(cell, width) if position in elastic else cell
-        padding = " " * (width - cells(text))
-        line += f"  {padding}{text}" if position in right else f"  {text}{padding}"
-    return line.rstrip()
+    lines = []
+    for row in rows:
+        line = ""
+        for position, (cell, room) in enumerate(zip(row, widths, strict=True)):
+            text = shortened(cell, room) if position in elastic else cell
+            padding = " " * (room - cells(text))
+            line += f"  {padding}{text}" if position in right else f"  {text}{padding}"
+        lines.append(line.rstrip())
+    return lines
 
 
 def wrapped(text: str, *, width: int | None, first: str = "  ", rest: str = "  ") -> list[str]:

@@ -94,17 +94,8 @@ def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
         f" {counted(len(manifest.files), 'file')}, {size_text(manifest.size_bytes)}, in"
         f" {done.seconds:.2f} s ({speed}/s)"
     )
-    yield from _proof(output, done)
-    ties = [f"{name} = {source}" for name, source in manifest.tied.items()]
-    for position, tie in enumerate(first_of(ties, _LISTED_TIES)):
-        label = "" if position else "tied"
-        yield from wrapped(escaped(tie), width=output.width, first=f"  {label:<10} ", rest=" " * 13)
-    yield f"  load it    {output.styled(escaped(loading_line(done)), 'cyan')}"
-
-
-def _proof(output: Output, done: Consolidated) -> Iterator[str]:
-    unverified = len(done.manifest.unverified)
-    proven = len(done.manifest.tensors) - unverified
+    unverified = len(manifest.unverified)
+    proven = len(manifest.tensors) - unverified
     if proven:
         text = f"  checked    {counted(proven, 'tensor')} proven by CRC-32"
         if done.copied_by_store:
@@ -113,36 +104,34 @@ def _proof(output: Output, done: Consolidated) -> Iterator[str]:
     if unverified:
         text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
         yield output.styled(text, "yellow")
+    ties = [f"{name} = {source}" for name, source in manifest.tied.items()]
+    for position, tie in enumerate(first_of(ties, _LISTED_TIES)):
+        label = "" if position else "tied"
+        yield from wrapped(escaped(tie), width=output.width, first=f"  {label:<10} ", rest=" " * 13)
+    yield f"  load it    {output.styled(escaped(loading_line(done)), 'cyan')}"
 
 
 def loading_line(done: Consolidated) -> str:
     """Returns the line of Python that opens the output."""
-    path = repr(str(done.out))
+    files, folder = done.manifest.files, Path(done.out)
+    by_ckptkit = f"ckptkit.open({str(done.out)!r})"
     if is_url(done.out):
-        return f"ckptkit.open({path})"
+        return by_ckptkit
     if done.manifest.kind == "dcp":
-        return _dcp_line(done)
+        index = next(name for name in files if Path(name).name == ".metadata")
+        shards = str((folder / index).parent)
+        return f"torch.distributed.checkpoint.load({{'model': model.state_dict()}}, {shards!r})"
     tensors = ((name, t.shape, t.dtype) for name, t in done.manifest.tensors.items())
     config = _config_of(done)
     if config is not None and not explain_random_weights(tensors, config=config):
-        return f"transformers.{_model_class(done, config)}.from_pretrained({path})"
-    return _weights_line(done)
-
-
-def _weights_line(done: Consolidated) -> str:
-    files = done.manifest.files
+        name = _model_class(done, config)
+        return f"transformers.{name}.from_pretrained({str(done.out)!r})"
     weights = [name for name in files if name.endswith(".safetensors")]
     if len(weights) == 1:
-        return f"safetensors.torch.load_file({str(Path(done.out) / weights[0])!r})"
+        return f"safetensors.torch.load_file({str(folder / weights[0])!r})"
     if "pytorch_model.bin" in files:
-        return f"torch.load({str(Path(done.out) / 'pytorch_model.bin')!r}, weights_only=True)"
-    return f"ckptkit.open({str(done.out)!r})"
-
-
-def _dcp_line(done: Consolidated) -> str:
-    index = next(name for name in done.manifest.files if Path(name).name == ".metadata")
-    folder = str((Path(done.out) / index).parent)
-    return f"torch.distributed.checkpoint.load({{'model': model.state_dict()}}, {folder!r})"
+        return f"torch.load({str(folder / 'pytorch_model.bin')!r}, weights_only=True)"
+    return by_ckptkit
 
 
 def _config_of(done: Consolidated) -> dict[str, Any] | None:
@@ -210,7 +199,20 @@ def plan_page(output: Output, planned: PlannedOutput, out: str) -> Iterator[str]
     for label, text in _facts(planned):
         yield from wrapped(text, width=output.width, first=f"  {label:<10} ", rest=" " * 13)
     yield ""
-    yield from _files(output, planned.plan.files)
+    rows = [("FILE", "SIZE", "TENSORS", "DTYPES")]
+    for file in planned.plan.files:
+        tensors = _tensors_in(file)
+        rows.append(
+            (
+                escaped(file.path),
+                size_text(file.size_bytes),
+                f"{tensors:,}" if tensors else "-",
+                ", ".join(_dtypes_in(file)) or "-",
+            )
+        )
+    header, *lines = table(rows, width=output.width, right=(1, 2))
+    yield output.styled(header, "dim")
+    yield from lines
     if planned.plan.notes:
         yield ""
         yield output.styled("Notes", "bold")
@@ -267,23 +269,6 @@ def _facts(planned: PlannedOutput) -> Iterator[tuple[str, str]]:
     )
 
 
-def _files(output: Output, files: tuple[OutputFile, ...]) -> Iterator[str]:
-    rows = [("FILE", "SIZE", "TENSORS", "DTYPES")]
-    for file in files:
-        tensors = _tensors_in(file)
-        rows.append(
-            (
-                escaped(file.path),
-                size_text(file.size_bytes),
-                f"{tensors:,}" if tensors else "-",
-                ", ".join(_dtypes_in(file)) or "-",
-            )
-        )
-    lines = table(rows, width=output.width, right=(1, 2))
-    yield output.styled(lines[0], "dim")
-    yield from lines[1:]
-
-
 def _tensors_in(file: OutputFile) -> int:
     return sum(segment.spec is not None for segment in file.segments)
 
@@ -313,20 +298,6 @@ def planned_page(output: Output, removal: SourceRemoval | None) -> Iterator[str]
     if removal.values:
         text = counted(removal.values, "value")
         yield f"  with {text} that are not tensors, and are in no output"
-
-
-def removed_page(removal: SourceRemoval | None) -> Iterator[str]:
-    """Yields the lines of a result for people."""
-    if removal is not None:
-        yield (
-            f"  removed    {counted(len(removal.files), 'file')} of the source,"
-            f" {size_text(removal.size_bytes)}, after the output was read back"
-        )
-
-
-def slice_json(share: Share | None, missing: Sequence[int], out: str) -> dict[str, Any]:
-    """Returns the `--json` document of a slice that was not the last."""
-    return {"out": out, "slice": str(share), "missing": list(missing)}
 
 
 def slice_page(share: Share | None, missing: Sequence[int], out: str) -> Iterator[str]:

@@ -124,7 +124,8 @@ class Progress:
             if not self._shown:
                 return
             if isinstance(event, Started):
-                self._start(event.total_bytes)
+                total = event.total_bytes
+                self._draw(total=total, desc=self._label, unit="B", unit_scale=True)
             elif isinstance(event, Waiting):
                 self._draw(desc=f"waiting until {event.what}", bar_format="{desc}")
             elif isinstance(event, BytesWritten) and self._bar is not None:
@@ -136,9 +137,6 @@ class Progress:
         for note in notes:
             if note not in reported:
                 self._output.warn(note)
-
-    def _start(self, total_bytes: int) -> None:
-        self._draw(total=total_bytes, desc=self._label, unit="B", unit_scale=True)
 
     def _draw(self, **settings: Any) -> None:
         from tqdm import tqdm

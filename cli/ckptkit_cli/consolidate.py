@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.options import Layout
 from ckptkit_cli._command import command
 from ckptkit_cli._options import CONVERSION, TO, make_job
-from ckptkit_cli._output import Output
+from ckptkit_cli._output import Output, counted
 from ckptkit_cli._progress import Progress
 
 if TYPE_CHECKING:
@@ -48,21 +49,9 @@ def _run_command(output: Output, title: str, layout: Layout, values: Mapping[str
     job = make_job(layout, values)
     if values["dry_run"]:
         _show_plan(job, output)
-    else:
-        _run(title, job, output)
-
-
-def _run(title: str, job: ConversionJob, output: Output) -> None:
-    """Runs a job, and shows its result."""
+        return
     from ckptkit.conversion.job import run_job
-    from ckptkit_cli._pages import (
-        Consolidated,
-        consolidation_page,
-        removal_json,
-        removed_page,
-        slice_json,
-        slice_page,
-    )
+    from ckptkit_cli._pages import Consolidated, consolidation_page, removal_json, slice_page
 
     began = time.perf_counter()
     label = title if job.share is None else f"{title} {job.share}"
@@ -71,14 +60,18 @@ def _run(title: str, job: ConversionJob, output: Output) -> None:
         seconds = time.perf_counter() - began
     out = os.fspath(job.out)
     if result.manifest is None:
-        output.document(slice_json(job.share, result.missing, out))
-        output.lines(slice_page(job.share, result.missing, out))
+        missing = list(result.missing)
+        output.document({"out": out, "slice": str(job.share), "missing": missing})
+        output.lines(slice_page(job.share, missing, out))
         return
     done = Consolidated(out, result.manifest, seconds, progress.notes, progress.kept)
     progress.warn(done.notes)
     output.document(done.to_json() | removal_json(result.removal))
     output.lines(consolidation_page(output, done))
-    output.lines(removed_page(result.removal))
+    if result.removal is not None:
+        count, size = counted(len(result.removal.files), "file"), result.removal.size_bytes
+        text = f"{count} of the source, {size_text(size)}, after the output was read back"
+        output.lines([f"  removed    {text}"])
 
 
 def _show_plan(job: ConversionJob, output: Output) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ckptkit.conversion.inspect import Inspection, TensorLine, TieLine, TreeLine, run_inspection
+from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine, run_inspection
 from ckptkit.conversion.source.adapters import AdapterFacts, build_selection_options
-from ckptkit.core.index import Part, Problem
+from ckptkit.core.index import Part
 from ckptkit.core.text import size_text
 from ckptkit.options import matches
 from ckptkit.plan.selection import explain_lost_adapter
@@ -95,33 +95,29 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     # Files in several directories have the same paths below each of them.
     path = typed.source if typed.select is not None or typed.also else inspection.path
     models = list(dict.fromkeys(tree.name for tree in inspection.trees if tree.part == "model"))
+    command, remark = "", ""
     if inspection.problems:
-        return NextStep(
-            _command("verify", path, typed=typed),
-            "reads all data and lists what is damaged; consolidate refuses incomplete data",
-        )
-    if not models:
-        lost = explain_lost_adapter(line.name for line in inspection.tensors)
-        return NextStep("", lost or "nothing to consolidate: there is no model here")
-    return _of_a_model(inspection, models, path, typed)
-
-
-def _of_a_model(
-    inspection: Inspection, models: list[str], path: str, typed: InspectArguments
-) -> NextStep:
-    if inspection.adapter is not None:
+        command = _command("verify", path, typed=typed)
+        remark = "reads all data and lists what is damaged; consolidate refuses incomplete data"
+    elif not models:
+        remark = explain_lost_adapter(line.name for line in inspection.tensors)
+        remark = remark or "nothing to consolidate: there is no model here"
+    elif inspection.adapter is not None:
         return _of_adapter(inspection.adapter, path, typed)
-    if len(models) > 1:
+    elif len(models) > 1:
         return _choice(inspection, models, path, typed)
-    if inspection.peft is not None:
+    elif inspection.peft is not None:
         peft = inspection.peft
-        return NextStep("", escaped(f"this is {peft.title}, not a model; {peft.advice}"))
-    if inspection.format == "safetensors" and inspection.model_type:
-        return NextStep(
-            _command("verify", path, typed=typed),
-            "reads all data; these weights load as they are",
-        )
-    return _consolidation(inspection, path, typed)
+        remark = escaped(f"this is {peft.title}, not a model; {peft.advice}")
+    elif inspection.format == "safetensors" and inspection.model_type:
+        command = _command("verify", path, typed=typed)
+        remark = "reads all data; these weights load as they are"
+    else:
+        refusal = next(iter(inspection.refusals.values()), "")
+        live = ["--names", "live"] if refusal else []
+        command = _command("consolidate", path, "OUT", *live, typed=typed)
+        remark = f"writes the raw state dict, since {escaped(refusal)}" if refusal else ""
+    return NextStep(command, remark)
 
 
 def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> NextStep:
@@ -149,16 +145,6 @@ def _choice(
         )
     others = ", ".join(map(escaped, taken[1:]))
     return NextStep(command, f"or another of the {len(taken)} models: {others}")
-
-
-def _consolidation(inspection: Inspection, path: str, typed: InspectArguments) -> NextStep:
-    refusal = next(iter(inspection.refusals.values()), "")
-    if not refusal:
-        return NextStep(_command("consolidate", path, "OUT", typed=typed))
-    return NextStep(
-        _command("consolidate", path, "OUT", "--names", "live", typed=typed),
-        f"writes the raw state dict, since {escaped(refusal)}",
-    )
 
 
 def _command(name: str, *words: str, typed: InspectArguments) -> str:
@@ -233,7 +219,9 @@ class _Page:
             model = f"{model} ({names})" if model else names
         yield from self._fact("format", escaped(inspection.format))
         layout = f", layout {inspection.layout}" if inspection.layout else ""
-        yield from self._fact("written by", escaped(f"{_writer(inspection)}{layout}"))
+        writer, version = inspection.writer, inspection.version
+        writer = writer if version in writer else f"{writer} {version}"
+        yield from self._fact("written by", escaped(f"{writer}{layout}"))
         yield from self._fact("step", "" if inspection.step is None else f"{inspection.step:,}")
         yield from self._fact("saved at", escaped(inspection.saved_at or ""))
         yield from self._fact(
@@ -250,7 +238,13 @@ class _Page:
         if inspection.peft is not None and not inspection.peft.is_of_lora:
             yield from self._fact("adapter", inspection.peft.title)
         yield from self._fact("on disk", size)
-        yield from self._fact("also", self._objects())
+        objects = inspection.objects
+        if objects:
+            tops = Counter(name.split(".", 1)[0] for name in objects)
+            named = ", ".join(name for name, _ in tops.most_common(_NAMED_OBJECTS))
+            named += ", ..." if len(tops) > _NAMED_OBJECTS else ""
+            text = f"{counted(len(objects), 'value')} besides the tensors ({escaped(named)})"
+            yield from self._fact("also", text)
         yield from self._fact("ignored", escaped(", ".join(map(str, inspection.ignored))))
         if inspection.problems:
             text = counted(len(inspection.problems), "problem")
@@ -264,18 +258,13 @@ class _Page:
         lines = wrapped(text, width=self._width, first=indent, rest=indent)
         return [first + lines[0][len(indent) :], *lines[1:]]
 
-    def _objects(self) -> str:
-        objects = self._inspection.objects
-        if not objects:
-            return ""
-        tops = Counter(name.split(".", 1)[0] for name in objects)
-        named = ", ".join(name for name, _ in tops.most_common(_NAMED_OBJECTS))
-        more = ", ..." if len(tops) > _NAMED_OBJECTS else ""
-        return f"{counted(len(objects), 'value')} besides the tensors ({escaped(named)}{more})"
-
     def trees(self) -> Iterator[str]:
         rows = [("NAME", "PART", "TENSORS", "SIZE", "DTYPES")]
-        rows.extend(map(_tree_row, self._trees))
+        for tree in self._trees:
+            sizes = [f"{name} {size_text(size)}" for name, size in tree.dtypes.items()]
+            dtypes = next(iter(tree.dtypes)) if len(sizes) == 1 else ", ".join(sizes)
+            size = size_text(tree.size_bytes)
+            rows.append((escaped(tree.name) or "-", tree.part, f"{tree.tensors:,}", size, dtypes))
         yield from self.heading("State dicts")
         if len(rows) == 1:
             yield "  none"
@@ -284,11 +273,14 @@ class _Page:
 
     def splits(self) -> Iterator[str]:
         inspection = self._inspection
-        lines = [
-            f"{self._title(tree)}: {_ways(tree)}"
-            for tree in self._trees
-            if set(tree.split) - {"whole"}
-        ]
+        lines = []
+        for tree in self._trees:
+            if set(tree.split) - {"whole"}:
+                ways = ", ".join(
+                    f"{count:,} {'by ' if way.startswith('dimension') else ''}{way}"
+                    for way, count in tree.split.items()
+                )
+                lines.append(f"{self._title(tree)}: {ways}")
         if len(inspection.bytes_per_rank) > 1:
             lines.append(_ranks(inspection.bytes_per_rank))
         if not lines:
@@ -306,7 +298,15 @@ class _Page:
         if not ties:
             return
         yield from self.heading("Tied weights")
-        yield from self.prose(first_of([_tie(tie) for tie in ties], _LISTED_TIES))
+        lines = []
+        for tie in ties:
+            names = " = ".join(map(escaped, tie.names))
+            said = (
+                "tied by the configuration" if tie.declared else "not declared by a configuration"
+            )
+            proof = {True: "same bytes", False: "but the bytes differ", None: "bytes not compared"}
+            lines.append(f"{names}  ({said}, {proof[tie.equal]})")
+        yield from self.prose(first_of(lines, _LISTED_TIES))
 
     def problems(self) -> Iterator[str]:
         problems = self._inspection.problems
@@ -317,7 +317,8 @@ class _Page:
         yield ""
         title = f"{'Problem' if len(problems) == 1 else 'Problems'}: {counts}"
         yield self._output.styled(title, "red")
-        yield from self.prose(first_of(list(map(_problem, problems)), _PROBLEMS))
+        lines = [f"[{escaped(problem.code)}] {escaped(str(problem))}" for problem in problems]
+        yield from self.prose(first_of(lines, _PROBLEMS))
 
     def notes(self) -> Iterator[str]:
         if self._inspection.notes:
@@ -332,7 +333,13 @@ class _Page:
         candidates = [line for line in lines if line.part == part]
         chosen = sorted(candidates, key=lambda line: -line.size_bytes)[:_LARGEST]
         yield from self.heading(f"Largest of {counted(len(candidates), f'{part} tensor')}")
-        yield from self._largest(chosen)
+        rows = [_TENSOR_HEADER, *map(_tensor_row, chosen)]
+        elastic = [len(_TENSOR_HEADER) - 1]
+        if len({line.tree for line in chosen}) > 1:
+            homes = ["STATE DICT", *(escaped(line.tree) or "-" for line in chosen)]
+            rows = [(*row[:-1], home, row[-1]) for row, home in zip(rows, homes, strict=True)]
+            elastic.append(len(_TENSOR_HEADER))
+        yield from self._table(rows, right=_TENSOR_RIGHT, elastic=elastic)
         if len(lines) > len(chosen):
             yield self._output.styled("  --tensors '*' lists all of them", "dim")
 
@@ -353,15 +360,6 @@ class _Page:
                 rows = [_TENSOR_HEADER, *map(_tensor_row, lines)]
                 yield from self._table(rows, right=_TENSOR_RIGHT, elastic=())
 
-    def _largest(self, lines: Sequence[TensorLine]) -> list[str]:
-        rows = [_TENSOR_HEADER, *map(_tensor_row, lines)]
-        last = len(_TENSOR_HEADER) - 1
-        if len({line.tree for line in lines}) == 1:
-            return self._table(rows, right=_TENSOR_RIGHT, elastic=(last,))
-        homes = ["STATE DICT", *(escaped(line.tree) or "-" for line in lines)]
-        wide = [(*row[:-1], home, row[-1]) for row, home in zip(rows, homes, strict=True)]
-        return self._table(wide, right=_TENSOR_RIGHT, elastic=(last, last + 1))
-
     def _table(
         self,
         rows: Sequence[Sequence[str]],
@@ -376,35 +374,9 @@ class _Page:
             yield from wrapped(text, width=self._width, rest="    ")
 
 
-def _writer(inspection: Inspection) -> str:
-    """Returns, for example, `ckptkit 0.1.0`; the name of some writers includes the version."""
-    writer, version = inspection.writer, inspection.version
-    return writer if version in writer else f"{writer} {version}"
-
-
-def _tree_row(tree: TreeLine) -> tuple[str, str, str, str, str]:
-    name, size = escaped(tree.name) or "-", size_text(tree.size_bytes)
-    return name, tree.part, f"{tree.tensors:,}", size, _dtypes(tree)
-
-
 def _tensor_row(line: TensorLine) -> tuple[str, ...]:
     size = size_text(line.size_bytes)
     return size, line.dtype, str(list(line.shape)), f"{line.chunks:,}", escaped(line.name)
-
-
-def _dtypes(tree: TreeLine) -> str:
-    if len(tree.dtypes) == 1:
-        return next(iter(tree.dtypes))
-    return ", ".join(f"{name} {size_text(size)}" for name, size in tree.dtypes.items())
-
-
-def _ways(tree: TreeLine) -> str:
-    """Returns, for example, `9 tensors by dimension 0 over 4, 2 whole`."""
-    ways = [
-        f"{count:,} {'by ' if way.startswith('dimension') else ''}{way}"
-        for way, count in tree.split.items()
-    ]
-    return ", ".join(ways)
 
 
 def _ranks(sizes: Sequence[int]) -> str:
@@ -415,14 +387,3 @@ def _ranks(sizes: Sequence[int]) -> str:
         return f"written per rank: {each}"
     low, middle, high = (size_text(int(f(sizes))) for f in (min, median, max))
     return f"{len(sizes):,} ranks wrote {low} to {high} each, half of them at most {middle}"
-
-
-def _tie(tie: TieLine) -> str:
-    names = " = ".join(map(escaped, tie.names))
-    said = "tied by the configuration" if tie.declared else "not declared by a configuration"
-    proof = {True: "same bytes", False: "but the bytes differ", None: "bytes not compared"}
-    return f"{names}  ({said}, {proof[tie.equal]})"
-
-
-def _problem(problem: Problem) -> str:
-    return f"[{escaped(problem.code)}] {escaped(str(problem))}"

@@ -12,7 +12,7 @@ from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageErro
 from ckptkit.core.text import size_text
 from ckptkit.runs.listing import RunListing
 from ckptkit.runs.marks import ask_for_save, committed_steps, run_is_live
-from ckptkit.runs.pruning import Pruned, PrunedStep
+from ckptkit.runs.pruning import Pruned
 from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.runs.steps import RunStep
@@ -156,7 +156,13 @@ def _request_save(output: Output, run: str, path: Path) -> dict[int, tuple[Path,
 def _wait_for_step(path: Path, before: dict[int, tuple[Path, int]], seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
-        new = {step: at for step, at in _committed(path).items() if before.get(step) != at}
+        try:
+            steps = committed_steps(path)
+        except OSError as error:
+            raise InputError(
+                f"the run cannot be listed: {error.strerror or error}", where=str(path)
+            ) from error
+        new = {step: at for step, at in steps.items() if before.get(step) != at}
         if new:
             return str(new[max(new)][0])
         left = deadline - time.monotonic()
@@ -167,15 +173,6 @@ def _wait_for_step(path: Path, before: dict[int, tuple[Path, int]], seconds: flo
                 hint="see the log of the training; the request stays until rank 0 answers it",
             )
         time.sleep(min(_POLL_SECONDS, left))
-
-
-def _committed(path: Path) -> dict[int, tuple[Path, int]]:
-    try:
-        return committed_steps(path)
-    except OSError as error:
-        raise InputError(
-            f"the run cannot be listed: {error.strerror or error}", where=str(path)
-        ) from error
 
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
@@ -210,7 +207,10 @@ def listing_page(output: Output, listing: RunListing, *, now: float) -> Iterator
     rows: list[tuple[str, ...]] = [("step", "state", "size", "age", "metrics", "pushed to")]
     for step in listing.steps:
         state = "complete" if step.complete else "incomplete"
-        rows.append((escaped(step.name), state, *_facts(step, now), escaped(_pushes(step))))
+        done = [p for p in step.pushes if p.state == "pushed"]
+        pushes = [p.repo_id + (f"@{p.tag}" if p.tag else "") for p in done]
+        pushes += [f"{p.repo_id} (begun)" for p in step.pushes if p.state == "pushing"]
+        rows.append((escaped(step.name), state, *_facts(step, now), escaped(", ".join(pushes))))
     yield from table(rows, width=output.width, right=_RIGHT, elastic=(5, 4, 0))
     for step in listing.steps:
         if not step.complete:
@@ -229,7 +229,11 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
     """Yields the lines of `ckptkit prune`; a dry run shows the same table."""
     yield output.styled(escaped(pruned.location), "bold")
     rows: list[tuple[str, ...]] = [("step", "verdict", "size", "age", "metrics", "why")]
-    rows += [_verdict_row(step, now, dry_run=pruned.dry_run) for step in pruned.steps]
+    removed = "would go" if pruned.dry_run else "removed"
+    verdicts = {"keep": "stays", "remove": removed, "failed": "not removed"}
+    for entry in pruned.steps:
+        step, verdict = entry.step, verdicts[entry.action]
+        rows.append((escaped(step.name), verdict, *_facts(step, now), escaped(entry.why)))
     yield from table(rows, width=output.width, right=_RIGHT, elastic=(5, 4, 0))
     for name in pruned.cleared:
         verb = "would be removed" if pruned.dry_run else "was removed"
@@ -241,24 +245,9 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
     yield f"  {count} {verb} {size}{'' if pruned.dry_run else ' freed'}"
 
 
-def _verdict_row(pruned: PrunedStep, now: float, *, dry_run: bool) -> tuple[str, ...]:
-    removed = "would go" if dry_run else "removed"
-    verdict = {"keep": "stays", "remove": removed, "failed": "not removed"}[pruned.action]
-    return (escaped(pruned.step.name), verdict, *_facts(pruned.step, now), escaped(pruned.why))
-
-
 def _facts(step: RunStep, now: float) -> tuple[str, str, str]:
     age = age_text(now - step.modified) if step.modified else ""
-    return size_text(step.size_bytes), age, escaped(_metrics(step.metrics))
-
-
-def _metrics(metrics: Mapping[str, float | None]) -> str:
-    numbers = [f"{name} {value:.6g}" for name, value in metrics.items() if value is not None]
+    numbers = [f"{name} {value:.6g}" for name, value in step.metrics.items() if value is not None]
     more = len(numbers) - _METRICS
-    return ", ".join(numbers[:_METRICS]) + (f" +{more}" if more > 0 else "")
-
-
-def _pushes(step: RunStep) -> str:
-    done = [p.repo_id + (f"@{p.tag}" if p.tag else "") for p in step.pushes if p.state == "pushed"]
-    begun = [f"{p.repo_id} (begun)" for p in step.pushes if p.state == "pushing"]
-    return ", ".join([*done, *begun])
+    metrics = ", ".join(numbers[:_METRICS]) + (f" +{more}" if more > 0 else "")
+    return size_text(step.size_bytes), age, escaped(metrics)

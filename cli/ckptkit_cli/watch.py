@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -442,12 +442,6 @@ class WatchPage:
             if time.monotonic() - self._drawn >= _REDRAW_SECONDS:
                 self._draw()
 
-    def close(self) -> None:
-        """Removes the status line."""
-        with self._lock:
-            self._wipe()
-            self._shows_status = False
-
     def _write(self, event: WatchEvent) -> None:
         if self._as_json:
             self._output.record(stamped(event.name, event.to_json()))
@@ -499,13 +493,10 @@ def _stopped(facts: Mapping[str, Any]) -> str:
     if "signal" in facts:
         return f"stopped by {facts['signal']}"
     if "failed" in facts:
-        return f"nothing else to push; {_failed(facts['failed'])}"
+        steps = facts["failed"]
+        listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
+        return f"nothing else to push; {counted(len(steps), 'step')} could not be pushed: {listed}"
     return "nothing left to push"
-
-
-def _failed(steps: Sequence[int]) -> str:
-    listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
-    return f"{counted(len(steps), 'step')} could not be pushed: {listed}"
 
 
 def _error(facts: Mapping[str, Any]) -> str:

@@ -17,16 +17,6 @@ from ckptkit_cli.main import end_on_signals, main
 _STDIN = 0
 
 
-def _first_line() -> bytes:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(_STDIN, 1)  # unbuffered: the thread waits for the rest
-        if not byte:
-            break
-        line += byte
-    return bytes(line)
-
-
 def _end_with_batch() -> None:
     while os.read(_STDIN, 1):
         pass
@@ -36,7 +26,13 @@ def _end_with_batch() -> None:
 def run() -> int:
     """Runs the job; returns its exit status."""
     end_on_signals()
-    words = json.loads(_first_line())
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(_STDIN, 1)  # unbuffered: the thread waits for the rest
+        if not byte:
+            break
+        line += byte
+    words = json.loads(line)
     threading.Thread(target=_end_with_batch, daemon=True).start()
     return main(words)
 

@@ -82,7 +82,12 @@ def _read_jobs(path: str, if_exists: str | None) -> Sequence[BatchJob]:
 
     group: Any = typer.main.get_command(make_application())
     defaults = {} if if_exists is None else {"if-exists": if_exists}
-    jobs, errors = read_jobs(_read_lines(path), dict(_list_commands(group, "")), defaults)
+    try:
+        text = sys.stdin.read() if path == _STDIN else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"cannot be read: {reason}", where=path) from error
+    jobs, errors = read_jobs(text.split("\n"), dict(_list_commands(group, "")), defaults)
     if errors:
         more = "".join(f"; {error}" for error in errors[1:_LISTED])
         left = len(errors) - _LISTED
@@ -94,15 +99,6 @@ def _read_jobs(path: str, if_exists: str | None) -> Sequence[BatchJob]:
     if not jobs:
         raise UsageError("contains no job", where=path)
     return jobs
-
-
-def _read_lines(jobs: str) -> Sequence[str]:
-    try:
-        text = sys.stdin.read() if jobs == _STDIN else Path(jobs).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot be read: {reason}", where=jobs) from error
-    return text.split("\n")
 
 
 def _list_commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -234,21 +230,19 @@ class BatchRun:
     def _forward(self, stream: IO[bytes], job: BatchJob) -> None:
         for line in stream:
             text = line.decode(errors="backslashreplace").rstrip()
+            if not self._output.events:
+                with self._lock:
+                    self._output.note(f"line {job.line}: {text}")
+                continue
+            mark = {"line": job.line} | ({} if job.name is None else {"id": job.name})
+            try:
+                event = json.loads(text)
+                name = event.pop("event")
+                event.pop("time", None)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                name, event = "message", {"message": text}
             with self._lock:
-                self._forward_line(text, job)
-
-    def _forward_line(self, text: str, job: BatchJob) -> None:
-        if not self._output.events:
-            self._output.note(f"line {job.line}: {text}")
-            return
-        mark = {"line": job.line} | ({} if job.name is None else {"id": job.name})
-        try:
-            event = json.loads(text)
-            name = event.pop("event")
-            event.pop("time", None)
-        except (ValueError, LookupError, TypeError, AttributeError):
-            name, event = "message", {"message": text}
-        self._output.event(name, **mark, **event)
+                self._output.event(name, **mark, **event)
 
 
 def _document(text: bytes, status: int) -> Any:

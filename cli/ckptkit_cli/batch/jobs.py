@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,7 +94,8 @@ def _read_job(
     number: int, line: str, commands: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> BatchJob:
     document = _parse_line(line)
-    keys = _by_option(document)
+    # Keys are the names of options: `max_shard_size` is `max-shard-size`.
+    keys = _unique((key.replace("_", "-"), value) for key, value in document.items())
     name = keys.get("command", "")
     if not isinstance(name, str):
         raise UsageError(f"is {a_kind(name)}, where a text was expected", where="command")
@@ -123,11 +125,6 @@ def _read_job(
         and (command == "prune" or values.get("delete-source", False)),
         shares="slice" in values,
     )
-
-
-def _by_option(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values by the names of options; `max_shard_size` is `max-shard-size`."""
-    return _unique((key.replace("_", "-"), value) for key, value in document.items())
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -207,8 +204,16 @@ class _Parameters:
     def words(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Yields the command line with these values."""
         for name, parameter in self._options.items():
-            if name in values:
-                yield from _option_words(name, parameter, values[name])
+            value = values.get(name)
+            if name not in values:
+                continue
+            if not parameter.is_flag:
+                texts = value if isinstance(value, list) else [value]
+                yield from (f"--{name}={text}" for text in texts)
+            elif value:
+                yield f"--{name}"
+            else:
+                yield from parameter.secondary_opts[:1]
         yield "--"
         for name in self.arguments:
             yield values[name]
@@ -249,17 +254,6 @@ class _Parameters:
         return str(argument.name).replace("_", "-")
 
 
-def _option_words(name: str, parameter: Any, value: Any) -> Iterator[str]:
-    if parameter.is_flag:
-        if value:
-            yield f"--{name}"
-        else:
-            yield from parameter.secondary_opts[:1]
-        return
-    for text in value if isinstance(value, list) else [value]:
-        yield f"--{name}={text}"
-
-
 def _value(name: str, value: Any, option: Any) -> Any:
     """Returns a value as a text, as a list of texts, or as a bool.
 
@@ -289,15 +283,13 @@ def _text(name: str, value: Any, *, is_path: bool) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError("is not a finite number", where=name)
     text = str(value)
-    if "\0" in text or (not text.isascii() and any(map(_is_surrogate, text))):
+    if "\0" in text or (
+        not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+    ):
         raise UsageError(f"contains an invalid character: {ascii(text)[:80]}", where=name)
     if is_path:
         check_path(text, name)
     return text
-
-
-def _is_surrogate(character: str) -> bool:
-    return "\ud800" <= character <= "\udfff"
 
 
 def _collisions(jobs: Sequence[BatchJob]) -> Iterator[CkptkitError]:
@@ -335,17 +327,11 @@ def _add_dependencies(jobs: Sequence[BatchJob]) -> list[BatchJob]:
     groups += [[keys[a], keys[b]] for a, b, _ in find_overlaps([places[key] for key in keys])]
     after: dict[int, set[int]] = {job.line: set() for job in jobs}
     for group in groups:
-        for first, second in _conflicts([users[key] for key in group]):
-            after[second].add(first)
-    return [replace(job, after=frozenset(after[job.line])) for job in jobs]
-
-
-def _conflicts(sides: Sequence[list[tuple[BatchJob, bool]]]) -> Iterator[tuple[int, int]]:
-    """Yields the lines of two jobs, the earlier first, if one changes what the other uses."""
-    used = [use for side in sides for use in side]
-    changing = [use for use in used if use[1]]
-    for first, _ in changing:
-        for second, _ in used:
+        # The later one of two jobs waits if one changes what the other uses.
+        using = [use for key in group for use in users[key]]
+        changing = [job for job, changes in using if changes]
+        for first, (second, _) in itertools.product(changing, using):
             slices = first.shares and second.shares and first.out == second.out
             if first.line != second.line and not slices:
-                yield min(first.line, second.line), max(first.line, second.line)
+                after[max(first.line, second.line)].add(min(first.line, second.line))
+    return [replace(job, after=frozenset(after[job.line])) for job in jobs]
