@@ -35,27 +35,15 @@ __all__ = [
 
 # A function's module is imported when the function is first used: the writer's process and the
 # command line import `ckptkit` at their start and use none of them.
-_MODULES = {
-    "adapter_from_diff": "ckptkit.adapter_api",
-    "consolidate": "ckptkit.api",
-    "convert": "ckptkit.api",
-    "diff": "ckptkit.api",
-    "extract_adapter": "ckptkit.adapter_api",
-    "inspect": "ckptkit.api",
-    "list_run": "ckptkit.api",
-    "merge_adapter": "ckptkit.adapter_api",
-    "open": "ckptkit.api",
-    "prune": "ckptkit.api",
-    "verify": "ckptkit.api",
-}
+_OF_ADAPTERS = frozenset({"adapter_from_diff", "extract_adapter", "merge_adapter"})
 
 
 def __getattr__(name: str) -> object:
-    module = _MODULES.get(name)
-    if module is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    module = "ckptkit.adapter_api" if name in _OF_ADAPTERS else "ckptkit.api"
     value = getattr(import_module(module), name)
     globals()[name] = value
     return value

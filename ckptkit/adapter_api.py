@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import DEFAULT_MAX_FILE_BYTES, DTypeLike, Resources, parse_size
-from ckptkit.storage.locations import Sources, place_of
+from ckptkit.options import DTypeLike, Resources
+from ckptkit.storage.locations import Sources, place_of, resolve_places
 
 if TYPE_CHECKING:
     from ckptkit.core.manifest import Manifest
     from ckptkit.engine.outcome import Listener
-    from ckptkit.lora.changes import MergeDType, MergeNames, MergeRequest, QloraBase
+    from ckptkit.lora.changes import MergeDType, MergeNames, QloraBase
     from ckptkit.storage.places import PathLike
 
 
@@ -72,26 +72,11 @@ def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptio
     from ckptkit.adapters.extract import run_extraction
     from ckptkit.adapters.sources import AdapterRequest
 
-    sources = Sources(src, options.get("src_options"))
-    tokens = options.get("token_indices")
-    known = {
-        "lora_alpha": options.get("lora_alpha"),
-        "use_rslora": options.get("use_rslora"),
-        "fan_in_fan_out": options.get("fan_in_fan_out"),
-        "trainable_token_indices": None if tokens is None else list(tokens),
-    }
-    request = AdapterRequest(
-        adapter=options.get("adapter"),
-        config=sources.optional(options.get("adapter_config")),
-        overrides={key: value for key, value in known.items() if value is not None},
-        select=options.get("select"),
-        also=sources.further(options.get("also", ())),
-        allow_untrained=options.get("allow_untrained", False),
-    )
+    values = resolve_places(src, out, options)
     return run_extraction(
-        sources.first,
-        place_of(out, options.get("dst_options")),
-        request,
+        values["src"],
+        values["out"],
+        AdapterRequest.from_options(values, adapter=options.get("adapter")),
         overwrite=options.get("overwrite", False),
         listener=options.get("listener"),
     ).manifest
@@ -253,45 +238,23 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
     """
     from ckptkit.adapters.merge.merge_adapters import list_choices, run_merge
     from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.lora.changes import MergeRequest
 
+    values = resolve_places(src, out, options)
     resources = Resources.from_options(options)
     sources = Sources(src, options.get("src_options"))
-    first = AdapterRequest(
-        config=sources.optional(options.get("adapter_config")),
-        overrides=options.get("overrides", {}),
-        select=options.get("select"),
-        also=sources.further(options.get("also", ())),
-        allow_untrained=options.get("allow_untrained", False),
-        limit_bytes=resources.memory_limit_bytes,
-    )
+    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
     further = [
         (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
         for one in options.get("further", ())
     ]
     merged = run_merge(
         list_choices(sources.first, first, options.get("adapters", ()), further),
-        place_of(out, options.get("dst_options")),
-        _request(options),
-        base=sources.optional(options.get("base")),
+        values["out"],
+        MergeRequest.from_options(options),
+        base=values["base"],
         overwrite=options.get("overwrite", False),
         resources=resources,
         listener=options.get("listener"),
     )
     return merged.manifest
-
-
-def _request(options: MergeOptions) -> MergeRequest:
-    from ckptkit.lora.changes import MergeRequest
-
-    return MergeRequest(
-        dtype=options.get("dtype", "keep"),
-        max_file_bytes=parse_size(
-            options.get("max_shard_size", DEFAULT_MAX_FILE_BYTES), option="--max-shard-size"
-        ),
-        match_peft=options.get("match_peft", False),
-        qlora_base=options.get("qlora_base"),
-        double_quant=options.get("double_quant"),
-        allow_other_base=options.get("allow_other_base", False),
-        names=options.get("names", "auto"),
-        allow_code=options.get("allow_code", False),
-    )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
 from ckptkit.options import (
-    ConsolidateRequest,
     CountLike,
     DTypeLike,
     Engine,
@@ -15,11 +14,9 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
-    Resources,
-    check_if_exists,
 )
 from ckptkit.runs.save_order import BestMode, Retention
-from ckptkit.storage.locations import Sources, place_of
+from ckptkit.storage.locations import Sources, place_of, resolve_places
 
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
@@ -215,27 +212,7 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
     from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.engine.outcome import ignore
 
-    overwrite = options.get("overwrite", False)
-    if_exists = options.get("if_exists", "error")
-    check_if_exists(if_exists, overwrite=overwrite)
-    sources = Sources(src, options.get("src_options"))
-    located = {
-        **options,
-        "like": sources.optional(options.get("like")),
-        "model_config": sources.optional(options.get("model_config")),
-    }
-    job = ConversionJob(
-        sources.first,
-        place_of(out, options.get("dst_options")),
-        ConsolidateRequest.from_options(located, to),
-        base=sources.optional(options.get("base")),
-        also=sources.further(options.get("also", ())),
-        resources=Resources.from_options(options),
-        overwrite=overwrite,
-        if_exists=if_exists,
-        resume=options.get("resume", False),
-        delete_source=options.get("delete_source", False),
-    )
+    job = ConversionJob.from_options(resolve_places(src, out, options), to)
     return run_job(job, options.get("listener") or ignore).whole
 
 

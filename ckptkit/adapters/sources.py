@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,31 @@ class AdapterRequest:
     also: Sequence[PathLike] = ()
     allow_untrained: bool = False
     limit_bytes: int | None = None
+
+    @classmethod
+    def from_options(
+        cls,
+        options: Mapping[str, Any],
+        *,
+        adapter: str | None = None,
+        limit_bytes: int | None = None,
+    ) -> Self:
+        """Reads the options of an adapter as a user passes them; see `resolve_places`."""
+        overrides = dict(options.get("overrides", {}))
+        for name in ("lora_alpha", "use_rslora", "fan_in_fan_out"):
+            if options.get(name) is not None:
+                overrides[name] = options[name]
+        if options.get("token_indices") is not None:
+            overrides["trainable_token_indices"] = list(options["token_indices"])
+        return cls(
+            adapter=adapter,
+            config=options["adapter_config"],
+            overrides=overrides,
+            select=options.get("select"),
+            also=options["also"],
+            allow_untrained=options.get("allow_untrained", False),
+            limit_bytes=limit_bytes,
+        )
 
 
 _ANY = AdapterRequest()

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
@@ -49,7 +49,15 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import CastKernel, first_rows, recast
 from ckptkit.engine.reader import Origin
-from ckptkit.options import ConsolidateRequest, IfExists, Resources, changed_options, matches
+from ckptkit.options import (
+    ConsolidateRequest,
+    IfExists,
+    Layout,
+    Resources,
+    changed_options,
+    check_if_exists,
+    matches,
+)
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.dcp import layout_dcp
 from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
@@ -113,6 +121,26 @@ class ConversionJob:
     delete_source: bool = False
     share: Share | None = None
     advice: Advice = CONSOLIDATE
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], layout: Layout) -> Self:
+        """Reads the options of a conversion as a user passes them; see `resolve_places`."""
+        request = ConsolidateRequest.from_options(options, layout)
+        resources = Resources.from_options(options)
+        overwrite, if_exists = options.get("overwrite", False), options.get("if_exists", "error")
+        check_if_exists(if_exists, overwrite=overwrite)
+        return cls(
+            options["src"],
+            options["out"],
+            request,
+            base=options["base"],
+            also=options["also"],
+            resources=resources,
+            overwrite=overwrite,
+            if_exists=if_exists,
+            resume=options.get("resume", False),
+            delete_source=options.get("delete_source", False),
+        )
 
     def check_places(self) -> None:
         """Refuses an output that could not be written, before any work is done."""

@@ -17,13 +17,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
 from ckptkit.lora.dialects import is_vocabulary
-from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice, choose_dtype
+from ckptkit.options import (
+    DEFAULT_MAX_FILE_BYTES,
+    check_choice,
+    choose_dtype,
+    parse_file_limit,
+)
 from ckptkit.plan.ties import Specs, find_absent_tied_names, find_tie_candidates, find_tie_conflicts
 
 Form = Literal[
@@ -195,6 +200,13 @@ class MergeRequest:
     allow_code: bool = False
     names: MergeNames = "auto"
     report: bool = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Reads the options of a merge as a user passes them; ignores all others."""
+        limit = parse_file_limit(options.get("max_shard_size"), like=None)
+        values = {entry.name: options[entry.name] for entry in fields(cls) if entry.name in options}
+        return cls(**values, max_file_bytes=limit)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))

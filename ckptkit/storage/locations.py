@@ -125,6 +125,25 @@ class Sources:
         return tuple(self.place(path) for path in paths)
 
 
+def resolve_places(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with their paths, and `src` and `out`, as places that know their storage.
+
+    Args:
+        src: The place that the command is about.
+        out: Where it writes.
+        options: By their names in `ckptkit.api.Options`.
+    """
+    sources = Sources(src, options.get("src_options"))
+    named = ("base", "like", "adapter_config", "model_config")
+    return {
+        **options,
+        **{name: sources.optional(options.get(name)) for name in named},
+        "src": sources.first,
+        "out": place_of(out, options.get("dst_options")),
+        "also": sources.further(options.get("also", ())),
+    }
+
+
 def is_url(place: PathLike) -> bool:
     """Says whether a place is a URL, and not a path of this machine."""
     return _URL.fullmatch(_normalize(os.fspath(place))) is not None

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckptkit.core.errors import UsageError
 from ckptkit.options import (
-    ConsolidateRequest,
     Engine,
     IfExists,
     Layout,
     NameChoice,
     OutputDType,
-    Resources,
-    check_if_exists,
     choose_dtype,
     positive_number,
 )
 from ckptkit.runs.save_order import BestMode
-from ckptkit.storage.locations import Sources, parse_options, place_of
+from ckptkit.storage.locations import parse_options, resolve_places
 from ckptkit_cli._command import Argument, Option
 
 if TYPE_CHECKING:
@@ -279,31 +277,22 @@ def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
     """
     from ckptkit.conversion.prepare import ConversionJob
 
-    values = resolve_places(values)
-    request = ConsolidateRequest.from_options(values, layout)
-    resources = Resources.from_options(values)
-    check_if_exists(values["if_exists"], overwrite=values["overwrite"])
-    share, text, engine = None, values["slice"], values["engine"]
-    if text is not None:
-        other = next((why for option, why in _NOT_SLICED.items() if values[option]), "")
-        if engine != "local":
-            other = f"--engine {engine}, which divides the work by itself"
-        if other:
-            raise UsageError(
-                f"cannot be combined with {other}",
-                where=f"--slice {text}",
-                hint="leave one of the two out",
-            )
-        from ckptkit.plan.shares import parse_slice
+    job = ConversionJob.from_options(values_with_places(values), layout)
+    text = values["slice"]
+    if text is None:
+        return job
+    other = next((why for option, why in _NOT_SLICED.items() if values[option]), "")
+    if job.resources.engine != "local":
+        other = f"--engine {job.resources.engine}, which divides the work by itself"
+    if other:
+        raise UsageError(
+            f"cannot be combined with {other}",
+            where=f"--slice {text}",
+            hint="leave one of the two out",
+        )
+    from ckptkit.plan.shares import parse_slice
 
-        share = parse_slice(text)
-    names = ("src", "out", "base", "also", "overwrite", "if_exists", "resume", "delete_source")
-    return ConversionJob(
-        **{name: values[name] for name in names},
-        request=request,
-        resources=resources,
-        share=share,
-    )
+    return replace(job, share=parse_slice(text))
 
 
 STATE = Option(
@@ -397,25 +386,7 @@ ADAPTER_HINTS = (
 )
 
 
-def adapter_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of `ADAPTER_HINTS` that were passed, as keys of `adapter_config.json`."""
-    keys = {
-        "lora_alpha": "lora_alpha",
-        "use_rslora": "use_rslora",
-        "fan_in_fan_out": "fan_in_fan_out",
-        "token_indices": "trainable_token_indices",
-    }
-    return {key: values[name] for name, key in keys.items() if values[name] is not None}
-
-
-def resolve_places(values: Mapping[str, Any]) -> dict[str, Any]:
+def values_with_places(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a command with its paths as places that know their storage options."""
-    sources = Sources(values["src"], values["src_option"])
-    optional = ("base", "like", "adapter_config", "model_config")
-    return {
-        **values,
-        **{name: sources.optional(values[name]) for name in optional if name in values},
-        "src": sources.first,
-        "out": place_of(values["out"], values["dst_option"]),
-        "also": sources.further(values.get("also", ())),
-    }
+    stores = {"src_options": values["src_option"], "dst_options": values["dst_option"]}
+    return resolve_places(values["src"], values["out"], {**values, **stores})

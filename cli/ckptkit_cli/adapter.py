@@ -33,12 +33,11 @@ from ckptkit.options import (
     DTypeChoice,
     Resources,
     choose_dtype,
-    parse_file_limit,
 )
 from ckptkit.storage.locations import Sources
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Argument, Option, PlainCommand, PlainGroup, command
-from ckptkit_cli._options import NAMED, OUTPUT, READ, WRITTEN, adapter_overrides, resolve_places
+from ckptkit_cli._options import NAMED, OUTPUT, READ, WRITTEN, values_with_places
 from ckptkit_cli._output import Output, counted, escaped, table
 from ckptkit_cli._pages import (
     Consolidated,
@@ -82,16 +81,9 @@ def extract(output: Output, **values: Any) -> None:
     the adapter are read, and every tensor of it is used. OUT appears when it is complete and
     durable, or not at all.
     """
-    values = resolve_places(values)
+    values = values_with_places(values)
     src, out, overwrite = values["src"], values["out"], values["overwrite"]
-    request = AdapterRequest(
-        adapter=values["adapter"],
-        config=values["adapter_config"],
-        overrides=adapter_overrides(values),
-        select=values["select"],
-        also=values["also"],
-        allow_untrained=values["allow_untrained"],
-    )
+    request = AdapterRequest.from_options(values, adapter=values["adapter"])
     if values["dry_run"]:
         check_destination(src, out, overwrite=overwrite, also=request.also)
         with prepare_extraction(src, out, request, Resources()) as (plan, adapter):
@@ -278,13 +270,9 @@ def merge(output: Output, **values: Any) -> None:
     as a whole. Each tensor of the adapters is used exactly once, and each of the base is written
     exactly once. OUT appears when it is complete and durable, or not at all.
     """
-    values = resolve_places(values)
+    values = values_with_places(values)
     out, base, overwrite = values["out"], values["base"], values["overwrite"]
-    names = ("dtype", "match_peft", "qlora_base", "double_quant", "allow_other_base", "names")
-    request = MergeRequest(
-        max_file_bytes=parse_file_limit(values["max_shard_size"], like=None),
-        **{name: values[name] for name in (*names, "allow_code", "report")},
-    )
+    request = MergeRequest.from_options(values)
     resources = Resources.from_options(values)
     adapters = _choose_adapters(values, resources)
     if values["dry_run"]:
@@ -314,14 +302,7 @@ def merge(output: Output, **values: Any) -> None:
 
 
 def _choose_adapters(values: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
-    first = AdapterRequest(
-        config=values["adapter_config"],
-        overrides=adapter_overrides(values),
-        select=values["select"],
-        also=values["also"],
-        allow_untrained=values["allow_untrained"],
-        limit_bytes=resources.memory_limit_bytes,
-    )
+    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
     names = [_split_weight(text, "--adapter") for text in values["adapter"]]
     # A path may contain an equals sign itself.
     pairs = [
@@ -457,7 +438,7 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
     """
     names = ("rank", "dtype", "include", "exclude", "full", "select")
     request = make_diff_request(**{name: values[name] for name in names})
-    values = resolve_places({**values, "src": tuned})
+    values = values_with_places({**values, "src": tuned})
     out = values["out"]
     began = time.perf_counter()
     with Progress(output, "adapter from-diff") as progress:
