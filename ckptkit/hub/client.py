@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from urllib.parse import quote
@@ -285,8 +285,11 @@ class Hub:
         text = getattr(error, "server_message", None) or ("" if status else str(error))
         text = " ".join(redact_secrets(text, [self.token or ""]).split())
         said = f": {text.rstrip('.')[:_SHOWN]}" if text else ""
-        for refused, message, hint in _REFUSALS:
-            if refused(error, status):
+        reasons = {status, *(kind.__name__ for kind in type(error).__mro__)}
+        if _LFS_ERRORS in str(error):
+            reasons.add(_TOO_LARGE)
+        for reason, (message, hint) in _REFUSALS.items():
+            if reason in reasons:
                 text = f"{message}{said}" if self.token or status != UNAUTHORIZED else _NO_TOKEN
                 return HubError(text, where=self.repo_id, hint=hint)
         answered = "refused" if status is None else f"answered {status}"
@@ -296,45 +299,30 @@ class Hub:
 _BAD_REQUEST, _FORBIDDEN, _TOO_LARGE = 400, 403, 413
 _NO_TOKEN = "the Hub answered 401, and no token is set"  # noqa: S105  a message
 _LFS_ERRORS = "LFS batch API returned errors"  # what the client says of files that are refused
-Refused = Callable[[Exception, int | None], bool]
-
-
-def _is_a(name: str) -> Refused:
-    return lambda error, _status: any(kind.__name__ == name for kind in type(error).__mro__)
-
-
-def _has(wanted: int) -> Refused:
-    return lambda _error, status: status == wanted
-
-
-_REFUSALS: tuple[tuple[Refused, str, str], ...] = (
-    (
-        _is_a("GatedRepoError"),
+# By the status, or by the name of the client's error, the most specific one first.
+_REFUSALS: Mapping[int | str, tuple[str, str]] = {
+    "GatedRepoError": (
         "the owners of the repository have not granted access to this token",
         "request access on its page, or pass another token",
     ),
-    (_has(UNAUTHORIZED), "the token is wrong or expired", _LOGIN),
-    (
-        _has(_FORBIDDEN),
+    UNAUTHORIZED: ("the token is wrong or expired", _LOGIN),
+    _FORBIDDEN: (
         "the token does not have the permission for this repository",
         "use a repository of your own or of your organisation, or a token with write access",
     ),
-    (
-        _is_a("RevisionNotFoundError"),
+    "RevisionNotFoundError": (
         "the repository has no such revision",
         "see its branches and tags on its page",
     ),
-    (
-        _has(NOT_FOUND),
+    NOT_FOUND: (
         "the repository does not exist, or it is private and the token has no access to it",
-        "check the spelling; " + _LOGIN,
+        f"check the spelling; {_LOGIN}",
     ),
-    (
-        lambda error, status: status == _TOO_LARGE or _LFS_ERRORS in str(error),
+    _TOO_LARGE: (
         "a file, or all of them together, is larger than the Hub takes",
-        "write smaller files (`consolidate --max-shard-size 5GB`), or use another repository",
+        "write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
     ),
-)
+}
 
 
 def _offline(repo_id: str) -> HubError:

@@ -194,15 +194,6 @@ class Pulled:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    path: str
-    size_bytes: int
-    sha256: str
-    """Of a large file; empty of others."""
-    blob_id: str
-
-
 @check_arguments
 def pull(
     repo_id: str,
@@ -247,11 +238,9 @@ def pull(
     with quiet_client(), open_pull_folder(Path(folder)) as partial:
         hub.resolve_owner()
         commit = commit_of(hub, revision or "main")
-        remote = {}
-        for entry in list_files(hub, commit):
-            check_relative(entry.path, hub.repo_id)
-            sha256 = entry.lfs.sha256 if entry.lfs else ""
-            remote[entry.path] = _Remote(entry.path, entry.size, sha256, entry.blob_id)
+        remote = {file.path: file for file in list_files(hub, commit)}
+        for path in remote:
+            check_relative(path, hub.repo_id)
         return _Pull(hub, commit, remote, partial, listener or ignore).run(os.fspath(folder))
 
 
@@ -260,7 +249,7 @@ class _Pull:
         self,
         hub: Hub,
         commit: str,
-        remote: Mapping[str, _Remote],
+        remote: Mapping[str, Any],
         partial: PullFolder,
         listener: Listener,
     ) -> None:
@@ -272,7 +261,7 @@ class _Pull:
 
     def run(self, folder: str) -> Pulled:
         """Downloads, checks and commits the files."""
-        sizes = {path: file.size_bytes for path, file in self._remote.items()}
+        sizes = {path: int(file.size) for path, file in self._remote.items()}
         self._partial.prepare(sizes)
         self._listener(Started(sum(sizes.values())))
         first = [path for path in (MANIFEST_NAME,) if path in self._remote]
@@ -322,17 +311,17 @@ class _Pull:
         )
 
     def _check(self, path: str, manifest: Manifest | None) -> None:
-        remote = self._remote[path]
+        lfs, blob_id = self._remote[path].lfs, self._remote[path].blob_id
         with LocalSource(self._partial.files) as source:
             in_order = manifest is None or manifest.kind != _TORCH
             is_weights = path.endswith(".safetensors") and in_order
             size = source.stat(path).size_bytes
             file = large_file(source, path, manifest) if is_weights else LargeFile(path, size, ())
             blob = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-            whole = hashlib.sha256() if remote.sha256 else blob
+            whole = hashlib.sha256() if lfs else blob
             CheckedReader(source, file, ignore).read_into(whole.update)
         self._listener(BytesWritten(size))
-        if whole.hexdigest() != (remote.sha256 or remote.blob_id):
+        if whole.hexdigest() != (lfs.sha256 if lfs else blob_id):
             raise VerificationError(
                 f"{path} has another hash here than on the Hub",
                 where=f"{self._hub.repo_id}@{self._commit[:10]}",

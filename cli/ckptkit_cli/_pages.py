@@ -94,21 +94,26 @@ def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
         f" {counted(len(manifest.files), 'file')}, {size_text(manifest.size_bytes)}, in"
         f" {done.seconds:.2f} s ({speed}/s)"
     )
-    unverified = len(manifest.unverified)
-    proven = len(manifest.tensors) - unverified
-    if proven:
-        text = f"  checked    {counted(proven, 'tensor')} proven by CRC-32"
-        if done.copied_by_store:
-            text += f", {done.copied_by_store:,} of them copied by the store itself"
-        yield output.styled(text, "green")
-    if unverified:
-        text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
-        yield output.styled(text, "yellow")
+    yield from proof_lines(output, manifest, done.copied_by_store)
     ties = [f"{name} = {source}" for name, source in manifest.tied.items()]
     for position, tie in enumerate(first_of(ties, _LISTED_TIES)):
         label = "" if position else "tied"
         yield from wrapped(escaped(tie), width=output.width, first=f"  {label:<10} ", rest=" " * 13)
     yield f"  load it    {output.styled(escaped(loading_line(done)), 'cyan')}"
+
+
+def proof_lines(output: Output, manifest: Manifest, copied_by_store: int = 0) -> Iterator[str]:
+    """Yields how many tensors of an output were proven, and how many were not."""
+    unverified = len(manifest.unverified)
+    proven = len(manifest.tensors) - unverified
+    if proven:
+        text = f"  checked    {counted(proven, 'tensor')} proven by CRC-32"
+        if copied_by_store:
+            text += f", {copied_by_store:,} of them copied by the store itself"
+        yield output.styled(text, "green")
+    if unverified:
+        text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
+        yield output.styled(text, "yellow")
 
 
 def loading_line(done: Consolidated) -> str:

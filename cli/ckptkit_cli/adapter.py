@@ -45,6 +45,7 @@ from ckptkit_cli._pages import (
     manifest_json,
     plan_json,
     plan_page,
+    proof_lines,
 )
 from ckptkit_cli._progress import Progress
 
@@ -127,13 +128,7 @@ def _extraction_page(
     trained = sum(row.kind != "frozen" for row in done.rows)
     yield f"  layers     {counted(trained, 'module')}, rank {', '.join(map(str, ranks)) or 'none'}"
     yield f"  config     {escaped(done.config_path) or 'inferred from the tensors'}"
-    unverified = len(manifest.unverified)
-    if unverified < len(manifest.tensors):
-        proven = counted(len(manifest.tensors) - unverified, "tensor")
-        yield output.styled(f"  checked    {proven} proven by CRC-32", "green")
-    if unverified:
-        text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
-        yield output.styled(text, "yellow")
+    yield from proof_lines(output, manifest)
 
 
 def _loading_line(output: Output, out: str) -> list[str]:
@@ -352,24 +347,22 @@ def _merge_table(output: Output, layers: Sequence[MergedLayer]) -> list[str]:
     """Returns a table of what is done to each tensor."""
     has_several = len({layer.adapter for layer in layers}) > 1
     is_packed = any(layer.quantization is not None for layer in layers)
-    rows = [
-        (*row[:6], *row[6:7] * is_packed, *row[7:] * has_several)
-        for row in (_MERGE_HEADER, *map(_merge_row, layers))
+    cells: list[tuple[str, ...]] = [_MERGE_HEADER]
+    cells += [
+        (
+            escaped(layer.tensor),
+            f"{layer.kind}, DoRA" if layer.is_dora else layer.kind,
+            "" if layer.rank is None else str(layer.rank),
+            "" if layer.scaling is None else f"{layer.scaling:.6g}",
+            "" if layer.change is None else f"{layer.change:.3%}",
+            layer.base,
+            "" if layer.quantization is None else f"{layer.quantization:.3f}",
+            escaped(layer.adapter),
+        )
+        for layer in layers
     ]
+    rows = [(*row[:6], *row[6:7] * is_packed, *row[7:] * has_several) for row in cells]
     return table(rows, width=output.width, right={2, 3, 4} | ({6} if is_packed else set()))
-
-
-def _merge_row(layer: MergedLayer) -> tuple[str, ...]:
-    return (
-        escaped(layer.tensor),
-        f"{layer.kind}, DoRA" if layer.is_dora else layer.kind,
-        "" if layer.rank is None else str(layer.rank),
-        "" if layer.scaling is None else f"{layer.scaling:.6g}",
-        "" if layer.change is None else f"{layer.change:.3%}",
-        layer.base,
-        "" if layer.quantization is None else f"{layer.quantization:.3f}",
-        escaped(layer.adapter),
-    )
 
 
 @command(

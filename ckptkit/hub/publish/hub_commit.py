@@ -28,6 +28,8 @@ class CommitChange:
     """The changes of one commit.
 
     Attributes:
+        revision: The branch.
+        create_pr: Whether a pull request to the branch holds the commit.
         message: Its title.
         description: What follows the title; may be empty.
         operations: Files to add.
@@ -35,6 +37,8 @@ class CommitChange:
         deleted: Files to remove.
     """
 
+    revision: str
+    create_pr: bool
     message: str
     description: str
     operations: Sequence[CommitOperationAdd]
@@ -83,77 +87,69 @@ def commit_of(hub: Hub, revision: str) -> str:
     return str(hub.call(hub.api.repo_info, hub.repo_id, revision=revision).sha)
 
 
-class HubCommitter:
-    """Commits to one revision of a repository."""
+def make_commit(hub: Hub, change: CommitChange, parent: str) -> HubCommit:
+    """Makes a commit on top of `parent`, exactly once.
 
-    def __init__(self, hub: Hub, revision: str, *, create_pr: bool) -> None:
-        self._hub = hub
-        self._revision = revision
-        self._create_pr = create_pr
+    Returns:
+        Where it is.
+    """
+    from huggingface_hub import CommitOperationDelete
 
-    def commit(self, change: CommitChange, parent: str) -> HubCommit:
-        """Makes the commit on top of `parent`, exactly once.
+    deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
+    requests = _pull_requests(hub) if change.create_pr else {}
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            commit = hub.api.create_commit(
+                hub.repo_id,
+                operations=[*change.operations, *deletions],
+                commit_message=change.message,
+                commit_description=change.description,
+                revision=change.revision,
+                parent_commit=parent,
+                create_pr=change.create_pr,
+            )
+            return HubCommit(str(commit.oid), str(commit.pr_url or ""))
+        except Exception as error:
+            # Also where the client stumbles over an answer, as old ones do away from the Hub.
+            unknown = is_lost(error) or is_conflict(error) or status_of(error) is None
+            landed = _look(hub, change, parent, requests) if unknown else None
+            if landed is not None:
+                return landed
+            if is_conflict(error):
+                raise HeadMovedError from error
+            pause = pause_before(error, attempt)
+            if pause is None:
+                raise hub.translate_error(error) from error
+        time.sleep(pause)
 
-        Returns:
-            Where it is.
-        """
-        from huggingface_hub import CommitOperationDelete
 
-        deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
-        requests = self._pull_requests() if self._create_pr else {}
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                commit = self._hub.api.create_commit(
-                    self._hub.repo_id,
-                    operations=[*change.operations, *deletions],
-                    commit_message=change.message,
-                    commit_description=change.description,
-                    revision=self._revision,
-                    parent_commit=parent,
-                    create_pr=self._create_pr,
-                )
-                return HubCommit(str(commit.oid), str(commit.pr_url or ""))
-            except Exception as error:
-                # Also where the client stumbles over an answer, as old ones do away from the Hub.
-                unknown = is_lost(error) or is_conflict(error) or status_of(error) is None
-                landed = self._look(change, parent, requests) if unknown else None
-                if landed is not None:
-                    return landed
-                if is_conflict(error):
-                    raise HeadMovedError from error
-                pause = pause_before(error, attempt)
-                if pause is None:
-                    raise self._hub.translate_error(error) from error
-            time.sleep(pause)
-
-    def _look(
-        self, change: CommitChange, parent: str, requests: Mapping[str, str]
-    ) -> HubCommit | None:
-        """Returns the commit if it was made although its answer got lost."""
-        if self._create_pr:
-            for ref, target in self._pull_requests().items():
-                if ref not in requests and change.is_in(tree_of(self._hub, target)):
-                    number = ref.rsplit("/", 1)[-1]
-                    return HubCommit(target, f"{self._hub.url}/discussions/{number}")
-            return None
-        if commit_of(self._hub, self._revision) == parent:
-            return None
-        list_commits = self._hub.api.list_repo_commits
-        commits = self._hub.call(list_commits, self._hub.repo_id, revision=self._revision)
-        for commit in commits[:_MOST_COMMITS]:
-            if commit.commit_id == parent:
-                return None
-            is_ours = commit.title == change.message
-            if is_ours and change.is_in(tree_of(self._hub, commit.commit_id)):
-                return HubCommit(commit.commit_id)
+def _look(
+    hub: Hub, change: CommitChange, parent: str, requests: Mapping[str, str]
+) -> HubCommit | None:
+    """Returns the commit if it was made although its answer got lost."""
+    if change.create_pr:
+        for ref, target in _pull_requests(hub).items():
+            if ref not in requests and change.is_in(tree_of(hub, target)):
+                number = ref.rsplit("/", 1)[-1]
+                return HubCommit(target, f"{hub.url}/discussions/{number}")
         return None
+    if commit_of(hub, change.revision) == parent:
+        return None
+    commits = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=change.revision)
+    for commit in commits[:_MOST_COMMITS]:
+        if commit.commit_id == parent:
+            return None
+        if commit.title == change.message and change.is_in(tree_of(hub, commit.commit_id)):
+            return HubCommit(commit.commit_id)
+    return None
 
-    def _pull_requests(self) -> dict[str, str]:
-        list_refs: Callable[..., Any] = self._hub.api.list_repo_refs
-        refs = self._hub.call(list_refs, self._hub.repo_id, include_pull_requests=True)
-        return {ref.ref: ref.target_commit for ref in refs.pull_requests or ()}
+
+def _pull_requests(hub: Hub) -> dict[str, str]:
+    list_refs: Callable[..., Any] = hub.api.list_repo_refs
+    refs = hub.call(list_refs, hub.repo_id, include_pull_requests=True)
+    return {ref.ref: ref.target_commit for ref in refs.pull_requests or ()}
 
 
 @dataclass(frozen=True, slots=True)

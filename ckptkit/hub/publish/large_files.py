@@ -34,6 +34,7 @@ from ckptkit.storage.base import Folder, Source
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
+    Additions = dict[str, CommitOperationAdd]
 
 Sink = Callable[[bytes], None]
 _HINT = "run `ckptkit verify` on the folder; write it again with `ckptkit consolidate`"
@@ -167,19 +168,10 @@ class CheckedReader:
 _AT_ONCE = 4
 _SAMPLE_BYTES = 512
 _WRITE_BYTES = 1 << 20  # the store's client queues a number of writes, whatever their size
-_LARGE: Mapping[str, Any] = {"_upload_mode": "lfs", "_should_ignore": False}
+_LARGE: dict[str, Any] = {"_upload_mode": "lfs", "_should_ignore": False}
 """Attributes of the client's operations that mark a large file, whatever its size."""
-_SENT: Mapping[str, Any] = {"_is_uploaded": True}
+_SENT: dict[str, Any] = {"_is_uploaded": True}
 """Attributes that mark a file whose content the store has already."""
-
-
-@dataclass(frozen=True, slots=True)
-class UploadedFile:
-    """A large file whose content is in the Hub's store; no commit names it yet."""
-
-    path: str
-    sha256: str
-    operation: CommitOperationAdd
 
 
 class LargeFileUploader:
@@ -217,30 +209,33 @@ class LargeFileUploader:
             self._reader(file).read_into(digest.update)
             return digest.hexdigest()
 
-        hashes = self._run_all(files, hash_file)
-        return dict(zip([file.path for file in files], hashes, strict=True))
+        return self._run_all(files, hash_file)
 
-    def upload(self, files: Sequence[LargeFile]) -> list[UploadedFile]:
+    def upload(self, files: Sequence[LargeFile]) -> Additions:
         """Uploads files whose content the Hub may lack.
 
         Returns:
-            The operation to commit for each.
+            The operation to commit for each, by path.
         """
         if not files:
-            return []
+            return {}
         if self._takes_streams():
-            return self._stream(files)
+            hashes = self._stream(files)
+            return {
+                file.path: add_large(self._folder, file, hashes[file.path], is_sent=True)
+                for file in files
+            }
         hashes = self.hash_files(files)
-        sent = [self._uploaded(file, hashes[file.path], uploaded=False) for file in files]
+        additions = {file.path: add_large(self._folder, file, hashes[file.path]) for file in files}
         self._hub.call(
             self._hub.api.preupload_lfs_files,
             self._hub.repo_id,
-            additions=[file.operation for file in sent],
+            additions=list(additions.values()),
             revision=self._revision,
             create_pr=self._create_pr,
             free_memory=False,
         )
-        return sent
+        return additions
 
     def _reader(self, file: LargeFile) -> CheckedReader:
         return CheckedReader(self._folder, file, self._listener, self._secrets)
@@ -270,7 +265,7 @@ class LargeFileUploader:
             forgo_xet()
         return offered
 
-    def _stream(self, files: Sequence[LargeFile]) -> list[UploadedFile]:
+    def _stream(self, files: Sequence[LargeFile]) -> dict[str, str]:
         from hf_xet import XetSession
 
         headers = self._hub.headers()
@@ -283,8 +278,7 @@ class LargeFileUploader:
                 custom_headers=rest,
             ) as commit,
         ):
-            hashes = self._run_all(files, lambda file: self._stream_file(commit, file))
-        return [self._uploaded(file, sha256) for file, sha256 in zip(files, hashes, strict=True)]
+            return self._run_all(files, lambda file: self._stream_file(commit, file))
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -317,18 +311,15 @@ class LargeFileUploader:
         with self._translate_errors():
             return str(stream.finish().xet_info.sha256)
 
-    def _uploaded(self, file: LargeFile, sha256: str, *, uploaded: bool = True) -> UploadedFile:
-        operation = add_large(self._folder, file, sha256)
-        for name, value in _SENT.items() if uploaded else ():
-            setattr(operation, name, value)
-        return UploadedFile(file.path, sha256, operation)
-
-    def _run_all(self, files: Sequence[LargeFile], do: Callable[[LargeFile], str]) -> list[str]:
-        """Calls a function for all files, a few at once; stops after an error."""
+    def _run_all(
+        self, files: Sequence[LargeFile], do: Callable[[LargeFile], str]
+    ) -> dict[str, str]:
+        """Calls a function that returns a hash for all files, a few at once; stops at an error."""
+        paths = [file.path for file in files]
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="push") as pool:
             futures = [pool.submit(do, file) for file in files]
             try:
-                return [future.result() for future in futures]
+                return dict(zip(paths, [future.result() for future in futures], strict=True))
             except BaseException:
                 self._stopped.set()
                 for future in futures:
@@ -336,8 +327,17 @@ class LargeFileUploader:
                 raise
 
 
-def add_large(folder: Folder, file: LargeFile, sha256: str) -> CommitOperationAdd:
-    """Returns the client's operation for a file, which the client then does not hash."""
+def add_large(
+    folder: Folder, file: LargeFile, sha256: str, *, is_sent: bool = False
+) -> CommitOperationAdd:
+    """Returns the client's operation for a file, which the client then does not hash.
+
+    Args:
+        folder: Where the file is.
+        file: The file.
+        sha256: Its hash.
+        is_sent: Whether the Hub's store has its content, though no commit has it yet.
+    """
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.lfs import UploadInfo
 
@@ -347,6 +347,6 @@ def add_large(folder: Folder, file: LargeFile, sha256: str) -> CommitOperationAd
     operation.upload_info = UploadInfo(
         size=file.size_bytes, sample=sample, sha256=bytes.fromhex(sha256)
     )
-    for name, value in _LARGE.items():
+    for name, value in (_LARGE | _SENT if is_sent else _LARGE).items():
         setattr(operation, name, value)
     return operation

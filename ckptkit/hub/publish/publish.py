@@ -30,15 +30,15 @@ from ckptkit.hub.publish.hub_commit import (
     Hashes,
     HeadMovedError,
     HubCommit,
-    HubCommitter,
     check_tag,
     commit_of,
     differing,
     find_tag,
+    make_commit,
     tag_commit,
     tree_of,
 )
-from ckptkit.hub.publish.large_files import LargeFileUploader, UploadedFile, add_large
+from ckptkit.hub.publish.large_files import LargeFileUploader, add_large
 from ckptkit.hub.publish.package import Package, PushOptions, prepare_package
 from ckptkit.hub.publish.secrets import find_secrets, refuse_secrets
 from ckptkit.options import check_choice
@@ -48,6 +48,8 @@ from ckptkit.storage.places import PathLike, open_source
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
+
+    from ckptkit.hub.publish.large_files import Additions
 
 
 logger = logging.getLogger(__name__)
@@ -231,7 +233,7 @@ class _Push:
         self._contents[CARD] = card.encode()
         self._small[CARD] = _hashes(self._contents[CARD])
 
-    def _send(self, tree: Mapping[str, str]) -> tuple[dict[str, str], list[UploadedFile]]:
+    def _send(self, tree: Mapping[str, str]) -> tuple[dict[str, str], Additions]:
         """Uploads the large files; those that the Hub seems to have are only hashed."""
         package = self._package
         self._listener(Planned(package.notes))
@@ -256,14 +258,13 @@ class _Push:
                 where=self._folder.location,
                 hint="wait until the folder is no longer written to, then push again",
             )
-        return hashes | {file.path: file.sha256 for file in sent}, sent
+        return hashes | {path: add.upload_info.sha256.hex() for path, add in sent.items()}, sent
 
     def _commit(
-        self, head: str, expected: Hashes, sent: Sequence[UploadedFile]
+        self, head: str, expected: Hashes, sent: Additions
     ) -> tuple[HubCommit, list[str], list[str]]:
         """Commits what differs from the head, again where another commit moved it."""
         create_pr = self._options.get("create_pr", False)
-        committer = HubCommitter(self._hub, self._revision, create_pr=create_pr)
         step = "a model" if self._package.step is None else f"step {self._package.step}"
         message = (self._options.get("message") or "").strip() or f"Push {step} with ckptkit"
         title, _, rest = message.partition("\n")
@@ -274,9 +275,11 @@ class _Push:
             if not added and not deleted:
                 return HubCommit(head), [], []
             operations = self._operations(added, sent)
-            change = CommitChange(title, rest.strip(), operations, added, deleted)
+            change = CommitChange(
+                self._revision, create_pr, title, rest.strip(), operations, added, deleted
+            )
             try:
-                return committer.commit(change, head), list(added), deleted
+                return make_commit(self._hub, change, head), list(added), deleted
             except HeadMovedError:
                 logger.info("%s has a new commit; comparing with it", self._hub.repo_id)
                 head = commit_of(self._hub, self._revision)
@@ -286,10 +289,9 @@ class _Push:
             hint="push again when nothing else is committed there",
         )
 
-    def _operations(self, added: Hashes, sent: Sequence[UploadedFile]) -> list[CommitOperationAdd]:
+    def _operations(self, added: Hashes, sent: Additions) -> list[CommitOperationAdd]:
         from huggingface_hub import CommitOperationAdd
 
-        operations = {file.path: file.operation for file in sent}
         large = {file.path: file for file in self._package.large}
         additions = []
         for path in sorted(added):
@@ -298,7 +300,7 @@ class _Push:
             else:
                 # Without an operation the file was at the head when the push began.
                 sha256 = next(iter(added[path]))
-                operation = operations.get(path) or add_large(self._folder, large[path], sha256)
+                operation = sent.get(path) or add_large(self._folder, large[path], sha256)
                 additions.append(operation)
         return additions
 

@@ -349,15 +349,42 @@ class SecretSearch:
             self.kinds.append(TOKEN_IN_USE)
 
 
-def secrets_in(blocks: Iterable[bytes], known: Sequence[str] = ()) -> list[str]:
+def secrets_in(
+    blocks: Iterable[bytes], known: Sequence[str] = (), *, depth: int = _DEPTH
+) -> list[str]:
     """Returns the kinds of secrets that a file holds, also in compressed parts of it.
 
     Args:
         blocks: Its content in order. The first block shows the kind of the file; the members of a
             zip archive are unpacked where the archive is one block.
         known: Secrets that are in use.
+        depth: How many archives in archives are unpacked.
     """
-    return list(_search(iter(blocks), known, _DEPTH))
+    search = SecretSearch(known)
+    kinds: list[str] = []
+
+    def searched() -> Iterator[bytes]:
+        for block in blocks:
+            search.add(block)
+            yield block
+
+    stream = searched()
+    first = next(stream, b"")
+    if _DER_KEY.match(first):
+        kinds.append(PRIVATE_KEY)
+    with suppress(*_DAMAGED):
+        if depth and _unpacker(first) is not None:
+            whole = _unpacked(itertools.chain([first], stream))
+            kinds += secrets_in(_limited(whole), known, depth=depth - 1)
+        elif depth and first.startswith(_ZIP):
+            with zipfile.ZipFile(io.BytesIO(first)) as archive:
+                for member in archive.infolist():
+                    with archive.open(member) as file:
+                        parts = iter(functools.partial(file.read, _BLOCK_BYTES), b"")
+                        kinds += secrets_in(_limited(parts), known, depth=depth - 1)
+    for _ in stream:
+        pass
+    return list(dict.fromkeys([*search.kinds, *kinds]))
 
 
 def refuse_secrets(secrets: Sequence[str], where: str) -> None:
@@ -368,34 +395,6 @@ def refuse_secrets(secrets: Sequence[str], where: str) -> None:
             where=where,
             hint="remove it from the file, and revoke it if it was ever published",
         )
-
-
-def _search(blocks: Iterator[bytes], known: Sequence[str], depth: int) -> dict[str, None]:
-    search = SecretSearch(known)
-    kinds: dict[str, None] = {}
-
-    def searched() -> Iterator[bytes]:
-        for block in blocks:
-            search.add(block)
-            yield block
-
-    stream = searched()
-    first = next(stream, b"")
-    if _DER_KEY.match(first):
-        kinds[PRIVATE_KEY] = None
-    with suppress(*_DAMAGED):
-        if depth and _unpacker(first) is not None:
-            whole = _unpacked(itertools.chain([first], stream))
-            kinds |= _search(_limited(whole), known, depth - 1)
-        elif depth and first.startswith(_ZIP):
-            with zipfile.ZipFile(io.BytesIO(first)) as archive:
-                for member in archive.infolist():
-                    with archive.open(member) as file:
-                        parts = iter(functools.partial(file.read, _BLOCK_BYTES), b"")
-                        kinds |= _search(_limited(parts), known, depth - 1)
-    for _ in stream:
-        pass
-    return dict.fromkeys(search.kinds) | kinds
 
 
 def _unpacker(first: bytes) -> Any:
