@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ckptkit.hub.download import Pulled, pull
-from ckptkit.hub.publish.publish import Pushed, push
+from ckptkit.hub.publish import Pushed, push
 
 __all__ = ["Pulled", "Pushed", "pull", "push"]

@@ -20,7 +20,7 @@ from ckptkit.core.errors import (
     OutputError,
     UsageError,
 )
-from ckptkit.hub.publish.secrets import redact_secrets
+from ckptkit.hub.secrets import redact_secrets
 from ckptkit.storage.local.disk import is_out_of_space
 from ckptkit.storage.remote.errors import TRANSIENT_STATUSES, RetryPolicy, call_with_retries
 from ckptkit.version import __version__

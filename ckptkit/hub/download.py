@@ -30,8 +30,8 @@ from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
 from ckptkit.hub.client import Hub, quiet_client
-from ckptkit.hub.publish.hub_commit import commit_of, list_files
-from ckptkit.hub.publish.large_files import CheckedReader, LargeFile, large_file
+from ckptkit.hub.hub_commit import commit_of, list_files
+from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
 from ckptkit.storage.local.durable import sync_file, sync_folders

@@ -23,7 +23,7 @@ from ckptkit_cli._progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.hub.download import Pulled
-    from ckptkit.hub.publish.publish import Pushed
+    from ckptkit.hub.publish import Pushed
 
 
 _LISTED = 20
@@ -77,7 +77,7 @@ def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: An
     interrupted push, run it again; if it was complete, nothing changes. The token is that of
     HF_TOKEN or of `hf auth login`.
     """
-    from ckptkit.hub.publish.publish import push as push_folder
+    from ckptkit.hub.publish import push as push_folder
 
     with Progress(output, "push") as progress:
         pushed = push_folder(folder, repo_id, dry_run=dry_run, **options, listener=progress.listen)

@@ -13,7 +13,7 @@ import torch
 
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
-from ckptkit.hub.publish.secrets import secrets_in
+from ckptkit.hub.secrets import secrets_in
 from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.hub.watch.events import WatchEvent
 from ckptkit.hub.watch.steps import BranchSettings

@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import hub
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
-from ckptkit.hub.publish.secrets import MAX_SMALL_BYTES, secrets_in
+from ckptkit.hub.secrets import MAX_SMALL_BYTES, secrets_in
 from ckptkit.integrations.transformers import install
 from ckptkit.training import Checkpointer
 from tests.distributed.tiny_trainers import (

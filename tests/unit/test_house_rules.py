@@ -23,7 +23,7 @@ FULL_DOCSTRINGS = (
     *("ckptkit/__init__.py", "ckptkit/adapter_api.py", "ckptkit/api.py", "ckptkit/options.py"),
     *("ckptkit/readers.py", "ckptkit/run.py", "ckptkit/core/dtypes.py", "ckptkit/core/errors.py"),
     *("ckptkit/core/index.py", "ckptkit/formats/base.py", "ckptkit/formats/registry.py"),
-    *("ckptkit/hub/download.py", "ckptkit/hub/publish/publish.py"),
+    *("ckptkit/hub/download.py", "ckptkit/hub/publish.py"),
     *("ckptkit/integrations/accelerate/__init__.py", "ckptkit/integrations/scalars.py"),
     *("ckptkit/integrations/transformers/__init__.py", "ckptkit/storage/base.py"),
     *("ckptkit/training/checkpointer.py", "ckptkit/training/handle.py"),

@@ -27,9 +27,9 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.client import NOT_FOUND, Hub, status_of
-from ckptkit.hub.publish.folder_files import Skipped
-from ckptkit.hub.publish.hub_commit import tag_commit
-from ckptkit.hub.publish.publish import push as push_folder
+from ckptkit.hub.folder_files import Skipped
+from ckptkit.hub.hub_commit import tag_commit
+from ckptkit.hub.publish import push as push_folder
 from ckptkit.runs.listing import list_run
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.run_paths import open_run

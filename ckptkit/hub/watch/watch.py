@@ -32,9 +32,9 @@ from ckptkit.core.errors import (
 )
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, quiet_client
-from ckptkit.hub.publish.folder_files import NEVER
-from ckptkit.hub.publish.hub_commit import check_tag
-from ckptkit.hub.publish.secrets import redact_secrets
+from ckptkit.hub.folder_files import NEVER
+from ckptkit.hub.hub_commit import check_tag
+from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
 from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
 from ckptkit.hub.watch.steps import (

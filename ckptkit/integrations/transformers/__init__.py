@@ -35,7 +35,7 @@ from transformers.utils import hub
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import OutputError, UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
-from ckptkit.hub.publish.secrets import MAX_SMALL_BYTES, secrets_in
+from ckptkit.hub.secrets import MAX_SMALL_BYTES, secrets_in
 from ckptkit.integrations.checkpointers import export_into, is_sharded
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.checkpoints import (

@@ -29,13 +29,13 @@ NAMELESS = "no name is given there"
 S3 = "requests of S3 by exact keys"
 
 ALLOWED = {
-    ("ckptkit/hub/publish/folder_files", "_is_of_step", "fnmatchcase"): CONSTANT,
-    ("ckptkit/hub/publish/folder_files", "choose_step_files", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/folder_files", "_is_of_step", "fnmatchcase"): CONSTANT,
+    ("ckptkit/hub/folder_files", "choose_step_files", "fnmatchcase"): GIVEN,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "fnmatchcase"): CONSTANT,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "folder.rglob"): CONSTANT,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "glob.escape"): EXACT,
-    ("ckptkit/hub/publish/folder_files", "_reason", "fnmatchcase"): GIVEN,
-    ("ckptkit/hub/publish/folder_files", "choose_files", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/folder_files", "_reason", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/folder_files", "choose_files", "fnmatchcase"): GIVEN,
     ("ckptkit/hub/download", "PullFolder._files", "files.rglob"): CONSTANT,
     ("ckptkit/hub/watch/build", "_files_below", "folder.rglob"): CONSTANT,
     ("ckptkit/integrations/accelerate/accelerator_state", "obstacle", "folder.rglob"): CONSTANT,

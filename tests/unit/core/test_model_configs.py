@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ckptkit
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import model_config_to_json, parse_model_config
-from ckptkit.hub.publish.contents import scrub_content
+from ckptkit.hub.contents import scrub_content
 
 transformers = pytest.importorskip("transformers", minversion="5")
 torch = pytest.importorskip("torch")

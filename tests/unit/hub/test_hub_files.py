@@ -8,7 +8,7 @@ import pytest
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.hub.client import is_repo_id
-from ckptkit.hub.publish.contents import (
+from ckptkit.hub.contents import (
     LoadedFile,
     ModelFacts,
     base_model_of,
@@ -19,8 +19,8 @@ from ckptkit.hub.publish.contents import (
     scrub_card,
     write_card,
 )
-from ckptkit.hub.publish.folder_files import choose_files, find_stale_files
-from ckptkit.hub.publish.secrets import find_secrets, redact_secrets
+from ckptkit.hub.folder_files import choose_files, find_stale_files
+from ckptkit.hub.secrets import find_secrets, redact_secrets
 
 SECRETS = {
     "a Hugging Face token": "hf_" + "aZ4kQ9xLmP2vR7tY" * 2 + "ab",

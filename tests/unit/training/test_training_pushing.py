@@ -17,7 +17,7 @@ from torch import nn
 from transformers.utils import hub as transformers_hub
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
-from ckptkit.hub.publish.secrets import secrets_in
+from ckptkit.hub.secrets import secrets_in
 from ckptkit.integrations.transformers import filter_uploads
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer

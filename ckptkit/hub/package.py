@@ -15,7 +15,7 @@ from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.file_sets import INDEX_ENDING
-from ckptkit.hub.publish.contents import (
+from ckptkit.hub.contents import (
     LoadedFile,
     ModelFacts,
     base_model_of,
@@ -26,7 +26,7 @@ from ckptkit.hub.publish.contents import (
     read_small,
     write_card,
 )
-from ckptkit.hub.publish.folder_files import (
+from ckptkit.hub.folder_files import (
     ADAPTER_CONFIG,
     CARD,
     FileSelection,
@@ -39,8 +39,8 @@ from ckptkit.hub.publish.folder_files import (
     refuse_checkpoints,
     stat_all,
 )
-from ckptkit.hub.publish.large_files import LargeFile, large_file
-from ckptkit.hub.publish.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
+from ckptkit.hub.large_files import LargeFile, large_file
+from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.plan.load_report import PUSH
 from ckptkit.plan.side_files import CONFIG, has_auto_map
 from ckptkit.storage.base import Folder

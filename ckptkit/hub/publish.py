@@ -18,14 +18,14 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Planned, Started, ignore
 from ckptkit.hub.client import Hub, is_absent, quiet_client
-from ckptkit.hub.publish.contents import is_ours
-from ckptkit.hub.publish.folder_files import (
+from ckptkit.hub.contents import is_ours
+from ckptkit.hub.folder_files import (
     CARD,
     Skipped,
     find_stale_files,
     local_folder,
 )
-from ckptkit.hub.publish.hub_commit import (
+from ckptkit.hub.hub_commit import (
     CommitChange,
     Hashes,
     HeadMovedError,
@@ -38,9 +38,9 @@ from ckptkit.hub.publish.hub_commit import (
     tag_commit,
     tree_of,
 )
-from ckptkit.hub.publish.large_files import LargeFileUploader, add_large
-from ckptkit.hub.publish.package import Package, PushOptions, prepare_package
-from ckptkit.hub.publish.secrets import find_secrets, refuse_secrets
+from ckptkit.hub.large_files import LargeFileUploader, add_large
+from ckptkit.hub.package import Package, PushOptions, prepare_package
+from ckptkit.hub.secrets import find_secrets, refuse_secrets
 from ckptkit.options import check_choice
 from ckptkit.runs.run_paths import hold_source
 from ckptkit.storage.base import Folder
@@ -49,7 +49,7 @@ from ckptkit.storage.places import PathLike, open_source
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-    from ckptkit.hub.publish.large_files import Additions
+    from ckptkit.hub.large_files import Additions
 
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from ckptkit.core.manifest import LEAF_BYTES, Manifest
 from ckptkit.engine.outcome import BytesWritten, Listener
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.hub.client import Hub, forgo_xet, uses_xet
-from ckptkit.hub.publish.secrets import SecretSearch, refuse_secrets
+from ckptkit.hub.secrets import SecretSearch, refuse_secrets
 from ckptkit.storage.base import Folder, Source
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_man
 from ckptkit.core.model_configs import model_config_to_json, to_json
 from ckptkit.formats.file_sets import INDEX_ENDING
 from ckptkit.hub.client import is_local, is_repo_id
-from ckptkit.hub.publish.folder_files import ADAPTER_CONFIG, CARD
-from ckptkit.hub.publish.secrets import find_secrets, refuse_secrets, secrets_in
+from ckptkit.hub.folder_files import ADAPTER_CONFIG, CARD
+from ckptkit.hub.secrets import find_secrets, refuse_secrets, secrets_in
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.base import Source
 from ckptkit.version import __version__

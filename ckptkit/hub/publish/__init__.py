@@ -1,1 +1,0 @@
-"""Publishing a folder on the Hub in one commit."""
