@@ -216,7 +216,6 @@ class Checkpointer:
             bound = self._binding.of(state)
             self._session.put_beside(bound)
             for slot in self._slots:
-                slot.wait()
                 slot.prepare(bound)
 
     @check_names

@@ -120,6 +120,12 @@ def check_hub(given: dict[str, Any]) -> HubSettings | None:
             )
         return None
     _check_texts(repo_id, options)
+    seconds = options.get("hub_timeout_seconds", HubSettings("").timeout_seconds)
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds < float("inf"):
+        raise UsageError(
+            f"expected a number of seconds above 0, got {seconds!r}", where="hub_timeout_seconds"
+        )
     strategy = options.get("hub_strategy", "every_save")
     if strategy not in get_args(HubStrategy):
         choices = ", ".join(get_args(HubStrategy))
@@ -131,9 +137,7 @@ def check_hub(given: dict[str, Any]) -> HubSettings | None:
         revision=options.get("hub_revision"),
         include=_include(options.get("hub_include", ()), strategy),
         token=options.get("hub_token"),
-        timeout_seconds=_seconds(
-            options.get("hub_timeout_seconds", HubSettings("").timeout_seconds)
-        ),
+        timeout_seconds=float(seconds),
     )
 
 
@@ -165,15 +169,6 @@ def _include(value: object, strategy: HubStrategy) -> tuple[str, ...]:
             hint=f"pass hub_strategy as one of {', '.join(_WHOLE_STEPS)}",
         )
     return tuple(patterns)
-
-
-def _seconds(value: object) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and 0 < value < float("inf"):  # type: ignore[operator]
-        return float(value)  # type: ignore[arg-type]
-    raise UsageError(
-        f"expected a number of seconds above 0, got {value!r}", where="hub_timeout_seconds"
-    )
 
 
 _OPTIONS_VARIABLE = "CKPTKIT_STORAGE_OPTIONS"
@@ -247,9 +242,12 @@ class Pushing:
             self._committed[report.step] = report.path
         try:
             self._start()
-            self._notify()
         except HubError as error:
             self._fail_all(error)
+            return
+        if self._input is not None:
+            with suppress(OSError):  # it has ended, which the reader handles
+                self._input.send(b"\n", socket.MSG_DONTWAIT)
 
     def close(self) -> None:
         """Waits until everything is pushed, for a bounded time."""
@@ -257,7 +255,12 @@ class Pushing:
             process, self._process = self._process, None
             self._restarts = 0
         if process is not None:
-            self._hang_up()
+            if self._input is not None:
+                with suppress(OSError):
+                    # Otherwise a forked process, which has a copy, would keep the connection open.
+                    self._input.shutdown(socket.SHUT_RDWR)
+                self._input.close()
+                self._input = None
             self._wait(process)
             if self._reader is not None:
                 self._reader.join(_LEAVE_SECONDS)
@@ -319,20 +322,17 @@ class Pushing:
         # -P: no file of the working directory replaces a module.
         command = [sys.executable, "-P", "-m", "ckptkit_cli", "watch", os.fspath(self._place)]
         command += [*self._settings.arguments, "--state", str(self._state), "--workers", _WORKERS]
-        command += self._retention_arguments()
-        command += ["--until-eof", "--wait-for-lock", "--weights-only", "--json"]
-        has_options = isinstance(self._place, Place) and self._place.options
-        return [*command, "--src-options-from", _OPTIONS_VARIABLE] if has_options else command
-
-    def _retention_arguments(self) -> list[str]:
         rules = self._retention
         options = (
             ("--keep-last", rules.keep_last),
             ("--keep-every", rules.keep_every),
             ("--keep-best", rules.keep_best),
+            ("--best-mode", rules.best_mode if rules.keep_best else None),
         )
-        words = [word for name, value in options if value for word in (name, str(value))]
-        return [*words, "--best-mode", rules.best_mode] if rules.keep_best else words
+        command += [word for name, value in options if value for word in (name, str(value))]
+        command += ["--until-eof", "--wait-for-lock", "--weights-only", "--json"]
+        has_options = isinstance(self._place, Place) and self._place.options
+        return [*command, "--src-options-from", _OPTIONS_VARIABLE] if has_options else command
 
     def _environment(self) -> dict[str, str]:
         """Returns the environment, with secrets that must not be arguments."""
@@ -343,19 +343,6 @@ class Pushing:
             secret[_OPTIONS_VARIABLE] = json.dumps(dict(self._place.options))
         return own_environment() | secret
 
-    def _notify(self) -> None:
-        if self._input is not None:
-            with suppress(OSError):  # it has ended, which the reader handles
-                self._input.send(b"\n", socket.MSG_DONTWAIT)
-
-    def _hang_up(self) -> None:
-        if self._input is not None:
-            with suppress(OSError):
-                # Otherwise a forked process, which has a copy, would keep the connection open.
-                self._input.shutdown(socket.SHUT_RDWR)
-            self._input.close()
-            self._input = None
-
     def _wait(self, process: subprocess.Popen[str]) -> None:
         seconds = self._settings.timeout_seconds
         if self.outstanding:
@@ -363,7 +350,9 @@ class Pushing:
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            again = shlex.join(["ckptkit", "watch", os.fspath(self._place), *self._once_more()])
+            state = [] if isinstance(self._place, Path) else ["--state", str(self._state)]
+            command = ["ckptkit", "watch", os.fspath(self._place)]
+            again = shlex.join([*command, "--push", self._settings.repo_id, *state, "--once"])
             error = HubError(
                 f"not everything was pushed within {seconds:g} s",
                 where=self._settings.repo_id,
@@ -376,10 +365,6 @@ class Pushing:
                 process.wait(_LEAVE_SECONDS)
             process.kill()
             process.wait()
-
-    def _once_more(self) -> list[str]:
-        state = [] if isinstance(self._place, Path) else ["--state", str(self._state)]
-        return ["--push", self._settings.repo_id, *state, "--once"]
 
     def _read(self, process: subprocess.Popen[str], stream: IO[str]) -> None:
         """Reads the events of the process until it ends."""

@@ -183,7 +183,11 @@ class RunFolder(TrainingRun[Path]):
         self.prefix = prefix
         self._known: KnownSteps = {}
         with _translate_errors(self.path):
-            _make_writable(self.path)
+            (self.path / MARKS_FOLDER).mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                frozen = hasattr(os, "statvfs") and os.statvfs(self.path).f_flag & os.ST_RDONLY
+                number = errno.EROFS if frozen else errno.EACCES
+                raise OSError(number, os.strerror(number))
 
     def steps(self) -> tuple[RunStep, ...]:
         return saved_steps(self.path, self.prefix, self._known)
@@ -233,15 +237,6 @@ def saved_steps(
         folders = step_folders(run, (prefix,))
     numbers = {path.name: step for step, path in folders.items()}
     return list_saved_steps(numbers, LocalStepFiles(run), known)
-
-
-def _make_writable(path: Path) -> None:
-    (path / MARKS_FOLDER).mkdir(parents=True, exist_ok=True)
-    if os.access(path, os.W_OK | os.X_OK):
-        return
-    frozen = hasattr(os, "statvfs") and os.statvfs(path).f_flag & os.ST_RDONLY
-    number = errno.EROFS if frozen else errno.EACCES
-    raise OSError(number, os.strerror(number))
 
 
 @contextmanager

@@ -68,10 +68,6 @@ class Interval:
             return cls(seconds=_positive(every.total_seconds(), every))
         if isinstance(every, int) and not isinstance(every, bool):
             return cls(steps=int(_positive(every, every)))
-        return cls._parse_text(every)
-
-    @classmethod
-    def _parse_text(cls, every: object) -> Interval:
         match = _TEXT.fullmatch(every) if isinstance(every, str) else None
         unit = match[2].lower() if match else ""
         if match is None or (unit and unit not in _SECONDS) or (not unit and "." in match[1]):
@@ -247,11 +243,18 @@ def check_options(options: Options) -> Settings:
     _check_choice(given, "prefix", STEP_PREFIXES)
     _check_choice(given, "in_flight", get_args(InFlight))
     _check_choice(given, "unfit_optimizer", get_args(Unfit))
-    _check_count(given, "max_in_flight")
+    most = given.get("max_in_flight", 1)
+    if type(most) is not int or most < 1:
+        raise UsageError(f"expected a whole number above 0, got {most!r}", where="max_in_flight")
     _check_seconds(given, "timeout_seconds", may_be_0=False)
     _check_seconds(given, "stall_seconds", may_be_0=False)
     _check_seconds(given, "slurm_margin_seconds", may_be_0=True)
-    _check_listener(given.get("listener"))
+    listener = given.get("listener")
+    if listener is not None and not callable(listener):
+        raise UsageError(
+            f"expected a function that takes a SaveReport, got {a_kind(listener)}",
+            where="listener",
+        )
     retention = {
         name: given.pop(name)
         for name in ("keep_last", "keep_every", "keep_best", "best_mode")
@@ -301,12 +304,6 @@ def _storage_options(value: object) -> Mapping[str, Any]:
     )
 
 
-def _check_count(given: Mapping[str, Any], name: str) -> None:
-    value = given.get(name, 1)
-    if type(value) is not int or value < 1:
-        raise UsageError(f"expected a whole number above 0, got {value!r}", where=name)
-
-
 def _check_seconds(given: Mapping[str, Any], name: str, *, may_be_0: bool) -> None:
     value = given.get(name, 1.0)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -317,14 +314,6 @@ def _check_seconds(given: Mapping[str, Any], name: str, *, may_be_0: bool) -> No
         f"expected a number of seconds {least} and at most {_MOST_SECONDS:,.0f}, got {value!r}",
         where=name,
     )
-
-
-def _check_listener(listener: object) -> None:
-    if listener is not None and not callable(listener):
-        raise UsageError(
-            f"expected a function that takes a SaveReport, got {a_kind(listener)}",
-            where="listener",
-        )
 
 
 def _limit_bytes(limit: object) -> int | None:

@@ -192,20 +192,17 @@ def _given(key: str, value: object) -> Iterator[tuple[str, bytes]]:
     if isinstance(value, bytes):
         yield key, value
     elif isinstance(value, (str, os.PathLike)):
-        yield from _copied(Path(value), key)
+        path = Path(value)
+        if path.is_dir():
+            yield from _below(path)
+        elif path.is_file():
+            yield path.name, path.read_bytes()
+        else:
+            raise UsageError("no such file or folder", where=f"sidecar[{key!r}] {str(path)!r}")
     elif isinstance(value, _Pretrained):
         with tempfile.TemporaryDirectory() as folder:
             value.save_pretrained(folder)
             yield from _below(Path(folder))
-
-
-def _copied(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
-    if path.is_dir():
-        yield from _below(path)
-    elif path.is_file():
-        yield path.name, path.read_bytes()
-    else:
-        raise UsageError("no such file or folder", where=f"sidecar[{key!r}] {str(path)!r}")
 
 
 def _below(folder: Path) -> Iterator[tuple[str, bytes]]:

@@ -77,7 +77,12 @@ class SignalWatch:
             )
         try:
             for number in numbers:
-                self._install(number)
+                try:
+                    self._earlier[number] = signal.getsignal(number)
+                    signal.signal(number, self._handle)
+                except (OSError, ValueError) as error:
+                    name = signal.Signals(number).name
+                    raise UsageError(f"{name} cannot be handled", where="signals") from error
         except BaseException:
             self.close()
             raise
@@ -124,15 +129,6 @@ class SignalWatch:
     def _leave(self) -> None:
         self.close()
         self._let_through()
-
-    def _install(self, number: int) -> None:
-        try:
-            self._earlier[number] = signal.getsignal(number)
-            signal.signal(number, self._handle)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{signal.Signals(number).name} cannot be handled", where="signals"
-            ) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # No lock and no logging here, since this thread may hold the locks already.

@@ -122,7 +122,16 @@ class TorchKeyValueStore:
         self._sender = _SenderThread(_THREAD_NAME)
         self._store: Any = store  # torch's stubs lack half of its methods
         self._prefix = prefix
-        self._connect()
+        clone = getattr(store, "clone", None)
+        if clone is None:
+            return
+        try:
+            self._store = self._sender.run(clone, _CONNECT_SECONDS)
+        except PeerError as error:
+            if isinstance(error.__cause__, TimeoutError):  # that thread still waits there
+                logger.warning("the connection of the training is used for saves too: %s", error)
+                self._sender.stop()
+                self._sender = _SenderThread(_THREAD_NAME)
 
     def under(self, prefix: str) -> TorchKeyValueStore:
         """Returns a store for keys under a further prefix, on the same connection."""
@@ -156,19 +165,6 @@ class TorchKeyValueStore:
 
     def close(self) -> None:
         self._sender.close(_CLOSE_SECONDS)
-
-    def _connect(self) -> None:
-        """Clones the connection, if that succeeds soon."""
-        clone = getattr(self._given, "clone", None)
-        if clone is None:
-            return
-        try:
-            self._store = self._sender.run(clone, _CONNECT_SECONDS)
-        except PeerError as error:
-            if isinstance(error.__cause__, TimeoutError):  # that thread still waits there
-                logger.warning("the connection of the training is used for saves too: %s", error)
-                self._sender.stop()
-                self._sender = _SenderThread(_THREAD_NAME)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"

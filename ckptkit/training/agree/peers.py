@@ -39,6 +39,7 @@ _LONGEST_PAUSE_SECONDS = 0.2
 _PAUSE_GROWTH = 1.1  # so that an answer is read at most a tenth later than it came
 _GRACE_SECONDS = 5.0  # by which the others wait longer than rank 0, which knows the reason
 _NAMED_RANKS = 8
+_NONCE_BYTES = 4
 _REFUSED = b"!"  # before the error of a rank without a value; no JSON starts with it
 _LONGEST_ERROR = 2_000
 _MOST_OPENINGS = 10_000
@@ -234,7 +235,7 @@ def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bo
         is_place: Whether `run` is a directory or a URL, which ranks may spell in different ways.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
-        return Peers(0, 1, LocalKeyValueStore(), _new_nonce())
+        return Peers(0, 1, LocalKeyValueStore(), secrets.token_hex(_NONCE_BYTES))
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     topic = {"named": str(run), "machine": "", "path": str(run), "inode": []}
     facts = place_facts(run) if is_place else topic
@@ -262,7 +263,7 @@ def meet(store: KeyValueStore, rank: int, world_size: int, *, timeout_seconds: f
     Openings are numbered by the answers of rank 0, each of which names the nonces of its ranks. A
     rank that is not among them came after rank 0 had given up on it, and tries the next opening.
     """
-    own = _new_nonce()
+    own = secrets.token_hex(_NONCE_BYTES)
     number = int(store.get(f"openings/{rank}") or 0) + 1
     if rank == 0:
         return _host(store, number, own, world_size, timeout_seconds)
@@ -325,10 +326,6 @@ def _default_store() -> Store:
             hint="start torch.distributed with the backend gloo or nccl",
         )
     return store
-
-
-def _new_nonce() -> str:
-    return secrets.token_hex(4)
 
 
 def _encoded(value: Any) -> bytes:

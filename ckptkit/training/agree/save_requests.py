@@ -304,7 +304,9 @@ class SaveStepAgreement:
         if current is None:
             return
         if not current.is_answered:
-            answer = {"step": current.answered} | _request_json(current.own)
+            answer: dict[str, Any] = {"step": current.answered}
+            if current.own is not None:
+                answer |= {"reason": current.own.reason, "stop": current.own.stop}
             self._peers.store.set(f"{self._key}/{self._peers.rank}", json.dumps(answer).encode())
             current.is_answered = True
         outcome = self._peers.store.get(f"{self._key}/outcome") or self._decide(current)
@@ -318,7 +320,15 @@ class SaveStepAgreement:
         """
         with self._settled:
             while self._open is not None and self._holds(self._open, step):
-                self._wait(self._open)
+                left = self._open.limit + self._margin_seconds - time.monotonic()
+                if left > 0:
+                    self._settled.wait(left)
+                    continue
+                self._open.abandoned = True
+                logger.warning(
+                    "rank %d got no answer about the requested save; training continues",
+                    self._peers.rank,
+                )
             self._polled = step
             if self._targets:
                 stops = [self._targets.pop(t) for t in list(self._targets) if t <= step]
@@ -351,18 +361,17 @@ class SaveStepAgreement:
         if self._peers.rank == 0 and (answers := self._peers.store.get_all(keys)) is not None:
             outcome = _target([json.loads(answer) for answer in answers])
         elif time.monotonic() > current.limit:
-            outcome = {"void": self._complaint(keys)}
+            reason = "rank 0 did not decide"
+            if self._peers.rank == 0:
+                store = self._peers.store
+                silent = [rank for rank, key in enumerate(keys) if store.get(key) is None]
+                reason = f"{name_ranks(silent)} did not answer"
+            outcome = {"void": reason}
         if outcome is None:
             return None
         return self._peers.store.compare_set(
             f"{self._key}/outcome", b"", json.dumps(outcome).encode()
         )
-
-    def _complaint(self, keys: list[str]) -> str:
-        if self._peers.rank:
-            return "rank 0 did not decide"
-        silent = [rank for rank, key in enumerate(keys) if self._peers.store.get(key) is None]
-        return f"{name_ranks(silent)} did not answer"
 
     def _settle(self, current: _Round, outcome: dict[str, Any]) -> None:
         step, stop = outcome.get("step"), outcome.get("stop", False)
@@ -395,6 +404,10 @@ class SaveStepAgreement:
             ending = ", then training ends" if outcome["stop"] else ""
             logger.info("saving at step %d: %s%s", outcome["step"], outcome["reason"], ending)
 
+    @staticmethod
+    def _holds(current: _Round, step: int) -> bool:
+        return step > current.answered and not current.abandoned
+
     def _clean(self, *, whole: bool) -> None:
         """Removes the keys of rounds that all ranks have left; for rank 0.
 
@@ -409,26 +422,6 @@ class SaveStepAgreement:
                     self._peers.store.delete(f"round/{number}{name}")
             self._litter.clear()
         self._litter.append(self._number)
-
-    @staticmethod
-    def _holds(current: _Round, step: int) -> bool:
-        return step > current.answered and not current.abandoned
-
-    def _wait(self, current: _Round) -> None:
-        """Waits for a change, with the condition held; abandons the round when the time is up."""
-        left = current.limit + self._margin_seconds - time.monotonic()
-        if left > 0:
-            self._settled.wait(left)
-            return
-        current.abandoned = True
-        logger.warning(
-            "rank %d got no answer about the requested save; training continues",
-            self._peers.rank,
-        )
-
-
-def _request_json(request: SaveRequest | None) -> dict[str, Any]:
-    return {} if request is None else {"reason": request.reason, "stop": request.stop}
 
 
 def _target(answers: list[dict[str, Any]]) -> dict[str, Any]:

@@ -70,9 +70,8 @@ class StepCommitter:
         self._process = process
         self._retire = retire
         self._visible_seconds = min(_VISIBLE_SECONDS, timeout_seconds / 2)
-        self._failed: dict[
-            str, tuple[SaveAttempt, int]
-        ] = {}  # by name; and how often it is cleared
+        # By name, each with how often it is still to be cleared.
+        self._failed: dict[str, tuple[SaveAttempt, int]] = {}
 
     def commit(self, attempt: SaveAttempt, values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Commits an attempt that every rank has answered.
@@ -87,7 +86,9 @@ class StepCommitter:
         errors = [(rank, v["error"]) for rank, v in enumerate(values) if "error" in v]
         try:
             if errors:
-                raise _of_ranks(errors)
+                rank, document = errors[0]
+                more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
+                raise error_from_json(document).located(f"rank {rank}{more}")
             proofs = [RecordProof(**value["proof"]) for value in values]
             return {"committed": self._commit(attempt, proofs)}
         except CkptkitError as error:
@@ -138,10 +139,3 @@ class StepCommitter:
             "removed": list(answer.removed),
             "lost": dict(answer.lost),
         }
-
-
-def _of_ranks(errors: Sequence[tuple[int, Mapping[str, Any]]]) -> CkptkitError:
-    """Returns the first error, with its rank and the number of other ranks that failed."""
-    rank, document = errors[0]
-    more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
-    return error_from_json(document).located(f"rank {rank}{more}")

@@ -161,7 +161,12 @@ class FrozenFiles:
             doubt = next(self._doubts(kept, plan, pieces, stager, attempt), None)
             if doubt is None:
                 self._changed = frozenset()
-                return self._linking(kept, plan, attempt)
+                kept.lent.add(attempt.name)
+                self._recent.append(kept.folder)
+                waves = list(map(WaveFiles, plan.trained))
+                linked = partial(self._on_linked, kept, attempt.name)
+                waves[-1] = WaveFiles(plan.trained[-1], tuple(kept.links), on_written=linked)
+                return SaveFiles(tuple(waves), frozen=False)
             self._log_doubt(doubt, attempt)
         elif self._forgotten:
             self._log_doubt(_Doubt("a state was loaded, or one of them was deleted"), attempt)
@@ -231,29 +236,15 @@ class FrozenFiles:
                 len(again),
             )
 
-    def _linking(self, kept: _KeptFiles, plan: SavePlan, attempt: SaveAttempt) -> SaveFiles:
-        kept.lent.add(attempt.name)
-        self._recent.append(kept.folder)
-
-        def on_written(_: Written) -> None:
-            kept.lent.discard(attempt.name)
-            self._clear()
-
-        waves = list(map(WaveFiles, plan.trained))
-        waves[-1] = WaveFiles(plan.trained[-1], links=tuple(kept.links), on_written=on_written)
-        return SaveFiles(tuple(waves), frozen=False)
-
     def _written(self, plan: SavePlan, pieces: Sequence[Piece], attempt: SaveAttempt) -> SaveFiles:
+        """Returns the files of a save that writes everything; later ones may link the frozen."""
         self._kept, self._forgotten = None, False
-        if any(plan.samples) and not self._refused:
-            return self._keeping(plan, pieces, attempt)
-        if not self._folders:
-            return SaveFiles(tuple(map(WaveFiles, plan.images)), frozen=True)
-        self._recent.append(None)
-        last = WaveFiles(plan.images[-1], on_written=lambda _: self._clear())
-        return SaveFiles((*map(WaveFiles, plan.images[:-1]), last), frozen=True)
-
-    def _keeping(self, plan: SavePlan, pieces: Sequence[Piece], attempt: SaveAttempt) -> SaveFiles:
+        if not any(plan.samples) or self._refused:
+            if not self._folders:
+                return SaveFiles(tuple(map(WaveFiles, plan.images)), frozen=True)
+            self._recent.append(None)
+            last = WaveFiles(plan.images[-1], on_written=lambda _: self._clear())
+            return SaveFiles((*map(WaveFiles, plan.images[:-1]), last), frozen=True)
         run = attempt.folder.parent
         folder = run / self._place / f"{attempt.name}-{self._rank}"
         self._folders[folder] = None
@@ -270,6 +261,10 @@ class FrozenFiles:
             on_written = partial(self._on_written, kept, keeps, last=number == len(plan.images) - 1)
             waves.append(WaveFiles(images, (), keeps, plan.ranges[number], on_written))
         return SaveFiles(tuple(waves), frozen=True)
+
+    def _on_linked(self, kept: _KeptFiles, attempt: str, _: Written) -> None:
+        kept.lent.discard(attempt)
+        self._clear()
 
     def _on_written(
         self, kept: _KeptFiles, keeps: Sequence[Link], answer: Written, *, last: bool

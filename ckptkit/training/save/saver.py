@@ -141,7 +141,11 @@ class CommitCoordinator:
             for note in report.notes:
                 logger.warning("step %d, rank %d: %s", report.step, self._barrier.rank, note)
             save.handle.succeed(report)
-            self._notify(report)
+            try:
+                if self._listener is not None:
+                    self._listener(report)
+            except BaseException:  # the user's code, in our thread, may even exit
+                logger.exception("the listener of saves failed")
             self._clear()
             return True
         return False
@@ -215,14 +219,6 @@ class CommitCoordinator:
             linked_bytes=sum(answer.linked_bytes for answer in save.answers),
             lost=committed.get("lost", {}),
         )
-
-    def _notify(self, report: SaveReport) -> None:
-        if self._listener is None:
-            return
-        try:
-            self._listener(report)
-        except BaseException:  # the user's code, in our thread, may even exit
-            logger.exception("the listener of saves failed")
 
 
 def outcome_here(save: Save) -> dict[str, Any]:

@@ -122,13 +122,10 @@ class SaveSlot:
     def idle(self) -> bool:
         return self._current is None or self._current.freed
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Waits until the next save may begin, which takes a bounded time."""
-        if self._current is not None:
-            self._current.wait_freed(timeout)
-
     def prepare(self, bound: BoundState) -> None:
-        """Allocates the memory for a save, and starts the writer."""
+        """Allocates the memory for a save, and starts the writer, once the next save may begin."""
+        if self._current is not None:
+            self._current.wait_freed()
         pieces = bound.holdings(0).pieces  # cached, so the first save finds them faster
         plan = self._plan_for(pieces)
         # Large enough for later saves, so that it need not grow.
@@ -154,7 +151,8 @@ class SaveSlot:
         """
         try:
             waited = time.perf_counter()
-            self.wait()
+            if self._current is not None:  # an earlier save ends within a bounded time
+                self._current.wait_freed()
             save.handle.waited_seconds = time.perf_counter() - waited
             self._current = save.handle
             if save.error is None:

@@ -126,16 +126,31 @@ class Meshes:
 
     def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
         held = tuple(local_part(tensor).shape)
-        _refuse_scattered(fqn, tensor)
+        mesh, placements = tensor.device_mesh, tensor.placements
+        for dim, kind in enumerate(placements):
+            if kind.is_partial():
+                raise UnsupportedError("sums that are not reduced yet cannot be saved", where=fqn)
+            factor = getattr(kind, "split_factor", 1)
+            inner = [
+                mesh.size(later)
+                for later in range(dim + 1, mesh.ndim)
+                if getattr(placements[later], "dim", None) == getattr(kind, "dim", -1)
+            ]
+            if factor > 1 and factor != math.prod(inner):
+                raise UnsupportedError(
+                    f"the placements {placements} scatter a rank's elements over the tensor",
+                    where=fqn,
+                    hint="shard contiguous blocks, as fully_shard and parallelize_module do",
+                )
         replicas = self._replicas_of(tensor)
-        if tensor.device_mesh.get_coordinate() is None or 0 in held:
+        if mesh.get_coordinate() is None or 0 in held:
             return _Cut((), held, replicas)
         chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if box.sizes != held:
             raise UnsupportedError(
                 f"a local part of shape {held} was found where the placements "
-                f"{tensor.placements} give {box.sizes}",
+                f"{placements} give {box.sizes}",
                 where=fqn,
             )
         return _Cut((box,), held, replicas)
@@ -218,25 +233,6 @@ def memory_layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         return local.data_ptr(), local.shape, local.stride(), local.dtype
     except RuntimeError:  # a sparse tensor, which is refused later by its name
         return None
-
-
-def _refuse_scattered(fqn: str, tensor: DTensor) -> None:
-    mesh, placements = tensor.device_mesh, tensor.placements
-    for dim, kind in enumerate(placements):
-        if kind.is_partial():
-            raise UnsupportedError("sums that are not reduced yet cannot be saved", where=fqn)
-        factor = getattr(kind, "split_factor", 1)
-        inner = [
-            mesh.size(later)
-            for later in range(dim + 1, mesh.ndim)
-            if getattr(placements[later], "dim", None) == getattr(kind, "dim", -1)
-        ]
-        if factor > 1 and factor != math.prod(inner):
-            raise UnsupportedError(
-                f"the placements {placements} scatter a rank's elements over the tensor",
-                where=fqn,
-                hint="shard contiguous blocks, as fully_shard and parallelize_module do",
-            )
 
 
 def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:

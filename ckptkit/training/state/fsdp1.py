@@ -12,6 +12,7 @@ parameters, which the checkpoint itself does not.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,7 +168,7 @@ def layout_facts(units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
         {
             "names": [part.fqn for part in unit.parts],
             "shapes": [list(part.in_shard.shape) for part in unit.parts],
-            "elements": [_numel(part.in_shard.shape) for part in unit.parts],
+            "elements": [math.prod(part.in_shard.shape) for part in unit.parts],
             "aliases": {part.fqn: list(part.aliases) for part in unit.parts if part.aliases},
             "sharing": unit.sharing,
             "path": unit.path,
@@ -271,10 +272,6 @@ def _refuse_dropped(handle: Any, fqn: str) -> None:
         )
 
 
-def _numel(shape: Shape) -> int:
-    return int(torch.Size(shape).numel())
-
-
 def _unit(
     module: Any, prefixes: Sequence[str], interned: dict[tuple[Any, ...], Replicas]
 ) -> FlatUnit:
@@ -301,7 +298,7 @@ def _unit(
         group.extent,
         prefixes[0],
         tuple(_starts(flat)),
-        _numel(flat._unpadded_unsharded_size),
+        math.prod(flat._unpadded_unsharded_size),
     )
 
 
@@ -363,7 +360,9 @@ def _parts(
             )
         shape = tuple(flat._shapes[index])
         axes = _axes(flat, index)
-        start, stop = _interval(info)
+        start, stop = 0, 0
+        if info.in_shard:
+            start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
         slot = ShardLayout(
             names[index][0],
             shape,
@@ -392,12 +391,6 @@ def _on_its_own(slot: ShardLayout, sharing: int) -> ShardLayout:
         return replace(slot, held=(slot.elements,), start=None)
     places = whole_places(slot.shape)
     return replace(slot, places=places, held=slot.shape, start=None, axes=(), sharded=False)
-
-
-def _interval(info: Any) -> tuple[int, int]:
-    if not info.in_shard:
-        return 0, 0
-    return info.intra_param_start_idx, info.intra_param_end_idx + 1
 
 
 def _starts(flat: Any) -> Iterator[int]:
@@ -458,11 +451,7 @@ def write_flat_layout(model: nn.Module, folder: str | os.PathLike[str]) -> Path 
     }
     path = Path(folder, FLAT_LAYOUT)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _put(path, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+    data = (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+    # In the place of an earlier one, whole or not at all.
+    replace_file(path, data, LOCAL_DISK, draft=path.with_name(f".{path.name}.{os.getpid()}"))
     return path
-
-
-def _put(path: Path, data: bytes) -> None:
-    """Puts a file in the place of an earlier one, if there is one, whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    replace_file(path, data, LOCAL_DISK, draft=draft)

@@ -324,14 +324,13 @@ class ModelWalk:
         """Returns the entries with buffers in the dtype that they had before FSDP1 cast them."""
         dtypes = cast_buffers(self._model, self._structure.parallel)
         originals: dict[int, torch.Tensor] = {}
-
-        def original(name: str, value: object) -> object:
-            dtype = dtypes[name][0] if name in dtypes else None
-            if not isinstance(value, torch.Tensor) or dtype in {None, value.dtype}:
-                return value
-            return originals.setdefault(id(value), value.to(dtype))
-
-        return [(name, original(name, value)) for name, value in entries]
+        restored: list[tuple[str, object]] = []
+        for name, entry in entries:
+            value, dtype = entry, dtypes[name][0] if name in dtypes else None
+            if isinstance(entry, torch.Tensor) and dtype not in {None, entry.dtype}:
+                value = originals.setdefault(id(entry), entry.to(dtype))
+            restored.append((name, value))
+        return restored
 
 
 class _Look:

@@ -101,30 +101,36 @@ def is_sound(value: object) -> bool:
     return True
 
 
-def check_nesting(value: object, where: str) -> None:
-    _check_nesting(value, where, {}, set())
+def check_nesting(
+    value: object, where: str, around: Mapping[int, str] | None = None, done: set[int] | None = None
+) -> None:
+    """Refuses a value that contains itself, or is nested too deep.
 
-
-def _check_nesting(value: object, where: str, open_: dict[int, str], done: set[int]) -> None:
+    Args:
+        value: The value.
+        where: Its path in the state, for messages.
+        around: The paths of the values that it is in, by their identities.
+        done: The identities of values that were checked.
+    """
+    around, done = around or {}, set() if done is None else done
     if type(value) in _SCALARS or isinstance(value, torch.Tensor) or id(value) in done:
         return
-    if id(value) in open_:
+    if id(value) in around:
         raise UsageError(
-            f"{a_kind(value)} was found that contains itself: it is the one at {open_[id(value)]}",
+            f"{a_kind(value)} was found that contains itself: it is the one at {around[id(value)]}",
             where=where,
             hint="save values that form a tree",
         )
-    if len(open_) > _DEEPEST:
+    if len(around) > _DEEPEST:
         raise UsageError(
             f"values are nested more than {_DEEPEST} levels deep",
             where=f"{where[:_SHOWN_PATH]}…",
             hint="save values that are nested less deep",
         )
-    open_[id(value)] = where
     if not _holds_scalars(value):
+        inside = {**around, id(value): where}
         for step, child in _children(value):
-            _check_nesting(child, where + step, open_, done)
-    del open_[id(value)]
+            check_nesting(child, where + step, inside, done)
     done.add(id(value))
 
 
@@ -213,18 +219,13 @@ def is_same(value: Any, other: Any, *, contents: bool = True) -> bool:
 
 def _is_same_other(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
     if isinstance(value, torch.Tensor):
-        return _is_same_tensor(value, other, contents)
+        is_alike = (value.dtype, value.shape) == (other.dtype, other.shape)
+        return is_alike and (not contents or _bytes_of(value) == _bytes_of(other))
     if isinstance(value, Mapping):
         return _is_same_mapping(value, other, contents)
     if isinstance(value, np.generic):
         return _is_same_array(value, other, contents)
     return repr(value) == repr(other)  # numbers with their signs, dates with their zones
-
-
-def _is_same_tensor(value: torch.Tensor, other: torch.Tensor, contents: bool) -> bool:  # noqa: FBT001
-    if (value.dtype, value.shape) != (other.dtype, other.shape):
-        return False
-    return not contents or _bytes_of(value) == _bytes_of(other)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

@@ -184,7 +184,12 @@ class _ValueBuilder:
     def _dictionary(self, inert: dict[Any, Any], depth: int) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         if isinstance(inert, InertDefaultDict):
-            values = defaultdict(_factory(inert.factory))
+            name, factory = inert.factory, None
+            if name is not None:
+                factory = FACTORIES.get(name.name) if isinstance(name, Global) else None
+                if factory is None:
+                    raise ResumeError(f"a defaultdict of {name} cannot be restored", hint=_HINT)
+            values = defaultdict(factory)
         elif isinstance(inert, InertDict):
             values = OrderedDict()
         self._made[id(inert)] = values
@@ -269,15 +274,6 @@ FACTORIES: Mapping[str, Callable[[], Any]] = {  # of a `defaultdict`, by the nam
 }
 
 
-def _factory(name: object) -> Callable[[], Any] | None:
-    if name is None:
-        return None
-    factory = FACTORIES.get(name.name) if isinstance(name, Global) else None
-    if factory is None:
-        raise ResumeError(f"a defaultdict of {name} cannot be restored", hint=_HINT)
-    return factory
-
-
 def _plain(kind: Callable[..., Any]) -> Maker:
     return lambda args, _: kind(*args)
 
@@ -302,11 +298,6 @@ def _size(args: list[Any], _: Any) -> torch.Size:
     if not all(isinstance(arg, tuple | list) for arg in args):
         raise TypeError(args)
     return torch.Size(*args)
-
-
-def _time_zone(args: list[Any], _: Any) -> dt.timezone:
-    # Python writes `timezone.utc` as this call, and gives the same object back.
-    return dt.timezone(*args)
 
 
 def _namespace(args: list[Any], state: Any) -> argparse.Namespace:
@@ -375,7 +366,8 @@ _MAKERS: Mapping[tuple[str, str], Maker] = {
     },
     ("datetime", "time"): _plain(dt.time),
     ("datetime", "timedelta"): _plain(dt.timedelta),
-    ("datetime", "timezone"): _time_zone,
+    # Python writes `timezone.utc` as this call, and gives the same object back.
+    ("datetime", "timezone"): _plain(dt.timezone),
     ("decimal", "Decimal"): _plain(decimal.Decimal),
     ("fractions", "Fraction"): _plain(fractions.Fraction),
     **{

@@ -42,7 +42,14 @@ from ckptkit.training.state.dtensors import (
 )
 from ckptkit.training.state.models import ModelView, Stamp, detach_local
 from ckptkit.training.state.objects import flatten, make_object
-from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, ShardLayout, whole_layout
+from ckptkit.training.state.pieces import (
+    ObjectValue,
+    Piece,
+    Replicas,
+    ShardLayout,
+    whole_layout,
+    whole_places,
+)
 from ckptkit.training.state.rank_bound import ParameterState
 from ckptkit.training.state.structures import Leaf, Structure, take_apart
 
@@ -358,14 +365,19 @@ class _Walk:
                     self._keep(path, leaf)
 
     def _rank_bound_pieces(self, held: ParameterState) -> Iterator[Piece]:
-        """Adds the values of a state that is bound to this rank, and returns its tensors."""
+        """Adds the values of a state under the keys of this rank, and yields its inner tensors."""
         start = (*self._path, rank_bound.STATES, str(self._world.own), held.name)
         if held.nodes is not None:
             self.collected.structures.append(Structure(self._unit, start, held.nodes))
-        for leaf in held.leaves if self._for_save else ():
-            if not isinstance(leaf.value, torch.Tensor):
-                self._keep((*start, *leaf.path), leaf)
-        return rank_bound.pieces_of(held, self._unit, self._path, self._world.own)
+        for leaf in held.leaves:
+            path = (*start, *leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                for rest, inner in inner_tensors(leaf.value):
+                    shape = tuple(inner.shape)
+                    places = whole_places(shape)
+                    yield Piece(self._unit, (*path, *rest), shape, places, inner.detach())
+            elif self._for_save:
+                self._keep(path, leaf)
 
     def _pieces_of(
         self, value: torch.Tensor, slot: ShardLayout, meshes: Meshes, path: KeyPath

@@ -206,20 +206,14 @@ class ShardLayout:
             yield Piece(unit, path, self.shape, self.places, local, self.replicas, further, watched)
             return
         at = 0
+        back = tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
         for place in self.places:
             count = math.prod(place.sizes)
-            block = local.narrow(0, at, count).view(place.sizes)
-            box, at = _unpermuted(place, self.axes), at + count
-            yield Piece(
-                unit,
-                path,
-                self.shape,
-                (box,),
-                block.permute(_inverse(self.axes)),
-                self.replicas,
-                further,
-                watched,
-            )
+            block = local.narrow(0, at, count).view(place.sizes).permute(back)
+            at += count
+            offsets = tuple(place.offsets[axis] for axis in back)
+            box = Box(offsets, tuple(place.sizes[axis] for axis in back))
+            yield Piece(unit, path, self.shape, (box,), block, self.replicas, further, watched)
         if not self.places:
             yield Piece(unit, path, self.shape, (), local, self.replicas, further, watched)
 
@@ -240,17 +234,6 @@ def whole_layout(
     return ShardLayout(fqn, shape, whole_places(shape), shape, replicas, values)
 
 
-def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(axes)), key=axes.__getitem__))
-
-
-def _unpermuted(place: Box, axes: tuple[int, ...]) -> Box:
-    back = _inverse(axes)
-    return Box(
-        tuple(place.offsets[axis] for axis in back), tuple(place.sizes[axis] for axis in back)
-    )
-
-
 def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
     """Returns for each piece whether this rank writes it.
 
@@ -269,18 +252,10 @@ def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
         if piece.replicas.spread and piece.replicas.count > 1 and piece.places:
             groups[id(piece.replicas), piece.frozen].append(index)
     for indices in groups.values():
-        sizes = [pieces[index].size_bytes for index in indices]
         replicas = pieces[indices[0]].replicas
-        for index, owner in zip(indices, _dealt(sizes, replicas), strict=True):
+        loads = [0] * replicas.count
+        for index in sorted(indices, key=lambda index: -pieces[index].size_bytes):
+            owner = min(range(replicas.count), key=loads.__getitem__)
+            loads[owner] += pieces[index].size_bytes
             mine[index] = owner == replicas.own
     return tuple(mine)
-
-
-def _dealt(sizes: Sequence[int], replicas: Replicas) -> list[int]:
-    loads = [0] * replicas.count
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owner = min(range(replicas.count), key=loads.__getitem__)
-        owners[index] = owner
-        loads[owner] += sizes[index]
-    return owners

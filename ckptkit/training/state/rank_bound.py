@@ -41,11 +41,10 @@ from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.dtensors import (
     Copies,
     DTensor,
-    inner_tensors,
     is_composed,
     unwrap_dtensor,
 )
-from ckptkit.training.state.pieces import ObjectValue, Piece, ShardLayout, whole_places
+from ckptkit.training.state.pieces import ObjectValue, ShardLayout
 from ckptkit.training.state.structures import Leaf, Nodes
 from ckptkit.training.step_names import clean_fqn
 
@@ -126,24 +125,6 @@ def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
     return follows or tensor.numel() == 1 or (slot.whole and slot.start is None)
 
 
-def pieces_of(held: ParameterState, unit: str, path: KeyPath, rank: int) -> Iterator[Piece]:
-    """Yields the inner plain tensors of a parameter's state, under the keys of this rank.
-
-    Args:
-        held: The parameter.
-        unit: The DCP directory.
-        path: What comes before `rank_bound`.
-        rank: Of this process.
-    """
-    start = (*path, STATES, str(rank), held.name)
-    for leaf in held.leaves:
-        if isinstance(leaf.value, torch.Tensor):
-            for rest, inner in inner_tensors(leaf.value):
-                shape = tuple(inner.shape)
-                key = (*start, *leaf.path, *rest)
-                yield Piece(unit, key, shape, whole_places(shape), inner.detach())
-
-
 def layouts_of(
     held: Iterable[ParameterState], unit: str, path: KeyPath, world: Copies
 ) -> Iterator[ObjectValue]:
@@ -155,17 +136,16 @@ def layouts_of(
         path: What comes before `rank_layout`.
         world: The number of ranks, and this one.
     """
-    parameters = {state.name: _facts(state) for state in held if state.sharded}
+    parameters: dict[str, Any] = {}
+    for state in held:
+        if state.sharded:
+            tensors = [leaf for leaf in state.leaves if isinstance(leaf.value, torch.Tensor)]
+            kinds = [(leaf.path, kind_of(leaf.value)) for leaf in tensors]
+            parameters[state.name] = {**part_of(state.slots), "kinds": kinds}
     if parameters:
         document = {"world_size": world.number, "parameters": parameters}
         key = (*path, LAYOUTS, str(world.own), next(iter(parameters)))
         yield ObjectValue(unit, key, json.dumps(document))
-
-
-def _facts(held: ParameterState) -> dict[str, Any]:
-    tensors = [leaf for leaf in held.leaves if isinstance(leaf.value, torch.Tensor)]
-    kinds = [(leaf.path, kind_of(leaf.value)) for leaf in tensors]
-    return {**part_of(held.slots), "kinds": kinds}
 
 
 def composed_of(held: ParameterState, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
