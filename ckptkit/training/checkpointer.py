@@ -6,9 +6,9 @@ Its calls run one at a time, outside of the caller's modes of torch.
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
-import sys
 import threading
 import time
 import warnings
@@ -118,8 +118,8 @@ class FailedSaves:
         if error is None:
             return
         # The warning names the first line outside of ckptkit.
-        level, frame = 1, sys._getframe()  # noqa: SLF001 - documented, and quicker than inspect
-        while frame.f_back and frame.f_globals.get("__name__", "").startswith("ckptkit."):
+        level, frame = 1, inspect.currentframe()
+        while frame and frame.f_back and frame.f_globals.get("__name__", "").startswith("ckptkit."):
             level, frame = level + 1, frame.f_back
         warnings.warn(str(error), RuntimeWarning, stacklevel=level)
 

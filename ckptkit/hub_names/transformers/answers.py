@@ -30,7 +30,7 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.hub_names.disk_tensors import Computation, HubNames, HubTensor, NamingRequest
-from ckptkit.hub_names.transformers.model_classes import build_model
+from ckptkit.hub_names.transformers.model_classes import build_model, unsaved_names
 from ckptkit.hub_names.transformers.tracing import ComputedTensor, TracedTensor, revert_conversions
 
 Specs = Mapping[Fqn, tuple[DType, Shape]]
@@ -48,7 +48,7 @@ def answer_names(request: NamingRequest, conversions: Sequence[Any] | None = Non
     own = _own_tensors(model)
     live = own if request.tensors is None else _trace(request.tensors)
     unknown = live.keys() - model.state_dict().keys()
-    ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001  as saving does
+    ignored = unsaved_names(model)
     saved = {name: tensor for name, tensor in live.items() if name not in ignored}
     is_done = bool(unknown) and _is_of_disk(live, own, model)
     disk = saved if is_done else revert_conversions(model, saved)

@@ -30,7 +30,11 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ckptkit.hub_names.transformers.answers import torch_dtype
-from ckptkit.hub_names.transformers.model_classes import build_model, named_class
+from ckptkit.hub_names.transformers.model_classes import (
+    build_model,
+    named_class,
+    unsaved_names,
+)
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
 from ckptkit.plan.packed_weights import find_dense_name
 
@@ -144,7 +148,7 @@ def _by_loading(
         mismatched[name] = (last, "")
     unexpected = {name for name, target in targets.items() if target in info.unexpected_keys}
     missing = frozenset(info.missing_keys - mismatched.keys())
-    return _Found(missing - _unsaved(model), frozenset(unexpected), mismatched, targets)
+    return _Found(missing - unsaved_names(model), frozenset(unexpected), mismatched, targets)
 
 
 def _by_name(model: Any, targets: Mapping[str, str]) -> _Found:
@@ -155,7 +159,7 @@ def _by_name(model: Any, targets: Mapping[str, str]) -> _Found:
     info.unexpected_keys = {targets[name] for name in unexpected}
     _settle(model, info)
     rest = {name for name in unexpected if targets[name] in info.unexpected_keys}
-    return _Found(frozenset(info.missing_keys) - _unsaved(model), frozenset(rest), {}, targets)
+    return _Found(frozenset(info.missing_keys) - unsaved_names(model), frozenset(rest), {}, targets)
 
 
 @dataclass
@@ -176,10 +180,6 @@ def _settle(model: Any, info: Any) -> None:
         if not group <= info.missing_keys:
             info.missing_keys -= group
     model._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  as loading does
-
-
-def _unsaved(model: Any) -> frozenset[str]:
-    return frozenset(model._keys_to_ignore_on_save or ())  # noqa: SLF001  as saving does
 
 
 def _targets(model: Any, names: Iterable[str], conversions: list[Any]) -> dict[str, str]:
@@ -214,7 +214,7 @@ def _own_report(request: LoadRequest, model_class: Any) -> _Found:
     own = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if name not in tied and name not in _unsaved(model)
+        if name not in tied and name not in unsaved_names(model)
     }
     try:
         files = revert_weight_conversion(model, own)

@@ -41,6 +41,10 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
     return _find_closest(models, live, str(config.get("model_type")))
 
 
+def unsaved_names(model: Any) -> frozenset[str]:
+    return frozenset(model._keys_to_ignore_on_save or ())  # noqa: SLF001  as saving does
+
+
 def _config_class(config: Mapping[str, Any]) -> Any:
     model_type = str(config.get("model_type"))
     if model_type in CONFIG_MAPPING:

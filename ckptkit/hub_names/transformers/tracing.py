@@ -28,8 +28,6 @@ from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.hub_names.arrangements import Arrangement, join
 
-_aten = torch.ops.aten
-
 
 class ComputesError(Exception):
     """A conversion does more with elements than to move them; `reverting` deals with it."""
@@ -66,7 +64,7 @@ class TracedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Follows one operation."""
-        follow = _MOVES.get(operation.overloadpacket)
+        follow = _MOVES.get(str(operation.overloadpacket))
         if follow is None or not all(issubclass(kind, (cls, torch.nn.Parameter)) for kind in types):
             raise _refused(operation)
         return follow(*args, **(kwargs or {}))
@@ -177,26 +175,26 @@ def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
-_MOVES: dict[Any, Callable[..., Any]] = {
-    _aten._reshape_alias: _view,  # noqa: SLF001  that is its name
-    _aten._to_copy: _to_copy,  # noqa: SLF001
-    _aten._unsafe_view: _view,  # noqa: SLF001
-    _aten.alias: _same,
-    _aten.cat: _cat,
-    _aten.clone: _same,
-    _aten.detach: _same,
-    _aten.permute: _permute,
-    _aten.select: _select,
-    _aten.slice: _slice,
-    _aten.split: _split,
-    _aten.split_with_sizes: _split,
-    _aten.squeeze: _squeeze,
-    _aten.stack: _stack,
-    _aten.t: _t,
-    _aten.transpose: _transpose,
-    _aten.unbind: _unbind,
-    _aten.unsqueeze: _unsqueeze,
-    _aten.view: _view,
+_MOVES: dict[str, Callable[..., Any]] = {
+    "aten._reshape_alias": _view,
+    "aten._to_copy": _to_copy,
+    "aten._unsafe_view": _view,
+    "aten.alias": _same,
+    "aten.cat": _cat,
+    "aten.clone": _same,
+    "aten.detach": _same,
+    "aten.permute": _permute,
+    "aten.select": _select,
+    "aten.slice": _slice,
+    "aten.split": _split,
+    "aten.split_with_sizes": _split,
+    "aten.squeeze": _squeeze,
+    "aten.stack": _stack,
+    "aten.t": _t,
+    "aten.transpose": _transpose,
+    "aten.unbind": _unbind,
+    "aten.unsqueeze": _unsqueeze,
+    "aten.view": _view,
 }
 
 _ATTRIBUTE = "_weight_conversions"  # where loading leaves at a model what it used
