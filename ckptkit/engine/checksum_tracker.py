@@ -101,17 +101,24 @@ class ChecksumTracker:
     `finish`, which reads what is missing, or handed on as open records.
     """
 
-    def __init__(self, records: int, *, most_pieces: int | None = None) -> None:
+    def __init__(
+        self,
+        records: int,
+        *,
+        most_pieces: int | None = None,
+        finish_decoding: Callable[[], None] | None = None,
+    ) -> None:
         """Starts without a record.
 
         Args:
             records: How many the source has.
             most_pieces: Of one record; beyond it the record stays open without any piece. None
                 for no limit.
+            finish_decoding: Settles what is decoded from streams, which cannot be handed on.
         """
         self._lock = threading.Lock()
         self._open: dict[int, TrackedRecord] = {}
-        self._others: list[Callable[[], None]] = []
+        self._finish_decoding = finish_decoding
         self._settled = bytearray(records)
         self._most_pieces = most_pieces
 
@@ -168,11 +175,9 @@ class ChecksumTracker:
             self._open.pop(number, None)
 
     def still_open(self) -> dict[int, OpenRecord]:
-        """Returns the records that are not settled, for a tracker that has the other parts.
-
-        What is decoded from a stream is settled here: it cannot be handed on.
-        """
-        self._finish_others()
+        """Returns the records that are not settled, for a tracker that has the other parts."""
+        if self._finish_decoding is not None:
+            self._finish_decoding()
         return self.open_now()
 
     def open_now(self) -> dict[int, OpenRecord]:
@@ -192,16 +197,10 @@ class ChecksumTracker:
         with self._lock:
             self._open.setdefault(number, tracked).pieces.extend(record.pieces)
 
-    def finish_with(self, finish: Callable[[], None]) -> None:
-        self._others.append(finish)
-
-    def _finish_others(self) -> None:
-        for other in self._others:
-            other()
-
     def finish(self) -> None:
         """Reads what is missing of every open record, and compares it."""
-        self._finish_others()
+        if self._finish_decoding is not None:
+            self._finish_decoding()
         while self._open:
             _, record = self._open.popitem()
             if not record.is_refused:

@@ -179,24 +179,21 @@ class CastOperand:
         caster = Caster(self.operand.dtype, self.dtype)
         where = f"tensor {self.reads[0][1]!r}"
         caster.cast_all(values, target, where=where, block_start=span.start)
-        if self.dtype == BY_NAME["bfloat16"]:
-            self._refuse_infinite(values, target, span)
-        return target
-
-    def _refuse_infinite(self, values: NDArray[Any], target: NDArray[Any], span: Span) -> None:
-        """Refuses values that bfloat16 rounds to infinity, which casts of whole models accept."""
+        if self.dtype != BY_NAME["bfloat16"]:
+            return target
+        # Values that bfloat16 rounds to infinity, which casts of whole models accept.
         infinite = target.view(np.uint16) & _MAGNITUDE == _INFINITE
-        if not infinite.any():
-            return
-        infinite &= np.isfinite(values)
-        first = int(infinite.argmax())
-        if infinite[first]:
-            raise OverflowRefusedError(
-                f"value {float(values[first]):g} at element {span.start + first:,} does not fit"
-                f" {self.dtype.name}",
-                where=f"tensor {self.reads[0][1]!r}",
-                hint="pass --dtype float32, or take an earlier checkpoint if training diverged",
-            )
+        if infinite.any():
+            infinite &= np.isfinite(values)
+            first = int(infinite.argmax())
+            if infinite[first]:
+                raise OverflowRefusedError(
+                    f"value {float(values[first]):g} at element {span.start + first:,} does not fit"
+                    f" {self.dtype.name}",
+                    where=where,
+                    hint="pass --dtype float32, or take an earlier checkpoint if training diverged",
+                )
+        return target
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,25 +222,24 @@ class _RayCrew:
 
     def _hire(self) -> None:
         """Starts a worker on every node that has none."""
-        now = time.monotonic()
-        for node, cores, host in self.nodes():
-            if node not in self._hired and self._shunned.get(node, now) <= now:
-                hired = self._hired[node] = self._start(node, cores, host)
-                self._calls[hired.actor.open.remote()] = (hired, None)
-
-    def _start(self, node: str, cores: int, host: str) -> _Hired:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        cores = min(cores, self._limits.cores or _MOST_CORES)
-        options: dict[str, Any] = {
-            "num_cpus": cores,
-            "max_restarts": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        }
-        if self._limits.memory_bytes is not None:
-            options["memory"] = self._limits.memory_bytes
-        actor = self._ray.remote(RayWorker).options(**options)
-        return _Hired(actor.remote(self._station, cores, str(Path.cwd())), node, host)
+        now = time.monotonic()
+        for node, cores, host in self.nodes():
+            if node in self._hired or self._shunned.get(node, now) > now:
+                continue
+            taken = min(cores, self._limits.cores or _MOST_CORES)
+            options: dict[str, Any] = {
+                "num_cpus": taken,
+                "max_restarts": 0,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
+            if self._limits.memory_bytes is not None:
+                options["memory"] = self._limits.memory_bytes
+            actor = self._ray.remote(RayWorker).options(**options)
+            worker = actor.remote(self._station, taken, str(Path.cwd()))
+            hired = self._hired[node] = _Hired(worker, node, host)
+            self._calls[worker.open.remote()] = (hired, None)
 
     def _deal(self) -> None:
         # Fewest first: the last shares of all should not wait behind one another.

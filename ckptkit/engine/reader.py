@@ -127,11 +127,12 @@ class Origin:
         self.name = name
         self.source = source
         self.index = index
-        self.checksums = ChecksumTracker(len(index.records), most_pieces=most_pieces)
         self.unverified: set[Key] = set()
         self.located = LocatedChunks()
         self.decoded = DecodedRecords(source, index)
-        self.checksums.finish_with(self.decoded.finish)
+        self.checksums = ChecksumTracker(
+            len(index.records), most_pieces=most_pieces, finish_decoding=self.decoded.finish
+        )
 
     def adopt(self, records: Mapping[int, OpenRecord]) -> None:
         """Continues the records that the trackers of other processes have left open."""

@@ -171,9 +171,13 @@ class _Listing:
         """Returns why a step that ckptkit has not saved is not complete; empty where it is."""
         if not candidates:
             return "it holds no checkpoint of a known format"
-        unfinished = self._unfinished(name)
-        if unfinished:
-            return unfinished
+        if self._has(name, _SENTINEL):
+            return "the Trainer has not finished it"
+        series = series_of(name)
+        alike = [other for other in self._files if series_of(other) == series]
+        for last in _WRITTEN_LAST:
+            if not self._has(name, last) and any(self._has(other, last) for other in alike):
+                return f"it has no {last}, which is written last"
         # Single torch files often accompany a model without being checkpoints. If a model comes
         # with its optimizer, both have to be complete.
         main = [c for c in candidates if c.format not in {"torch", "foreign"}] or candidates
@@ -182,17 +186,6 @@ class _Listing:
             for candidate in main
         )
         return next(filter(None, lacking), "")
-
-    def _unfinished(self, name: str) -> str:
-        """Returns why a step was not finished by its framework; empty if it was."""
-        if self._has(name, _SENTINEL):
-            return "the Trainer has not finished it"
-        series = series_of(name)
-        alike = [other for other in self._files if series_of(other) == series]
-        for last in _WRITTEN_LAST:
-            if not self._has(name, last) and any(self._has(other, last) for other in alike):
-                return f"it has no {last}, which is written last"
-        return ""
 
     def _has(self, name: str, file: str) -> bool:
         return f"{name}/{file}" in self._paths

@@ -249,9 +249,14 @@ def find_runs_nearby(run: PathLike) -> tuple[str, ...]:
         named = _run_in_name(location)
         return (named,) if named else ()
     folder = local_path(run).absolute()
-    below = sorted(set(_runs_below(folder)))
+    below = set()
+    for place, names, _ in islice(os.walk(folder), _MOST_FOLDERS):  # skips what cannot be listed
+        steps = [name for name in names if is_step_folder(name)]
+        if steps:
+            below.add(place)
+        names[:] = [name for name in names if name not in steps and not name.startswith(".")]
     if below:
-        return tuple(below[:_LISTED])
+        return tuple(sorted(below)[:_LISTED])
     named = _run_in_name(str(folder))
     if named:
         return (named,)
@@ -267,16 +272,6 @@ def _run_in_name(location: str) -> str:
         if not name:
             break
     return ""
-
-
-def _runs_below(folder: Path) -> Iterator[str]:
-    """Yields the folders at any depth below one that hold a folder of a step."""
-    walked = islice(os.walk(folder), _MOST_FOLDERS)  # folders that cannot be listed are skipped
-    for place, names, _ in walked:
-        steps = [name for name in names if is_step_folder(name)]
-        if steps:
-            yield place
-        names[:] = [name for name in names if name not in steps and not name.startswith(".")]
 
 
 def _holds_steps(folder: Path) -> bool:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
-from ckptkit.storage.remote.errors import ErrorTranslator
+from ckptkit.core.errors import CkptkitError, RefusedError
+from ckptkit.storage.remote.errors import ErrorTranslator, lost_place_error
 from ckptkit.storage.remote.store import RemoteStore
 
 CLAIM_NAME = ".ckptkit-commit"
@@ -121,11 +121,8 @@ class OutputClaim:
     def check(self) -> None:
         """Checks that this run still owns the place, right before it changes something there."""
         if not self.is_held or time.monotonic() - self._confirmed > _TRUSTED_SECONDS:
-            raise OutputError(
-                "another run may have taken this place over, since this one stood still",
-                where=self._location,
-                hint="run one command at a time for an output, and this one again",
-            )
+            why = "another run may have taken this place over, since this one stood still"
+            raise lost_place_error(why, self._location)
 
     def release(self, *, is_clean: bool) -> None:
         """Releases the claim; if the place holds unfinished files, it keeps their names."""

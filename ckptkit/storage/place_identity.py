@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from ipaddress import ip_address
@@ -46,7 +46,6 @@ class PlaceRelation(Enum):
     """The second is inside the first."""
 
 
-@dataclass(frozen=True, eq=False)
 class PlaceIdentity:
     """What a place is: a kind of store, names from its top to the place, and the way to it.
 
@@ -56,16 +55,21 @@ class PlaceIdentity:
         names: Of bucket and folders, or of the file system and its folders.
     """
 
-    place: Place
-    kind: str = field(init=False)
-    names: tuple[str, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        is_remote = is_url(self.place)
-        kind = store_kind(self.place.protocol) if is_remote else _LOCAL
-        names = _remote_names(self.place, kind) if is_remote else _local_names(self.place)
-        object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "names", names)
+    def __init__(self, place: PathLike) -> None:
+        self.place = place_of(place)
+        self.kind = store_kind(self.place.protocol) if is_url(self.place) else _LOCAL
+        self.names: tuple[str, ...]
+        if self.kind != _LOCAL:
+            self.names = _remote_names(self.place, self.kind)
+            return
+        real = local_path(self.place).resolve()
+        mount = find_mount(real, read_mounts())
+        # From the top of the file system on, since a path may be mounted twice.
+        self.names = (
+            ("", *real.parts)
+            if mount is None
+            else (mount.device, *mount.root.parts, *real.relative_to(mount.place).parts)
+        )
 
     def overlap(self, other: PlaceIdentity) -> PlaceRelation:
         """Returns how this place is related to another one.
@@ -135,11 +139,6 @@ class PlaceIdentity:
         return PlaceRelation.AROUND if not my_rest and mine[-1] in theirs else PlaceRelation.NONE
 
 
-def identify_place(place: PathLike) -> PlaceIdentity:
-    """Returns the identity of a place, for comparisons with others."""
-    return PlaceIdentity(place_of(place))
-
-
 def find_overlap(first: PathLike, second: PathLike) -> PlaceRelation:
     """Returns how the first of two places is related to the second.
 
@@ -147,7 +146,7 @@ def find_overlap(first: PathLike, second: PathLike) -> PlaceRelation:
     `s3a://` is `s3://`, and an endpoint is that which the client uses, wherever it is configured.
     Where nothing shows that two endpoints are different stores, they count as one.
     """
-    return identify_place(first).overlap(identify_place(second))
+    return PlaceIdentity(first).overlap(PlaceIdentity(second))
 
 
 def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceRelation]]:
@@ -158,7 +157,7 @@ def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceR
     Yields:
         The indexes of both, and how the first is related to the second.
     """
-    identities = [identify_place(place) for place in places]
+    identities = [PlaceIdentity(place) for place in places]
     # Names of other case may be one file.
     names = [tuple(name.casefold() for name in identity.names) for identity in identities]
     order = sorted(range(len(identities)), key=lambda index: (identities[index].kind, names[index]))
@@ -197,15 +196,6 @@ def _remote_names(place: Place, kind: str) -> tuple[str, ...]:
     # What some clients make of `..` and of double slashes on the way.
     plain = posixpath.normpath(key).strip("/") if key else ""
     return (bucket, *(plain.split("/") if plain not in {"", "."} else ()))
-
-
-def _local_names(place: Place) -> tuple[str, ...]:
-    """Returns the file system, and the names from its own top on: a path may be mounted twice."""
-    real = local_path(place).resolve()
-    mount = find_mount(real, read_mounts())
-    if mount is None:
-        return ("", *real.parts)
-    return (mount.device, *mount.root.parts, *real.relative_to(mount.place).parts)
 
 
 def _find_s3_endpoint(place: Place) -> str:

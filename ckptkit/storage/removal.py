@@ -70,7 +70,11 @@ def remove_files(root: Place, paths: Sequence[str], *, last: str) -> None:
         last: The record of the removal, which is removed after all folders.
     """
     if is_url(root):
-        _remove_objects(root, [*paths, last])
+        store = get_store(root)
+        with error_translator(root.location, store.options)():
+            base = store.path_of(root.location)
+            for path in (*paths, last):
+                _remove_object(store, base, path)
         return
     folder = local_path(root).resolve()
     (folder / f"{last}.new").unlink(missing_ok=True)
@@ -100,14 +104,6 @@ def _remove_empty(path: Path, root: Path) -> None:
             if path.exists():
                 path.rmdir()
             path = path.parent
-
-
-def _remove_objects(root: Place, paths: Sequence[str]) -> None:
-    store = get_store(root)
-    with error_translator(root.location, store.options)():
-        base = store.path_of(root.location)
-        for path in paths:
-            _remove_object(store, base, path)
 
 
 def _remove_object(store: RemoteStore, base: str, path: str) -> None:

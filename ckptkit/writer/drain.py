@@ -6,6 +6,7 @@ import mmap
 import posixpath
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
@@ -145,20 +146,15 @@ class Drainer:
         known = self._shared.pop(file.path, None)
         if mark is not None and request.earlier:
             earlier = Path(request.earlier, file.path)
-            if known == (mark, shared_mark(earlier)) and self._linked(earlier, target):
-                self._shared[file.path] = mark, shared_mark(target)
-                return file.size_bytes
+            if known == (mark, shared_mark(earlier)):
+                with suppress(OSError):  # refused, or the file has the maximum number of links
+                    self._disk.link_file(earlier, target)
+                    self._shared[file.path] = mark, shared_mark(target)
+                    return file.size_bytes
         copier.copy(source, target, file.size_bytes)
         if mark is not None:
             self._shared[file.path] = mark, shared_mark(target)
         return 0
-
-    def _linked(self, earlier: Path, target: Path) -> bool:
-        try:
-            self._disk.link_file(earlier, target)
-        except OSError:  # refused, or the file has the maximum number of links
-            return False
-        return True
 
 
 class _Copier:

@@ -56,7 +56,7 @@ from ckptkit.runs.push_journal import (
 )
 from ckptkit.runs.save_order import Retention, unknown_metric
 from ckptkit.runs.steps import RunStep
-from ckptkit.storage.place_identity import identify_place
+from ckptkit.storage.place_identity import PlaceIdentity
 from ckptkit.storage.places import PathLike, is_url, local_path
 from ckptkit.storage.remote.errors import RetryPolicy
 
@@ -474,7 +474,7 @@ def run_watch(
         # depend on its spelling; older versions took the spelling.
         named = os.fspath(request.run).rstrip("/")
         own = "" if is_url(request.run) else watch_identity(local_path(request.run) / WATCH_FOLDER)
-        texts = [identify_place(request.run).name, named] if is_url(request.run) else [named]
+        texts = [PlaceIdentity(request.run).name, named] if is_url(request.run) else [named]
         hashes = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
         identity, *former = [own] if own else hashes
         journal, note = open_journal(state, hub.repo_id, identity, former)

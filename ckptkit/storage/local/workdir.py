@@ -346,22 +346,16 @@ def read_journal(path: Path) -> list[Entry]:
         return []
     finally:
         file.close()
-    return list(_entries(data))
-
-
-def _entries(data: bytes) -> Iterator[Entry]:
+    entries: list[Entry] = []
     for line in data.splitlines():
         checksum, _, text = line.partition(b" ")
-        if not text:
-            continue  # what a kill cut off was ended with the next line
-        if checksum != b"%08x" % crc32(text):
-            continue
-        try:
-            entry = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            yield entry
+        # What a kill cut off was ended with the next line, and has no text or another checksum.
+        if text and checksum == b"%08x" % crc32(text):
+            with suppress(ValueError):
+                entry = json.loads(text)
+                if isinstance(entry, dict):
+                    entries.append(entry)
+    return entries
 
 
 class Journal:

@@ -216,6 +216,12 @@ def clean_up(translate_errors: ErrorTranslator, action: Callable[[], object]) ->
         logger.warning("something was left behind: %s", error)
 
 
+def lost_place_error(why: str, where: str) -> OutputError:
+    """Returns the error for an output whose place another run has changed meanwhile."""
+    hint = "run one command at a time for an output, and this one again"
+    return OutputError(why, where=where, hint=hint)
+
+
 def output_exists_error(location: str) -> OutputExistsError:
     """Returns the error for a place that holds files already."""
     return OutputExistsError(

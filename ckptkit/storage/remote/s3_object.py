@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, OutputError
 from ckptkit.core.object_parts import CopiedRange, ObjectPart, cut_into_parts
+from ckptkit.storage.remote.errors import lost_place_error
 from ckptkit.storage.remote.s3 import ObjectHead, ObjectSums, S3Uploads, SentPart
 
 if TYPE_CHECKING:
@@ -263,11 +264,8 @@ class S3Object:
         data, expected = self._small, self._expected()
         is_put = self._store.put_new(self.key, data, expected.whole, in_parts=False)
         if not is_put and self._store.head(self.key).writer != self._store.writer:
-            raise OutputError(
-                "another run has put its file there meanwhile",
-                where=self._store.url(self.key),
-                hint="run one command at a time for an output, and this one again",
-            )
+            why = "another run has put its file there meanwhile"
+            raise lost_place_error(why, self._store.url(self.key))
         self._is_visible = True
 
     def remove(self) -> None:

@@ -35,7 +35,7 @@ from ckptkit.storage.base import (
 )
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.remote.errors import ErrorTranslator, clean_up
+from ckptkit.storage.remote.errors import ErrorTranslator, clean_up, lost_place_error
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import (
     MultipartUpload,
@@ -345,11 +345,7 @@ class S3SharedTarget:
                 self._store.abort(key, mine)
         for _, upload in parse_uploads(note or b""):
             return upload
-        raise OutputError(
-            f"the upload of {path!r} was removed by another run",
-            where=self.location,
-            hint="run one command at a time for an output, and this one again",
-        )
+        raise lost_place_error(f"the upload of {path!r} was removed by another run", self.location)
 
 
 def _note_name(path: str) -> str:

@@ -32,6 +32,7 @@ from ckptkit.storage.remote.errors import (
     ErrorTranslator,
     clean_up,
     error_translator,
+    lost_place_error,
     output_exists_error,
 )
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
@@ -46,6 +47,7 @@ PROBE_BYTES = 1024
 UPLOADS = "uploads"
 """In a mark or a note: key and name of each upload; and the folder of such notes."""
 _PLANNED = "planned"
+_OTHER_MANIFEST = "another run has put its manifest there"
 logger = logging.getLogger(__name__)
 
 
@@ -245,9 +247,8 @@ class S3Commit:
             self._manifest = last.key if not isinstance(last, bytes) else self._manifest
             self.claim.take()
             if not still_ours():
-                raise self._lost_error(
-                    "another run for the same place has removed the uploads of this one"
-                )
+                why = "another run for the same place has removed the uploads of this one"
+                raise lost_place_error(why, self._location)
             old = self.list_objects()
             self._is_dirty = bool(self.claim.names)
             manifest, replaced = self._check_replaced(old)
@@ -330,9 +331,10 @@ class S3Commit:
         now = self.list_objects()
         for item in items:
             if item.etag and now.get(item.key) != item.etag:
-                raise self._lost_error(f"{item.key!r} was replaced or removed by another writer")
+                why = f"{item.key!r} was replaced or removed by another writer"
+                raise lost_place_error(why, self._location)
         if self._manifest in now:
-            raise self._lost_error("another run has put its manifest there")
+            raise lost_place_error(_OTHER_MANIFEST, self._location)
 
     def _put_last(self, last: S3Object | bytes) -> None:
         if not isinstance(last, bytes):
@@ -342,19 +344,12 @@ class S3Commit:
         is_put = self._store.put_new(key, last, crc32(last), in_parts=False)
         path = f"{self._store.root}/{MANIFEST_NAME}"
         if not is_put and self._store.store.get_small(path) != last:  # an answer may be lost
-            raise self._lost_error("another run has put its manifest there")
+            raise lost_place_error(_OTHER_MANIFEST, self._location)
 
     def _delete(self, keys: Sequence[str]) -> None:
         if keys:
             self.claim.check()
             self._store.delete(keys)
-
-    def _lost_error(self, why: str) -> OutputError:
-        return OutputError(
-            why,
-            where=self._location,
-            hint="run one command at a time for an output, and this one again",
-        )
 
 
 def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:

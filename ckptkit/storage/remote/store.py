@@ -351,14 +351,9 @@ def _parse_info(info: Mapping[str, Any]) -> ObjectInfo:
     hub = info.get("xet_hash") or info.get("blob_id")
     marks = [str(hub)] if hub else [str(info[mark]) for mark in _MARKS if info.get(mark)]
     identity = f"{(etag or '-'.join(marks)).strip(chr(34))}-{size:x}"
-    return ObjectInfo(size, identity, etag, _parse_modified(info))
-
-
-def _parse_modified(info: Mapping[str, Any]) -> float:
-    for mark in ("LastModified", "last_modified", "mtime", "created"):
-        value = info.get(mark)
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, (int, float)):
-            return float(value)
-    return 0.0
+    written = (info.get(mark) for mark in ("LastModified", "last_modified", "mtime", "created"))
+    times = (value for value in written if isinstance(value, (datetime, int, float)))
+    modified = next(times, 0.0)
+    if isinstance(modified, datetime):
+        modified = modified.timestamp()
+    return ObjectInfo(size, identity, etag, float(modified))

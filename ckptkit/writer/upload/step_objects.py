@@ -69,13 +69,6 @@ def claim_step(store: Store, step: str, attempt: str) -> None:
         store.remove(manifest)
 
 
-def remove_step(store: Store, step: str) -> None:
-    """Removes a step: first the manifest, so that no part of it looks complete."""
-    store.remove(f"{step}/{MANIFEST_NAME}")
-    store.remove_all(tuple(store.entries(step)))
-    store.remove_all(store.folder_markers(step))
-
-
 def remove_unfinished(store: Store, step: str) -> None:
     """Removes what an unfinished save of ours left of a step, if it left something."""
     if store.look(f"{step}/{UPLOADING}") is None or store.look(f"{step}/{MANIFEST_NAME}"):
@@ -272,7 +265,10 @@ class _Step:
                 if self._store.has_younger(f"{IN_USE}/{step}", MARK_SECONDS):
                     notes.append(f"{step} stays for now: it is being read")
                     continue
-                remove_step(self._store, step)
+                # First the manifest, so that no part of the step looks complete.
+                self._store.remove(f"{step}/{MANIFEST_NAME}")
+                self._store.remove_all(tuple(self._store.entries(step)))
+                self._store.remove_all(self._store.folder_markers(step))
             except CkptkitError as error:
                 notes.append(f"{step} could not be removed: {error}")
             else:

@@ -58,7 +58,10 @@ class Uploader:
         folder = Path(request.folder)
         records = {path: read_small(folder, path) for path in request.records}
         listed = recorded_files(folder, records)
-        listed += [_as_written(folder, path) for path in request.further]
+        for path in request.further:
+            check_relative(path, str(folder))
+            with naming(folder / path):
+                listed.append(WrittenFile(path, (folder / path).stat().st_size, None))
         claim_step(store, request.step, request.attempt)
         step = _Step(self._disk, request, store, counter, self._shared)
         for file in listed:
@@ -150,12 +153,6 @@ class _Step:
                 hint="check whether another program writes to the run or removes objects from it",
             )
         return entry
-
-
-def _as_written(folder: Path, path: str) -> WrittenFile:
-    check_relative(path, str(folder))
-    with naming(folder / path):
-        return WrittenFile(path, (folder / path).stat().st_size, None)
 
 
 def main() -> None:

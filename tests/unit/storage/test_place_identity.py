@@ -10,10 +10,10 @@ import pytest
 from ckptkit.storage import place_identity
 from ckptkit.storage.locations import Place
 from ckptkit.storage.place_identity import (
+    PlaceIdentity,
     PlaceRelation,
     find_overlap,
     find_overlaps,
-    identify_place,
 )
 
 KEYS = {"key": "k", "secret": "secret-value"}
@@ -65,10 +65,10 @@ def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ids=str,
 )
 def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
-    one, two = identify_place(first), identify_place(second)
+    one, two = PlaceIdentity(first), PlaceIdentity(second)
     assert one.overlap(two) is PlaceRelation.SAME
     assert two.overlap(one) is PlaceRelation.SAME
-    below = identify_place(Place(f"{first.location}/checkpoint-4", first.options))
+    below = PlaceIdentity(Place(f"{first.location}/checkpoint-4", first.options))
     assert below.overlap(two) is PlaceRelation.INSIDE
     assert two.overlap(below) is PlaceRelation.AROUND
 
@@ -92,7 +92,7 @@ def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
     ids=str,
 )
 def test_places_that_are_two(first: Place, second: Place) -> None:
-    one, two = identify_place(first), identify_place(second)
+    one, two = PlaceIdentity(first), PlaceIdentity(second)
     assert one.overlap(two) is PlaceRelation.NONE
     assert two.overlap(one) is PlaceRelation.NONE
 
@@ -113,12 +113,12 @@ def test_the_name_of_a_place_is_one_for_all_ways_to_write_it(
     example = [place("s3://b/p", "http://S3.Example/"), place("s3://b/p", "https://s3.example.")]
     other = [place("s3://b/p", "http://127.0.0.1:9001")]
     local = [Place(tmp_path), Place(f"file://{tmp_path}/."), Place(f"local://{tmp_path}")]
-    names = [{identify_place(one).name for one in group} for group in (amazon, ours, example)]
-    names += [{identify_place(one).name for one in group} for group in (other, local)]
+    names = [{PlaceIdentity(one).name for one in group} for group in (amazon, ours, example)]
+    names += [{PlaceIdentity(one).name for one in group} for group in (other, local)]
     assert [len(group) for group in names] == [1] * 5
     assert len(set.union(*names)) == 5
     monkeypatch.setenv("AWS_ENDPOINT_URL", HERE)
-    assert identify_place(place("s3://b/p")).name in names[1]
+    assert PlaceIdentity(place("s3://b/p")).name in names[1]
 
 
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
