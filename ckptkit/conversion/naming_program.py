@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ckptkit.core.errors import RefusedError, error_from_json
+from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
 from ckptkit.version import __version__
@@ -43,7 +44,6 @@ _MOST_ANSWER_BYTES = 48 << 20
 _MOST_ENTRIES = 512
 _VERSION = re.compile(r"""^__version__\s*=\s*["']([^"']{1,64})["']""", re.MULTILINE)
 _FILES = ("modeling_utils.py", "core_model_loading.py", "conversion_mapping.py")
-_NESTING = 4  # real configurations nest twice
 
 
 class AnswerCache:
@@ -129,8 +129,7 @@ def _library(config: Mapping[str, Any]) -> list[Any] | None:
     if installed is None:
         return None
     version, folder = installed
-    types = _model_types(config, _NESTING)
-    models = sorted({re.sub(r"\W", "_", name)[:64] for name in types})
+    models = sorted({re.sub(r"\W", "_", name)[:64] for name in list_model_types(config)})
     files = [*_FILES, *(f"models/{name}/modeling_{name}.py" for name in models)]
     own = sorted(
         Path(__file__).resolve().parents[1].joinpath("hub_names", "transformers").glob("*.py")
@@ -148,14 +147,6 @@ def find_transformers_version() -> tuple[str, Path] | None:
     except OSError:
         return None
     return None if match is None else (match[1], Path(spec.origin).parent)
-
-
-def _model_types(config: Mapping[str, Any], depth: int) -> set[str]:
-    types = {str(config["model_type"])} if isinstance(config.get("model_type"), str) else set()
-    for value in config.values() if depth else ():
-        if isinstance(value, Mapping):
-            types |= _model_types(value, depth - 1)
-    return types
 
 
 def _size(path: Path) -> int:

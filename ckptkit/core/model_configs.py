@@ -22,6 +22,7 @@ _VERSION = "transformers_version"
 _FIRST_TO_TAG = 5  # major version of Transformers
 _DEEPEST = 100  # real configurations nest five deep; ones that writing could not follow are refused
 _MAJOR = re.compile(r"\d{1,4}(?=\.)")
+_NESTING = 4  # of parts whose model types count; real configurations nest twice
 
 
 def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
@@ -41,6 +42,16 @@ def parse_model_config(data: bytes, *, where: str) -> dict[str, Any]:
     if not isinstance(decoded, dict):
         raise FormatError(f"is the number {decoded} against an object", where=where)
     return decoded
+
+
+def list_model_types(config: Mapping[str, Any], depth: int = _NESTING) -> list[str]:
+    """Returns the model types of a configuration and of those nested in it."""
+    own = config.get("model_type")
+    types = [own] if isinstance(own, str) else []
+    for inner in config.values() if depth else ():
+        if isinstance(inner, Mapping):
+            types += list_model_types(inner, depth - 1)
+    return types
 
 
 def model_config_to_json(config: Mapping[str, Any]) -> bytes:

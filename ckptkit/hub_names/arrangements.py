@@ -111,10 +111,13 @@ class Arrangement:
         """Returns the same elements in the same row-major order under another shape."""
         if 0 in shape:
             return Arrangement(shape, ())
-        found = self
+        size, parts = self.shape, self.parts
         for group in _groups(self.shape, shape):
-            found = _regrouped(found, group)
-        return found
+            at, end = group.at, group.at + group.old
+            merged = _few([flat for part in parts for flat in _merged(part, size, at, end)])
+            parts = _few([fine for part in merged for fine in _split(part, at, group.new)])
+            size = (*size[:at], *group.new, *size[end:])
+        return Arrangement(size, parts)
 
     def to_tensor(self, name: Fqn) -> HubTensor:
         """Returns it as a tensor of a plan."""
@@ -185,6 +188,13 @@ def _between(part: LiveBox, dim: int, start: int, stop: int) -> Iterator[LiveBox
         )
 
 
+def _cut(part: LiveBox, dim: int, width: int) -> Iterator[LiveBox]:
+    """Yields a part in parts of so many indices of a dimension."""
+    low = part.offsets[dim]
+    for at in range(low, low + part.sizes[dim], width):
+        yield from _between(part, dim, at, at + width)
+
+
 def _range_of(walk: Walk, low: int, high: int) -> Iterator[tuple[int, int, Walk]]:
     """Cuts indices `[low, high)` out of a walk: `(first index, elements to skip, walk)`."""
     if low == 0 and high == _length(walk):
@@ -244,13 +254,6 @@ def _groups(old: Shape, new: Shape) -> list[_Group]:
     return found
 
 
-def _regrouped(given: Arrangement, group: _Group) -> Arrangement:
-    at, end = group.at, group.at + group.old
-    merged = _few([flat for part in given.parts for flat in _merged(part, given.shape, at, end)])
-    parts = [fine for part in merged for fine in _split(part, at, group.new)]
-    return Arrangement((*given.shape[:at], *group.new, *given.shape[end:]), _few(parts))
-
-
 def _merged(part: LiveBox, shape: Shape, at: int, end: int) -> Iterator[LiveBox]:
     """Yields a part with dimensions `[at, end)` made one."""
     outer, sizes = shape[at:end], part.sizes[at:end]
@@ -258,7 +261,7 @@ def _merged(part: LiveBox, shape: Shape, at: int, end: int) -> Iterator[LiveBox]
     axis = next((i for i in range(len(outer)) if sizes[i] > 1), len(outer))
     is_run = sizes[axis + 1 :] == outer[axis + 1 :]
     if not is_run:
-        for kept in _between_each(part, at + axis):
+        for kept in _cut(part, at + axis, 1):
             yield from _merged(kept, shape, at, end)
         return
     offset = sum(o * s for o, s in zip(part.offsets[at:end], strides, strict=True))
@@ -268,12 +271,6 @@ def _merged(part: LiveBox, shape: Shape, at: int, end: int) -> Iterator[LiveBox]
         offsets=(*part.offsets[:at], offset, *part.offsets[end:]),
         walks=(*part.walks[:at], _simplified(walk), *part.walks[end:]),
     )
-
-
-def _between_each(part: LiveBox, dim: int) -> Iterator[LiveBox]:
-    low = part.offsets[dim]
-    for index in range(low, low + part.sizes[dim]):
-        yield from _between(part, dim, index, index + 1)
 
 
 def _simplified(walk: Walk) -> Walk:
@@ -321,15 +318,12 @@ def _dealt(walk: Walk, box: Box) -> list[Walk]:
                 runs.append((count // left, step * left))
                 left = 1
             else:
-                raise _inexpressible()
+                raise CannotPlanError(
+                    "a conversion reshapes a tensor across the joints of its pieces",
+                    hint="pass --names live",
+                )
         dealt.insert(0, _simplified(tuple(mine)))
     return dealt
-
-
-def _inexpressible() -> CannotPlanError:
-    return CannotPlanError(
-        "a conversion reshapes a tensor across the joints of its pieces", hint="pass --names live"
-    )
 
 
 def _inner_of(dim: int, parts: Sequence[LiveBox]) -> Shape:
@@ -353,14 +347,8 @@ def _fitted(part: LiveBox, dim: int, counts: Shape) -> Iterator[LiveBox]:
     if counts or len(walk) <= 1:
         yield part
         return
-    for kept in _between_rounds(part, dim):
+    for kept in _cut(part, dim, _length(walk[1:])):
         yield from _fitted(kept, dim, counts)
-
-
-def _between_rounds(part: LiveBox, dim: int) -> Iterator[LiveBox]:
-    low, width = part.offsets[dim], _length(part.walks[dim][1:])
-    for at in range(low, low + part.sizes[dim], width):
-        yield from _between(part, dim, at, at + width)
 
 
 def _piece(part: LiveBox, inner: Sequence[Shape]) -> DiskBox:

@@ -256,10 +256,23 @@ class NamingRequest:
 def names_to_json(names: HubNames) -> dict[str, Any]:
     """Returns names as plain values."""
     number = {name: i for i, name in enumerate(names.live)}
+    tensors: list[list[Any]] = []
+    for tensor in names.tensors.values():
+        if tensor.computed is not None:
+            sources = [number[source] for source in tensor.computed.sources]
+            computed = [tensor.computed.dtype.name, sources]
+            tensors.append([tensor.name, tensor.shape, None, [], computed])
+            continue
+        pieces = [
+            [number[piece.source], piece.start, piece.steps, piece.box.offsets, piece.box.sizes]
+            for piece in tensor.pieces
+        ]
+        grid = None if tensor.grid == tensor.shape else tensor.grid
+        tensors.append([tensor.name, tensor.shape, grid, pieces, None])
     return {
         "library": names.library,
         "live": [[name, list(shape)] for name, shape in names.live.items()],
-        "tensors": [_tensor_to_json(tensor, number) for tensor in names.tensors.values()],
+        "tensors": tensors,
         "unsaved": list(names.unsaved),
         "unknown": list(names.unknown),
     }
@@ -278,21 +291,6 @@ def names_from_json(document: Mapping[str, Any]) -> HubNames:
     )
 
 
-def _tensor_to_json(tensor: HubTensor, number: Mapping[Fqn, int]) -> list[Any]:
-    computed = tensor.computed
-    row: list[Any] = [tensor.name, tensor.shape]
-    if computed is not None:
-        sources = [number[source] for source in computed.sources]
-        return [*row, None, [], [computed.dtype.name, sources]]
-    grid = None if tensor.grid == tensor.shape else tensor.grid
-    return [*row, grid, [_piece_to_json(piece, number) for piece in tensor.pieces], None]
-
-
-def _piece_to_json(piece: DiskBox, number: Mapping[Fqn, int]) -> list[Any]:
-    box = piece.box
-    return [number[piece.source], piece.start, piece.steps, box.offsets, box.sizes]
-
-
 class _Reader:
     """Makes tensors; shapes that come again, as those of experts do, are kept once."""
 
@@ -306,11 +304,12 @@ class _Reader:
     ) -> HubTensor:
         dense = self._shape(shape)
         finer = dense if grid is None else self._shape(grid)
-        made = None if computed is None else self._computation(*computed)
-        return HubTensor(Fqn(name), dense, finer, tuple(self._piece(*row) for row in pieces), made)
-
-    def _computation(self, dtype: str, sources: list[int]) -> Computation:
-        return Computation(dtype_named(dtype), tuple(self._live[i] for i in sources))
+        computation = None
+        if computed is not None:
+            dtype, sources = computed
+            computation = Computation(dtype_named(dtype), tuple(self._live[i] for i in sources))
+        boxes = tuple(self._piece(*row) for row in pieces)
+        return HubTensor(Fqn(name), dense, finer, boxes, computation)
 
     def _piece(
         self, source: int, start: int, steps: list[int], offsets: list[int], sizes: list[int]

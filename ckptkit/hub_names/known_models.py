@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
+from ckptkit.core.model_configs import list_model_types
 from ckptkit.hub_names.needed_table import CONVERTED, PREFIXED, UNCONVERTED
 from ckptkit.hub_names.outlines_table import BASE_PREFIXES, COUNTED, ROOTS
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
@@ -50,8 +50,9 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
         given = {find_dense_name(name): None for name in given}
         wanted = {find_dense_name(name): None for name in base}
         left_out = {find_dense_name(name) for name in left_out}
+    specs: dict[Fqn, Any] = {Fqn(name): (None, ()) for name in {**wanted, **given}}
     tied = {
-        *_tied(request.config, {**wanted, **given}),
+        *find_tie_candidates(request.config, specs),
         *find_absent_tied_names(request.config, set(map(Fqn, given))),
     }
     missing = [n for n in wanted if n not in given and n not in tied and not _MADE.search(n)]
@@ -104,20 +105,12 @@ def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[Shapes, set[str]]:
     prefixes = sorted({name.split(".")[0] for name in (*request.tensors, *base)} & BASE_PREFIXES)
 
     def called(name: str) -> str:
-        forms = (name, *(f"{p}.{name}" for p in prefixes), *map(partial(_without, name), prefixes))
+        forms = [name, *(f"{prefix}.{name}" for prefix in prefixes)]
+        forms += (name.removeprefix(f"{prefix}.") for prefix in prefixes)
         return next((form for form in forms if form in base), name)
 
     given = {called(name): shape for name, (_, shape) in request.tensors.items()}
     return given, {called(name) for name in request.left_out}
-
-
-def _without(name: str, prefix: str) -> str:
-    return name.removeprefix(f"{prefix}.")
-
-
-def _tied(config: Mapping[str, Any], shapes: Shapes) -> set[str]:
-    specs: dict[Fqn, Any] = {Fqn(name): (None, ()) for name in shapes}
-    return {*map(str, find_tie_candidates(config, specs))}
 
 
 def _prefix(unexpected: list[str], wanted: Shapes) -> str:
@@ -205,9 +198,6 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
-_NESTING = 4  # real configurations nest twice
-
-
 @dataclass(frozen=True, slots=True)
 class Need:
     """Whether names on disk have to be asked for.
@@ -232,7 +222,7 @@ def determine_need(config: Mapping[str, Any] | None, *, has_base: bool) -> Need:
     """
     if config is None:
         return Need("unknown", "there is no config.json")
-    types = set(_model_types(config, _NESTING))
+    types = set(list_model_types(config))
     if types & CONVERTED or (has_base and types & PREFIXED):
         return Need("ask")
     root = config.get("model_type")
@@ -248,12 +238,3 @@ def explain_doubt(config: Mapping[str, Any], dtypes: Iterable[DType]) -> str:
     kinds = {dtype.kind for dtype in dtypes if dtype.itemsize == 1}
     is_packed = "float" in kinds or ("int" in kinds and bool(config.get("quantization_config")))
     return "the weights are packed in 8 bits or fewer" if is_packed else ""
-
-
-def _model_types(config: Mapping[str, Any], depth: int) -> Iterator[str]:
-    found = config.get("model_type")
-    if isinstance(found, str):
-        yield found
-    for value in config.values() if depth else ():
-        if isinstance(value, Mapping):
-            yield from _model_types(value, depth - 1)

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self, get_args
 
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.core.model_configs import list_model_types
 from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
 from ckptkit.lora.dialects import is_vocabulary
 from ckptkit.options import (
@@ -356,16 +357,7 @@ def find_model_types(config: Mapping[str, Any] | None) -> frozenset[str]:
     """
     if config is None or config.get("auto_map"):
         return frozenset()
-    return frozenset(_types(config, _NESTING))
-
-
-def _types(config: Mapping[str, Any], depth: int) -> set[str]:
-    own = config.get("model_type")
-    found = {own} if isinstance(own, str) else set()
-    for inner in config.values() if depth else ():
-        if isinstance(inner, Mapping):
-            found |= _types(inner, depth - 1)
-    return found
+    return frozenset(list_model_types(config))
 
 
 def resize_vocabulary(

@@ -303,15 +303,16 @@ class _Search:
                     hint="name the directory that corresponds to SRC: files that belong together"
                     " have the same paths in both",
                 )
-        united = unite(self._source, [step_folder(candidate.folder) for candidate in candidates])
-        if united.files:
-            self._source.lay_over(united.files, without=united.without)
+        folders_of_steps = [step_folder(candidate.folder) for candidate in candidates]
+        files, without, problems = unite(self._source, folders_of_steps)
+        if files:
+            self._source.lay_over(files, without=without)
             self._paths = list_files(self._source)
             candidates = recognise(self._paths)
         candidates = add_numbered_ranks(self._source, candidates, self._paths)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
-        self._steps = StepManifests(self._source, candidates, united.problems)
+        self._steps = StepManifests(self._source, candidates, problems)
         return candidates
 
     def _check_parts(self, found: ResolvedSource) -> None:

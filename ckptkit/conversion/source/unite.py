@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -60,21 +60,6 @@ _NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class UnitedSteps:
-    """Steps that were merged from the copies of nodes.
-
-    Attributes:
-        files: Files of the whole steps: manifests, and the index of every unit.
-        without: Folders that the whole steps do not have.
-        problems: Why a step cannot be merged, by its folder.
-    """
-
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    without: Sequence[str] = ()
-    problems: Mapping[str, Problem] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class _Copy:
     """One directory's manifest of a step."""
 
@@ -90,12 +75,18 @@ class _Copy:
         return frozenset(rank for rank in ranks if isinstance(rank, int))
 
 
-def unite(source: OverlaySource, steps: Iterable[str]) -> UnitedSteps:
+def unite(
+    source: OverlaySource, steps: Iterable[str]
+) -> tuple[dict[str, bytes], list[str], dict[str, Problem]]:
     """Merges steps that exist only as copies on the disks of nodes.
 
     Args:
         source: The directories.
         steps: Folders of steps, relative to them.
+
+    Returns:
+        Files of the whole steps (manifests, and the index of every unit), folders that the whole
+        steps do not have, and why a step cannot be merged, by its folder.
     """
     files: dict[str, bytes] = {}
     without: list[str] = []
@@ -112,7 +103,7 @@ def unite(source: OverlaySource, steps: Iterable[str]) -> UnitedSteps:
             path = posixpath.join(step, MANIFEST_NAME)
             at = f", at {error.where}" if error.where else ""
             problems[step] = Problem(error.code, path, f"{error.message}{at}")
-    return UnitedSteps(files, without, problems)
+    return files, without, problems
 
 
 def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:

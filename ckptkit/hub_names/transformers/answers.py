@@ -46,11 +46,20 @@ def answer_names(request: NamingRequest, conversions: Sequence[Any] | None = Non
     """
     model = build_asked_model(request, conversions)
     own = _own_tensors(model)
-    live = own if request.tensors is None else _trace(request.tensors)
+    live = own
+    if request.tensors is not None:
+        live = {
+            name: TracedTensor.of_live(name, shape, torch_dtype(dtype))
+            for name, (dtype, shape) in request.tensors.items()
+        }
     unknown = live.keys() - model.state_dict().keys()
     ignored = unsaved_names(model)
     saved = {name: tensor for name, tensor in live.items() if name not in ignored}
-    is_done = bool(unknown) and _is_of_disk(live, own, model)
+    is_done = False
+    if unknown:  # whether they are the names on disk
+        of_disk = revert_conversions(model, own).keys()
+        is_done = bool(live.keys() & (of_disk - own.keys()))
+        is_done = is_done and not live.keys() & (own.keys() - of_disk)
     disk = saved if is_done else revert_conversions(model, saved)
     return HubNames(
         library=transformers.__version__,
@@ -89,18 +98,6 @@ def _describe(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
         return tensor.arrangement.to_tensor(name)
     dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
     return HubTensor(name, tensor.shape, tensor.shape, (), Computation(dtype, tensor.sources))
-
-
-def _is_of_disk(given: Mapping[Fqn, TracedTensor], own: Mapping[Fqn, Any], model: Any) -> bool:
-    disk = revert_conversions(model, own).keys()
-    return bool(given.keys() & (disk - own.keys())) and not given.keys() & (own.keys() - disk)
-
-
-def _trace(tensors: Specs) -> dict[Fqn, TracedTensor]:
-    return {
-        name: TracedTensor.of_live(name, shape, torch_dtype(dtype))
-        for name, (dtype, shape) in tensors.items()
-    }
 
 
 def _own_tensors(model: Any) -> dict[Fqn, TracedTensor]:

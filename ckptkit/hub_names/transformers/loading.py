@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -117,7 +117,11 @@ def _load(model: Any, request: LoadRequest) -> _Found:
         targets = {n: t if t in own else dense[find_dense_name(n)] for n, t in targets.items()}
         found = _by_name(model, targets)
     else:
-        found = _by_loading(model, _on_meta(request), conversions, targets)
+        tensors = {
+            name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+            for name, (dtype, shape) in request.tensors.items()
+        }
+        found = _by_loading(model, tensors, conversions, targets)
     left_out = {targets[name] for name in request.left_out if name in targets}
     return _Found(
         found.missing,
@@ -197,13 +201,6 @@ def _targets(model: Any, names: Iterable[str], conversions: list[Any]) -> dict[s
     return found
 
 
-def _on_meta(request: LoadRequest) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
-        for name, (dtype, shape) in request.tensors.items()
-    }
-
-
 def _own_report(request: LoadRequest, model_class: Any) -> _Found:
     """Reports what loading a class's own files would, which is no fault of the tensors.
 
@@ -240,25 +237,20 @@ def _prefix_to_strip(found: _Found, request: LoadRequest, model_class: Any) -> s
     own, best = model.state_dict(), ""
     conversions = get_model_conversion_mapping(model)
     fewest = len(found.unexpected)
-    for prefix in _prefixes(found.unexpected):
+    seen: dict[str, None] = {}  # what names may begin with that a wrapper put there
+    for name in sorted(found.unexpected)[:_MOST_TENSORS]:
+        segments = name.split(".")
+        for count in range(1, min(_MOST_PREFIXES, len(segments) - 1) + 1):
+            prefix = ".".join(segments[:count]) + "."
+            if not re.search(r"\.\d+\.$", prefix):
+                seen.setdefault(prefix)
+    for prefix in sorted(seen, key=lambda prefix: prefix.count("."))[:_MOST_CLASSES]:
         stripped = [name.removeprefix(prefix) for name in counted]
         targets = _targets(model, stripped, conversions)
         strange = sum(find_dense_name(t) not in own and t not in own for t in targets.values())
         if strange < fewest:
             fewest, best = strange, prefix
     return best
-
-
-def _prefixes(names: Collection[str]) -> Iterator[str]:
-    """Yields what names may begin with that a wrapper put there, the shortest first."""
-    seen: dict[str, None] = {}
-    for name in sorted(names)[:_MOST_TENSORS]:
-        segments = name.split(".")
-        for count in range(1, min(_MOST_PREFIXES, len(segments) - 1) + 1):
-            prefix = ".".join(segments[:count]) + "."
-            if not re.search(r"\.\d+\.$", prefix):
-                seen.setdefault(prefix)
-    yield from sorted(seen, key=lambda prefix: prefix.count("."))[:_MOST_CLASSES]
 
 
 def _fitting_class(request: LoadRequest, model_class: Any) -> str:

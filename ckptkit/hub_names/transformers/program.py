@@ -71,7 +71,12 @@ def answer_question(question: dict[str, Any]) -> dict[str, Any]:
     if find_spec("transformers.core_model_loading") is None:
         import transformers
 
-        return {"error": _too_old(transformers.__version__).to_json()}
+        error = CannotPlanError(
+            f"found transformers {transformers.__version__}, and 5 or newer knows the names on"
+            " disk",
+            hint="run `pip install --upgrade transformers`, or pass --names live",
+        )
+        return {"error": error.to_json()}
     try:
         if "loading" in question:
             from ckptkit.hub_names.transformers.loading import report_loading
@@ -82,10 +87,3 @@ def answer_question(question: dict[str, Any]) -> dict[str, Any]:
         return names_to_json(answer_names(NamingRequest.from_document(question)))
     except CkptkitError as error:
         return {"error": error.to_json()}
-
-
-def _too_old(version: str) -> CkptkitError:
-    return CannotPlanError(
-        f"found transformers {version}, and 5 or newer knows the names on disk",
-        hint="run `pip install --upgrade transformers`, or pass --names live",
-    )
