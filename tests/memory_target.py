@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 
 
 class MemoryTarget:

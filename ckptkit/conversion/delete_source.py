@@ -55,7 +55,7 @@ from ckptkit.runs.run_paths import marker, open_run, read_pushes
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.storage.base import Folder, is_there
 from ckptkit.storage.local.disk import LOCAL_DISK
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 from ckptkit.storage.removal import put_record, refuse_unremovable, remove_files
 

@@ -26,6 +26,7 @@ from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest,
 from ckptkit.core.object_parts import choose_part_bytes
 from ckptkit.core.threads import memory_in_use_bytes, usable_cores
 from ckptkit.engine.decompress import decoding_bytes
+from ckptkit.engine.distant import with_store_copies
 from ckptkit.engine.executor import (
     DISTANT_WORKERS,
     STRAIGHT_TASK_BYTES,
@@ -38,7 +39,6 @@ from ckptkit.engine.executor import (
 )
 from ckptkit.engine.outcome import Digests, Listener, OutputCommitted, Planned
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
-from ckptkit.engine.store_copies import with_store_copies
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy

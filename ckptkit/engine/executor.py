@@ -22,6 +22,7 @@ from ckptkit.core.index import Key, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.engine.checksum_tracker import DeferredChecksums
+from ckptkit.engine.distant import PrefetchWindow, copies_of, make_store_copies, read_direct
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import (
     BytesWritten,
@@ -33,8 +34,6 @@ from ckptkit.engine.outcome import (
     task_parts,
 )
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
-from ckptkit.engine.store_copies import copies_of, make_store_copies
-from ckptkit.engine.windows import PrefetchWindow, read_direct
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Compute,

@@ -35,10 +35,10 @@ from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
 from ckptkit.storage.local.durable import sync_file, sync_folders
-from ckptkit.storage.local.names import check_relative, hidden_name
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import free_bytes, make_missing, translate_errors
 from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
+from ckptkit.storage.locations import check_relative, hidden_name
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url
 

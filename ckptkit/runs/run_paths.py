@@ -26,8 +26,8 @@ from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
-from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
 from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.locations import WORK_INFIX, is_work_folder
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
 if TYPE_CHECKING:

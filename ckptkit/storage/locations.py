@@ -1,6 +1,7 @@
-"""Paths and URLs as the user gives them, and the options of their storage.
+"""Paths and URLs as the user gives them, the options of their storage, and names below them.
 
-Options are `key=value` pairs on the command line, and nested values in Python.
+Options are `key=value` pairs on the command line, and nested values in Python. Names are judged
+without looking at a disk.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Self
 
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import UnsafePathError, UsageError
 
 PathLike = str | os.PathLike[str]
 _MOST_NAME_BYTES = 255  # of Linux and macOS
@@ -25,6 +26,8 @@ _WEB = frozenset({"http", "https"})
 # A user with a password, where a host or a bucket begins; the keys of S3 may hold slashes. Neither
 # the name of an access point is one, nor is a port.
 _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
+WORK_INFIX = ".ckptkit-"
+"""In the names of the hidden folders in which outputs are staged."""
 
 
 class Place(str):
@@ -262,3 +265,42 @@ def _iterate_texts(value: Any) -> Iterator[str]:
             yield from _iterate_texts(inner)
     elif isinstance(value, str) and len(value) >= _SHORTEST_SECRET:
         yield value
+
+
+def is_work_folder(name: str) -> bool:
+    return name.startswith(".") and WORK_INFIX in name
+
+
+def hidden_name(name: str, mark: str) -> str:
+    """Returns the name of a hidden folder in which the folder `name` is staged or removed.
+
+    >>> hidden_name("checkpoint-5", "0123abcd-1")
+    '.checkpoint-5.ckptkit-0123abcd-1'
+    """
+    return f".{name}{WORK_INFIX}{mark}"
+
+
+def check_relative(path: str, where: str) -> None:
+    """Refuses a path that would lead out of the folder it is relative to."""
+    pure = PurePath(path)
+    if pure.anchor or ".." in pure.parts or not pure.parts or "\0" in path:
+        raise UnsafePathError(
+            f"the file name {path!r} was found where a path inside the folder was expected",
+            where=where,
+        )
+
+
+def check_below(name: str, place: str) -> None:
+    """Refuses to remove an object that is not below a place.
+
+    Args:
+        name: Of an object, relative to the place; a slash at its end belongs to a folder's marker.
+        place: Bucket and folders.
+    """
+    parts = name.removesuffix("/").split("/")
+    if not place.strip("/") or not set(parts).isdisjoint({"", ".", ".."}):
+        raise UnsafePathError(
+            f"{name!r} was to be removed, which is no name below the place",
+            where=place,
+            hint="nothing was removed; remove it by hand if it is not needed",
+        )

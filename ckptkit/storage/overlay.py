@@ -21,7 +21,7 @@ from ckptkit.storage.base import (
     prefetch,
     truncated_error,
 )
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 
 _WHOLE_BYTES = 16 << 20  # up to which files are compared as a whole
 _READ_BYTES = 1 << 20

@@ -35,7 +35,7 @@ from ckptkit.runs.steps import (
     parse_metrics,
     save_number_of,
 )
-from ckptkit.storage.local.names import hidden_name
+from ckptkit.storage.locations import hidden_name
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts

@@ -38,7 +38,7 @@ from ckptkit.storage.local.durable import (
     replace_folder,
     sync_folders,
 )
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, WrittenFile, parse_record

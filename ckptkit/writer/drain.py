@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
 from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile
 from ckptkit.storage.local.durable import make_folders, naming, put_file
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 from ckptkit.writer.messages import ByteCounter, Drain, Written
 from ckptkit.writer.persist import DirectFile
 from ckptkit.writer.record import RECORDS_FOLDER, WrittenFile, parse_record

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
 from ckptkit.plan.layouts.dcp_metadata import DcpObject, DcpTensor, Place, Sizes, flat_key
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 from ckptkit.writer.record import RankRecord, RecordedOptional
 
 Extents = tuple[int, ...]

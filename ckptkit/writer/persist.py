@@ -21,7 +21,7 @@ from ckptkit.core.errors import SaveError
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import make_folders, naming, put_file
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 from ckptkit.writer.messages import (
     ArchiveData,
     ByteCounter,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.errors import FormatError
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 
 RECORDS_FOLDER = ".ranks"
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
+from ckptkit.engine.distant import estimate_reads
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
-from ckptkit.engine.windows import estimate_reads
 from ckptkit.plan.packed_weights import explain_random_weights
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.side_files import CONFIG

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptkit.storage.local.disk import Disk
-from ckptkit.storage.local.names import hidden_name
+from ckptkit.storage.locations import hidden_name
 
 OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 """What a rename of a directory reports where the new name is taken."""

@@ -16,7 +16,6 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.base import Row, SentRows, encode_plan_note, parse_plan, parse_seen
 from ckptkit.storage.local.disk import LOCAL_DISK, PAGE_BYTES, Disk, is_out_of_space, is_refused
-from ckptkit.storage.local.names import hidden_name
 from ckptkit.storage.local.target import (
     StagedFiles,
     free_bytes,
@@ -36,6 +35,7 @@ from ckptkit.storage.local.workdir import (
     publish,
     sweep_work_folders,
 )
+from ckptkit.storage.locations import hidden_name
 from ckptkit.storage.manifests import manifest_digest, refuse_newer, refuse_unnamed_in
 
 _PLAN = "plan"

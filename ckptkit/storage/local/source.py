@@ -18,7 +18,7 @@ from ckptkit.core.index import FileRef
 from ckptkit.core.text import Closing
 from ckptkit.storage.base import truncated_error
 from ckptkit.storage.local.disk import LOCAL_DISK, DescriptorPool, Disk, OpenFile
-from ckptkit.storage.local.names import check_relative, is_work_folder
+from ckptkit.storage.locations import check_relative, is_work_folder
 
 OPEN_FILES = 128
 

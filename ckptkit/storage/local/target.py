@@ -26,7 +26,6 @@ from ckptkit.storage.local.disk import (
     is_refused,
 )
 from ckptkit.storage.local.durable import sync_folders
-from ckptkit.storage.local.names import check_relative
 from ckptkit.storage.local.workdir import (
     WorkFolder,
     can_be_replaced,
@@ -36,6 +35,7 @@ from ckptkit.storage.local.workdir import (
     reclaim_work_folder,
     sweep_work_folders,
 )
+from ckptkit.storage.locations import check_relative
 from ckptkit.storage.manifests import manifest_mark, refuse_newer, refuse_unnamed_in
 
 OPEN_FILES = 64

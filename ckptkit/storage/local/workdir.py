@@ -31,7 +31,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import OCCUPIED, replace_folder
-from ckptkit.storage.local.names import hidden_name, is_work_folder
+from ckptkit.storage.locations import hidden_name, is_work_folder
 
 logger = logging.getLogger(__name__)
 NONCE_BYTES = 8

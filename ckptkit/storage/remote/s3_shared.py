@@ -33,8 +33,8 @@ from ckptkit.storage.base import (
     parse_plan,
     parse_seen,
 )
-from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.locations import WORK_INFIX, check_relative
 from ckptkit.storage.remote.errors import ErrorTranslator, clean_up, lost_place_error
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import (

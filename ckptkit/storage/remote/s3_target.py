@@ -25,7 +25,7 @@ from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 from ckptkit.storage.base import CopySource
-from ckptkit.storage.local.names import WORK_INFIX, check_relative, is_work_folder
+from ckptkit.storage.locations import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import (

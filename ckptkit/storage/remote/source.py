@@ -19,7 +19,7 @@ from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
 from ckptkit.storage.base import CopySource, truncated_error
-from ckptkit.storage.local.names import check_relative, is_work_folder
+from ckptkit.storage.locations import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.remote.errors import as_input_error
 from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, get_store

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.storage.local.names import check_below
+from ckptkit.storage.locations import check_below
 from ckptkit.storage.remote.errors import (
     RetryPolicy,
     call_with_retries,

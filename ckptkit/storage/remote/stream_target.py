@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Target
-from ckptkit.storage.local.names import check_relative, is_work_folder
+from ckptkit.storage.locations import check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import (

@@ -22,8 +22,8 @@ from ckptkit.core.text import Closing
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.steps import KnownSteps, RunStep, list_saved_steps
 from ckptkit.storage.base import Folder, distant, prefetch
-from ckptkit.storage.local.names import WORK_INFIX
 from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.locations import WORK_INFIX
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.run_folders import TrainingRun

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.durable import naming
-from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.locations import check_relative
 from ckptkit.writer.drain import Mark, open_written, read_small, recorded_files, shared_mark
 from ckptkit.writer.messages import (
     Answer,

@@ -22,9 +22,9 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
+from ckptkit.engine.distant import LEAST_BYTES, read_direct
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.engine.windows import LEAST_BYTES, read_direct
 from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, lay_out_file
 from ckptkit.storage.overlay import MemorySource
 
