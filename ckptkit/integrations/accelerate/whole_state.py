@@ -226,9 +226,12 @@ class _Memory:
 
 
 def _plan(model: torch.nn.Module, peers: Peers) -> _GatherPlan:
-    reason = _obstacle(model)
-    if reason:
-        return _GatherPlan(reason=reason)
+    if any(_COMPILED in name for name, _ in model.named_modules()):
+        return _GatherPlan(reason="the model was compiled")
+    units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
+    casts = any(unit.mixed_precision.buffer_dtype is not None for unit in units)
+    if casts and any(buffer.is_floating_point() for buffer in model.buffers()):
+        return _GatherPlan(reason="FSDP1 casts buffers")
     world = Copies(peers.world_size, peers.rank)
     try:
         view = ModelWalk(model, TensorPlaces("", ()), world=world).look()
@@ -238,17 +241,10 @@ def _plan(model: torch.nn.Module, peers: Peers) -> _GatherPlan:
         return _GatherPlan(reason="modules keep state besides their tensors")
     if view.values.count < peers.world_size:
         return _GatherPlan(reason="the ranks hold different tensors")
-    return replace(_lay_out(view.pieces), modules=_modules_in_order(model))
-
-
-def _obstacle(model: torch.nn.Module) -> str:
-    """Returns why stock accelerate may return other values than the tensors of a model."""
-    if any(_COMPILED in name for name, _ in model.named_modules()):
-        return "the model was compiled"
-    units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
-    casts = any(unit.mixed_precision.buffer_dtype is not None for unit in units)
-    floats = any(buffer.is_floating_point() for buffer in model.buffers())
-    return "FSDP1 casts buffers" if casts and floats else ""
+    prefixes = parallel_prefixes(model)
+    names = (clean_fqn(raw, prefixes) for raw, _ in model.named_modules(remove_duplicate=False))
+    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return replace(_lay_out(view.pieces), modules=order)
 
 
 def _lay_out(pieces: Sequence[Piece]) -> _GatherPlan:
@@ -263,12 +259,6 @@ def _lay_out(pieces: Sequence[Piece]) -> _GatherPlan:
         size = math.prod(piece.shape) * local.element_size()
         at += -(-size // _ALIGNMENT) * _ALIGNMENT
     return _GatherPlan(tuple(parts), at)
-
-
-def _modules_in_order(model: torch.nn.Module) -> dict[str, int]:
-    prefixes = parallel_prefixes(model)
-    names = (clean_fqn(raw, prefixes) for raw, _ in model.named_modules(remove_duplicate=False))
-    return {name: number for number, name in enumerate(dict.fromkeys(names))}
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

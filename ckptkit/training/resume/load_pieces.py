@@ -10,7 +10,6 @@ checksums of its parts, from which rank 0 computes that of the whole: `pack`, `u
 from __future__ import annotations
 
 import base64
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class FillReport:
     Attributes:
         bytes_read: From data files, headers and trailers of records included.
         bytes_needed: What the pieces hold.
-        seconds: From the first byte to the last.
+
         unverified: Keys of tensors of which bytes were read that had no checksum stored.
         partial: By number, the records of which this rank needed parts only; `cross_check`
             proves them.
@@ -50,7 +49,7 @@ class FillReport:
 
     bytes_read: int = 0
     bytes_needed: int = 0
-    seconds: float = 0.0
+
     unverified: tuple[Key, ...] = ()
     partial: tuple[NumberedRecord, ...] = ()
 
@@ -69,7 +68,6 @@ def load_pieces(
     Returns:
         What was read, and what is left to be proven.
     """
-    start = time.perf_counter()
     wanted: list[tuple[TensorEntry, Box, BoxMemory]] = []
     for piece, entry in zip(pieces, match_entries(index, pieces), strict=True):
         if not piece.elements:
@@ -91,7 +89,6 @@ def load_pieces(
     return FillReport(
         bytes_read=report.bytes_read,
         bytes_needed=sum(piece.size_bytes for piece in pieces),
-        seconds=time.perf_counter() - start,
         unverified=tuple(sorted(origin.unverified)),
         partial=report.partial,
     )

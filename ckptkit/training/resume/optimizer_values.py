@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -230,46 +229,54 @@ def _set_group(
             group[name] = adapt(value, live)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What a step has of one parameter's state.
+def _set_state(
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    saved: Mapping[KeyPath, Any],
+    filled: Sequence[KeyPath],
+    nodes: Nodes | None,
+    where: str,
+    *,
+    adapts: bool,
+) -> None:
+    """Gives an optimizer the state of a parameter, and no other.
 
-    Attributes:
-        leaves: What was read, by the rest of the key path.
-        filled: The places of the tensors that are filled in place.
-        nodes: Its structure; None where it follows from the paths.
-        adapts: Whether types are taken from the live state.
+    Args:
+        optimizer: The optimizer.
+        parameter: The parameter.
+        saved: What was read, by the rest of the key path.
+        filled: The places of the tensors that were filled in place.
+        nodes: The structure of the state; None where it follows from the paths.
         where: The parameter, for messages.
+        adapts: Whether types are taken from the live state.
     """
+    live: Any = optimizer.state.get(parameter)
+    leaves = {
+        path: value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+        for path, value in saved.items()
+    }
+    for path in filled:
+        tensor = rank_bound.tensor_at(live, path)
+        if tensor is not None:
+            leaves[path] = tensor
+    value = assemble(nodes, leaves, where)
+    if adapts:
+        value = adapt(value, live)
+    if nodes is None and isinstance(live, dict) and type(live) is type(value):
+        kept = {(type(key), key) for key in value}
+        for key in [key for key in live if (type(key), key) not in kept]:
+            del live[key]
+        live.update(value)
+    else:
+        optimizer.state[parameter] = value
 
-    leaves: Mapping[KeyPath, Any]
-    filled: tuple[KeyPath, ...]
-    nodes: Nodes | None
-    adapts: bool
-    where: str
 
-    def give(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        """Gives an optimizer this state of a parameter, and no other."""
-        live: Any = optimizer.state.get(parameter)
-        device = parameter.device
-        leaves = {
-            path: value.to(device) if isinstance(value, torch.Tensor) else value
-            for path, value in self.leaves.items()
-        }
-        for path in self.filled:
-            tensor = rank_bound.tensor_at(live, path)
-            if tensor is not None:
-                leaves[path] = tensor
-        value = assemble(self.nodes, leaves, self.where)
-        if self.adapts:
-            value = adapt(value, live)
-        if self.nodes is None and isinstance(live, dict) and type(live) is type(value):
-            kept = {(type(key), key) for key in value}
-            for key in [key for key in live if (type(key), key) not in kept]:
-                del live[key]
-            live.update(value)
-        else:
-            optimizer.state[parameter] = value
+def _add_to_state(
+    optimizer: Optimizer, parameter: torch.Tensor, saved: Mapping[KeyPath, Any]
+) -> None:
+    """Sets values next to quantised tensors, which the optimizer has created itself."""
+    for path, value in saved.items():
+        set_nested(optimizer.state[parameter], path, value)
 
 
 class _StoredStates:
@@ -302,8 +309,8 @@ class _StoredStates:
             else:
                 self._nested[name][path] = key
 
-    def of(self, parameter: torch.Tensor, slot: ShardLayout) -> _State | None:
-        """Returns what was saved of a parameter's state, None where there is nothing to put."""
+    def change(self, parameter: torch.Tensor, slot: ShardLayout) -> Apply | None:
+        """Reads a parameter's state; returns what sets it, None where there is nothing to set."""
         name, unit, structure = slot.fqn, self._bound.unit, self._stored.structure
         nodes = structure(unit, (*self._bound.path, STATE, name))
         nodes = nodes or structure(unit, (*self._on_this_rank, name))
@@ -321,22 +328,13 @@ class _StoredStates:
         leaves |= {path: tensors[key] for path, key in nested.items()}
         if nodes is not None:
             filled += [path for path in leaf_paths(nodes, name) if path not in leaves]
+        optimizer = self._bound.optimizer
         if nodes is None and self._is_rank_bound:
-            return _BoundState(leaves, (), None, adapts=False, where=name) if leaves else None
+            return partial(_add_to_state, optimizer, parameter, leaves) if leaves else None
         if nodes is None and not (leaves or filled):
             return None
         adapts = not self._stored.has_structures
-        return _State(leaves, tuple(filled), nodes, adapts=adapts, where=name)
-
-
-class _BoundState(_State):
-    """Values next to quantised tensors, which the optimizer has created itself."""
-
-    __slots__ = ()
-
-    def give(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        for path, value in self.leaves.items():
-            set_nested(optimizer.state[parameter], path, value)
+        return partial(_set_state, optimizer, parameter, leaves, filled, nodes, name, adapts=adapts)
 
 
 def value_changes(
@@ -356,10 +354,9 @@ def value_changes(
     states = _StoredStates(stored, bound, world)
     for parameter in _parameters(bound.optimizer):
         own = slots[id(parameter)]
-        for slot in own[:1] if has_state(parameter, own) else ():
-            state = states.of(parameter, slot)
-            if state is not None:
-                yield partial(state.give, bound.optimizer, parameter)
+        change = states.change(parameter, own[0]) if own and has_state(parameter, own) else None
+        if change is not None:
+            yield change
 
 
 def unbound_changes(
