@@ -73,7 +73,8 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
     of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
 
     def is_kept(candidate: Candidate) -> bool:
-        if _is_copy(candidate, of_ranks):
+        above, name = posixpath.split(candidate.folder)
+        if name == _COPY_OF_RANKS and above in of_ranks:
             return False
         if _is_secondary(candidate) or candidate in leftover:
             return not has_model
@@ -83,11 +84,6 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         return candidate.folder not in safe if _is_model(candidate) else not has_better
 
     return [candidate for candidate in candidates if is_kept(candidate)]
-
-
-def _is_copy(candidate: Candidate, of_ranks: Collection[str]) -> bool:
-    above, name = posixpath.split(candidate.folder)
-    return name == _COPY_OF_RANKS and above in of_ranks
 
 
 def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
@@ -101,14 +97,6 @@ def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
         return False
     above, name = posixpath.split(candidate.folder)
     return candidate.folder in models or (name == SHARDED_FOLDER and above in models)
-
-
-def _describe_ignored(
-    candidates: Sequence[Candidate], kept: Sequence[Candidate]
-) -> tuple[str, ...]:
-    """Returns a note with the files of candidates that are not kept; empty if there are none."""
-    names = [c.files[0] for c in candidates if c not in kept and c.format != _SHARDS]
-    return (f"left alone beside the model: {', '.join(names)}",) if names else ()
 
 
 def _is_model(candidate: Candidate) -> bool:
@@ -156,21 +144,6 @@ def is_called_last(path: str) -> bool:
 
 def _stem(path: str) -> str:
     return _ENDING.sub("", posixpath.basename(path))
-
-
-def files_by_step(candidates: Sequence[Candidate]) -> dict[str, tuple[Candidate, int]]:
-    """Returns the single files that are steps of one run, by path, with their numbers.
-
-    The result is empty if the names count different things, such as two models.
-    """
-    steps = {}
-    kinds = set()
-    for candidate in candidates:
-        name = parse_step_file(candidate.files[0]) if is_single_file(candidate) else None
-        if name is not None:
-            steps[candidate.files[0]] = candidate, name.number
-            kinds.add((candidate.folder, name.kind))
-    return steps if len(kinds) == 1 else {}
 
 
 def is_single_file(candidate: Candidate) -> bool:
@@ -337,7 +310,10 @@ class _Resolver:
         if not units:
             raise self.not_found(base)
         passed = [c for folder in all_steps.keys() - steps.keys() for c in all_steps[folder]]
-        return ResolvedSource(base, units, select, _describe_ignored([*others, *passed], kept))
+        ignored = [c for c in (*others, *passed) if c not in kept and c.format != _SHARDS]
+        names = ", ".join(candidate.files[0] for candidate in ignored)
+        notes = (f"left alone beside the model: {names}",) if ignored else ()
+        return ResolvedSource(base, units, select, notes)
 
     def _select(
         self, steps: _Steps, units: Sequence[CheckpointUnit], base: str, select: str
@@ -361,9 +337,16 @@ class _Resolver:
     ) -> tuple[_Steps, list[Candidate]]:
         """Splits candidates into steps, which are folders and files, and others."""
         folders, others = _split_step_folders(candidates, base)
-        step_files = files_by_step(others)
-        numbers = {path: number for path, (_, number) in step_files.items()}
-        files: _Steps = {path: [candidate] for path, (candidate, _) in step_files.items()}
+        numbers: dict[str, int] = {}
+        files: _Steps = {}
+        kinds = set()
+        for candidate in others:
+            name = parse_step_file(candidate.files[0]) if is_single_file(candidate) else None
+            if name is not None:
+                numbers[candidate.files[0]], files[candidate.files[0]] = name.number, [candidate]
+                kinds.add((candidate.folder, name.kind))
+        if len(kinds) > 1:  # they count different things, such as two models
+            numbers, files = {}, {}
         rest = [candidate for candidate in others if [candidate] not in files.values()]
         for candidate in list(rest):
             path = candidate.files[0] if is_single_file(candidate) else candidate.folder
@@ -383,14 +366,18 @@ class _Resolver:
         return number, not is_called_last(step), step
 
     def _choose_newest(self, steps: _Steps, select: str | None) -> ResolvedSource:
-        rolled_back = self._rolled_back(steps, select)
+        rolled_back: Collection[str] = frozenset()  # only complete steps count
+        if self.find_rolled_back(list(steps)):
+            inside = {folder: self._resolve_step(steps[folder], folder, select) for folder in steps}
+            complete = [f for f, (resolved, missing) in inside.items() if resolved and not missing]
+            rolled_back = frozenset(self.find_rolled_back(complete))
         ordered = sorted(steps, key=lambda s: (s not in rolled_back, self._sort_key(s)))[::-1]
         passed: list[str] = []
         for folder in ordered:
             resolved, missing = self._resolve_step(steps[folder], folder, select)
             # The reader's own error is more precise, so that of an only step is left to it.
             if resolved is not None and (not missing or len(ordered) == 1):
-                back = sorted(rolled_back - {folder}, key=self._sort_key)
+                back = sorted({*rolled_back} - {folder}, key=self._sort_key)
                 others = len(ordered) - len(passed) - 1 - len(back)
                 gone = [f"{', '.join(back)} left alone: training went back from it"] if back else []
                 older = f"{others} older step{'' if others == 1 else 's'} left alone"
@@ -403,14 +390,6 @@ class _Resolver:
             where=self.location,
             hint=f"see `ckptkit inspect {posixpath.join(self.location, ordered[0])}`",
         )
-
-    def _rolled_back(self, steps: _Steps, select: str | None) -> frozenset[str]:
-        """Returns the complete steps from which training was rolled back."""
-        if not self.find_rolled_back(list(steps)):
-            return frozenset()
-        inside = {folder: self._resolve_step(steps[folder], folder, select) for folder in steps}
-        complete = [f for f, (resolved, missing) in inside.items() if resolved and not missing]
-        return frozenset(self.find_rolled_back(complete))
 
     def _resolve_step(
         self, candidates: Sequence[Candidate], folder: str, select: str | None
@@ -536,7 +515,8 @@ def group_files(
     opened = {base, *_above(base), *(folder for path in recognised for folder in _above(path))}
     groups: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        name = _listed_path(path, opened)[len(base) :].lstrip("/")
+        closed = [folder for folder in _above(path) if folder not in opened]
+        name = (f"{closed[-1]}/" if closed else path)[len(base) :].lstrip("/")
         groups[_NUMBER.sub("*", name)].append(name)
     sorted_groups = sorted(
         FileGroup(names[0] if len(set(names)) == 1 else pattern, len(names))
@@ -551,9 +531,3 @@ def _above(path: str) -> Iterator[str]:
     while path:
         path = posixpath.dirname(path)
         yield path
-
-
-def _listed_path(path: str, opened: Collection[str]) -> str:
-    """Returns a file's path, or the outermost folder that contains it and is not opened."""
-    closed = [folder for folder in _above(path) if folder not in opened]
-    return f"{closed[-1]}/" if closed else path

@@ -50,25 +50,34 @@ def name_states(index: TensorIndex, *, in_order: bool) -> TensorIndex:
         return index
     models = _models(index) if in_order else []
     for container, states in numbered.items():
-        index = _name_states_of(index, container, states, models)
+        groups = _find_groups(index.values, container)
+        notes = index.run.notes
+        names = _read_names(groups)
+        if not names:
+            fitting = [fit for model in models if (fit := _names_by_order(groups, states, model))]
+            if len(fitting) != 1:
+                continue
+            names = fitting[0]
+            notes = (*notes, f"{join_path(container) or 'the optimizer'} {NUMBERED}")
+        index = replace(
+            index,
+            tensors={key: _rename(entry, container, names) for key, entry in index.tensors.items()},
+            values=rename_values(index.values, container, names),
+            run=replace(index.run, notes=notes),
+        )
     return index
 
 
 def _unflatten(index: TensorIndex) -> TensorIndex:
     """Restores the paths of flattened states; their names are not changed."""
-    flat = {
-        entry.key: replace(entry, key_path=(*entry.key_path[:-1], *whole))
-        for entry in index.of_part("optimizer")
-        if (whole := _parse_flat_key(entry.key_path[-1])) is not None
-    }
+    flat = {}
+    for entry in index.of_part("optimizer"):
+        *above, key = entry.key_path
+        if isinstance(key, str) and key.startswith(f"{_STATE}."):
+            name, _, kind = key.removeprefix(f"{_STATE}.").rpartition(".")
+            if name and kind:
+                flat[entry.key] = replace(entry, key_path=(*above, _STATE, name, kind))
     return replace(index, tensors={**index.tensors, **flat}) if flat else index
-
-
-def _parse_flat_key(key: str | int) -> KeyPath | None:
-    if not isinstance(key, str) or not key.startswith(f"{_STATE}."):
-        return None
-    name, _, kind = key.removeprefix(f"{_STATE}.").rpartition(".")
-    return (_STATE, name, kind) if name and kind else None
 
 
 def _container(path: KeyPath) -> KeyPath | None:
@@ -89,29 +98,6 @@ def _models(index: TensorIndex) -> list[list[TensorEntry]]:
         if entry.key not in later and not entry.name.endswith(_BUFFERS):
             models[entry.tree].append(entry)
     return list(models.values())
-
-
-def _name_states_of(
-    index: TensorIndex,
-    container: KeyPath,
-    states: Sequence[TensorEntry],
-    models: Sequence[Sequence[TensorEntry]],
-) -> TensorIndex:
-    groups = _find_groups(index.values, container)
-    notes = index.run.notes
-    names = _read_names(groups)
-    if not names:
-        fitting = [names for model in models if (names := _names_by_order(groups, states, model))]
-        if len(fitting) != 1:
-            return index
-        names = fitting[0]
-        notes = (*notes, f"{join_path(container) or 'the optimizer'} {NUMBERED}")
-    return replace(
-        index,
-        tensors={key: _rename(entry, container, names) for key, entry in index.tensors.items()},
-        values=rename_values(index.values, container, names),
-        run=replace(index.run, notes=notes),
-    )
 
 
 def _find_groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
@@ -255,29 +241,21 @@ def _match_shapes(
     members = groups[0] if len(groups) == 1 else None
     if not isinstance(members, list) or members != list(range(len(members))):
         return {}
-    expected = _state_shapes(tensors, len(members))
-    parameters = _parameters(tensors)
-    shapes = [tensors[path].shape for path in parameters]
-    first = None if expected is None else _choose_first(expected, shapes)
-    last = None if expected is None else _choose_first(expected[::-1], shapes[::-1])
-    if first is None or last is None or first != [len(shapes) - 1 - at for at in reversed(last)]:
-        return {}
-    return dict(enumerate(_without_wrappers([join_path(parameters[at][1:]) for at in first])))
-
-
-def _state_shapes(
-    tensors: Mapping[KeyPath, AssembledTensor], count: int
-) -> list[Shape | None] | None:
-    """Returns the shape of each numbered parameter by its states; None if states disagree."""
-    shapes: list[Shape | None] = [None] * count
+    expected: list[Shape | None] = [None] * len(members)  # by states of more than one element
     for path, tensor in tensors.items():
         if path[:2] != _NUMBERED_STATE or len(path) <= _STATE_PATH or not tensor.shape:
             continue
         number = path[2]
-        if not is_count(number, count - 1) or shapes[number] not in {None, tensor.shape}:
-            return None
-        shapes[number] = tensor.shape
-    return shapes
+        if not is_count(number, len(members) - 1) or expected[number] not in {None, tensor.shape}:
+            return {}
+        expected[number] = tensor.shape
+    parameters = _parameters(tensors)
+    shapes = [tensors[path].shape for path in parameters]
+    first = _choose_first(expected, shapes)
+    last = _choose_first(expected[::-1], shapes[::-1])
+    if first is None or last is None or first != [len(shapes) - 1 - at for at in reversed(last)]:
+        return {}
+    return dict(enumerate(_without_wrappers([join_path(parameters[at][1:]) for at in first])))
 
 
 def _choose_first(expected: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:

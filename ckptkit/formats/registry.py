@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,15 +140,6 @@ class PlugIns:
     readers: tuple[PlugInReader, ...]
     unusable: tuple[str, ...]
 
-    def list_problems(self) -> tuple[str, ...]:
-        """Returns the problems of all readers so far."""
-        failed = (
-            f"reader {reader.name!r} of {reader.origin} was left out: {reader.failure}"
-            for reader in self.readers
-            if reader.failure
-        )
-        return (*self.unusable, *failed)
-
 
 @cache
 def load_installed(taken: frozenset[str]) -> PlugIns:
@@ -170,10 +162,13 @@ def load_readers(entries: Sequence[EntryPoint], taken: frozenset[str]) -> PlugIn
     """
     readers: dict[str, PlugInReader] = {}
     unusable = []
-    for entry, origin in sorted(_with_origins(entries), key=lambda pair: pair[1]):
+    homes = [entry.dist for entry in entries]
+    origins = [
+        f"{home.name} {home.version}" if home else "an unknown distribution" for home in homes
+    ]
+    for entry, origin in sorted(zip(entries, origins, strict=True), key=itemgetter(1)):
         try:
-            reader = PlugInReader(_load_reader(entry), origin)
-            _check_name(reader.name, taken, readers)
+            reader = _load_reader(entry, origin, taken, readers)
         except Exception as error:  # noqa: BLE001  loading runs any code of a module
             unusable.append(f"reader {entry.name!r} of {origin} was left out: {_describe(error)}")
         else:
@@ -181,28 +176,22 @@ def load_readers(entries: Sequence[EntryPoint], taken: frozenset[str]) -> PlugIn
     return PlugIns(tuple(readers.values()), tuple(unusable))
 
 
-def _with_origins(entries: Sequence[EntryPoint]) -> Iterator[tuple[EntryPoint, str]]:
-    for entry in entries:
-        home = entry.dist
-        yield entry, f"{home.name} {home.version}" if home else "an unknown distribution"
-
-
-def _load_reader(entry: EntryPoint) -> CheckpointReader:
+def _load_reader(
+    entry: EntryPoint, origin: str, taken: frozenset[str], others: dict[str, PlugInReader]
+) -> PlugInReader:
     loaded: Any = entry.load()
     reader: Any = loaded() if isinstance(loaded, type) else loaded
     for method in ("find", "read_index"):
         if not callable(getattr(reader, method, None)):
             raise TypeError(f"{entry.value!r} has no method {method!r}")
-    return reader  # type: ignore[no-any-return]
-
-
-def _check_name(name: object, taken: frozenset[str], others: dict[str, PlugInReader]) -> None:
+    name = reader.name
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"its name {name!r} is not one of lower-case letters, digits and '_.-'")
     if name in taken:
         raise ValueError(f"{name!r} is the name of a format that ckptkit reads itself")
     if name in others:
         raise ValueError(f"{name!r} is the name of a reader of {others[name].origin}, too")
+    return PlugInReader(reader, origin)
 
 
 def _find_defect(index: object) -> str:
@@ -249,7 +238,15 @@ def recognise(paths: Sequence[str]) -> list[Candidate]:
 
 def list_plug_in_problems() -> tuple[str, ...]:
     """Returns why readers of other distributions were not used; empty if none was loaded."""
-    return _plug_ins().list_problems() if load_installed.cache_info().currsize else ()
+    if not load_installed.cache_info().currsize:
+        return ()
+    loaded = _plug_ins()
+    failed = (
+        f"reader {reader.name!r} of {reader.origin} was left out: {reader.failure}"
+        for reader in loaded.readers
+        if reader.failure
+    )
+    return (*loaded.unusable, *failed)
 
 
 def make_not_found_error(paths: Sequence[str], location: str, base: str) -> NotACheckpointError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,13 +147,26 @@ class TorchContents:
 
     def index(self, where: str) -> TensorIndex:
         """Returns the index of all files that were added."""
+        paths = [loaded.path for loaded in self._tensors]
+        memberships = classify(paths, where=where, values=self._values)
+        entries: dict[Key, TensorEntry] = {}
+        views: dict[tuple[int, TensorRef], set[Key]] = defaultdict(set)  # of one storage
+        for loaded, membership in zip(self._tensors, memberships, strict=True):
+            shape = loaded.tensor.shape
+            chunks = ChunkTable.of([loaded.chunk], len(shape))
+            entry = membership.entry(loaded.path, loaded.tensor.dtype, shape, chunks)
+            if entry.key in entries:
+                raise FormatError(f"two tensors are called {entry.key!r}", where=where)
+            entries[entry.key] = entry
+            if 0 not in shape:
+                views[loaded.chunk.record, loaded.tensor].add(entry.key)
         return TensorIndex(
             format=TorchFileReader.name,
             files=tuple(self._table.files),
             records=RecordTable.of(self._table.records),
-            tensors=_entries(self._tensors, self._values, where),
+            tensors=entries,
             values=self._values,
-            aliases=_aliases(self._tensors),
+            aliases=tuple(frozenset(keys) for keys in views.values() if len(keys) > 1),
             run=RunFacts(
                 step=self._framework.step,
                 writer=self._framework.name or "torch.save",
@@ -161,30 +174,6 @@ class TorchContents:
                 notes=tuple(self._notes),
             ),
         )
-
-
-def _entries(
-    tensors: list[_LoadedTensor], values: Iterable[KeyPath], where: str
-) -> dict[Key, TensorEntry]:
-    memberships = classify([loaded.path for loaded in tensors], where=where, values=values)
-    entries: dict[Key, TensorEntry] = {}
-    for loaded, membership in zip(tensors, memberships, strict=True):
-        shape = loaded.tensor.shape
-        chunks = ChunkTable.of([loaded.chunk], len(shape))
-        entry = membership.entry(loaded.path, loaded.tensor.dtype, shape, chunks)
-        if entry.key in entries:
-            raise FormatError(f"two tensors are called {entry.key!r}", where=where)
-        entries[entry.key] = entry
-    return entries
-
-
-def _aliases(tensors: list[_LoadedTensor]) -> tuple[frozenset[Key], ...]:
-    """Groups the keys of identical views of one storage."""
-    groups: dict[tuple[int, TensorRef], set[Key]] = defaultdict(set)
-    for loaded in tensors:
-        if 0 not in loaded.tensor.shape:
-            groups[loaded.chunk.record, loaded.tensor].add(loaded.key)
-    return tuple(frozenset(keys) for keys in groups.values() if len(keys) > 1)
 
 
 def is_optimizer_file(path: str) -> bool:
@@ -228,7 +217,17 @@ class TorchOptimizerReader:
         try:
             return read_optimizer_file(source, candidate)
         except InputError as error:
-            return _empty_index(source, candidate.files[0], error)
+            (path,) = candidate.files
+            is_intact = isinstance(error, (UnsafePickleError, UnsupportedError))
+            note = f"{posixpath.basename(path)} was left unread: {error.message}"
+            return TensorIndex(
+                format=TorchFileReader.name,
+                files=(source.stat(path),),
+                records=RecordTable.of([]),
+                tensors={},
+                run=RunFacts(notes=(note,) if is_intact else ()),
+                problems=() if is_intact else (Problem(error.code, path, error.message),),
+            )
 
 
 def is_optimizer_candidate(candidate: Candidate) -> bool:
@@ -247,16 +246,3 @@ def read_optimizer_file(source: Source, candidate: Candidate) -> TensorIndex:
     contents = TorchContents()
     contents.add_file(source, path, (_stem(path),))
     return contents.index(posixpath.join(source.location, path))
-
-
-def _empty_index(source: Source, path: str, error: InputError) -> TensorIndex:
-    is_intact = isinstance(error, (UnsafePickleError, UnsupportedError))
-    note = f"{posixpath.basename(path)} was left unread: {error.message}"
-    return TensorIndex(
-        format=TorchFileReader.name,
-        files=(source.stat(path),),
-        records=RecordTable.of([]),
-        tensors={},
-        run=RunFacts(notes=(note,) if is_intact else ()),
-        problems=() if is_intact else (Problem(error.code, path, error.message),),
-    )

@@ -109,11 +109,12 @@ def classify(
     Returns:
         One membership per path, in order.
     """
-    optimizers = {
-        container
-        for path in (*paths, *values)
-        if (container := _container_of_groups(path)) is not None
-    }
+    optimizers: set[KeyPath] = set()
+    for path in (*paths, *values):
+        for depth, step in enumerate(path):
+            if isinstance(step, str) and (step == _GROUPS or step.startswith(f"{_GROUPS}.")):
+                optimizers.add(path[:depth])
+                break
     split = [_split(path, optimizers) for path in paths]
     names = defaultdict(list)
     for container, name, part in split:
@@ -131,16 +132,16 @@ def classify(
         for container, name, part in split
     ]
     memberships = _without_wrappers(memberships)
-    _check_distinct(memberships, paths, where)
+    seen: dict[tuple[str, str], KeyPath] = {}
+    for member, path in zip(memberships, paths, strict=True):
+        before = seen.setdefault((member.tree, member.name), path)
+        if before is not path and member.part == "model":
+            raise FormatError(
+                f"{join_path(before)!r} and {join_path(path)!r} are both named {member.name!r}",
+                where=where,
+                hint="names must stay distinct when wrapper segments are removed",
+            )
     return memberships
-
-
-def _container_of_groups(path: KeyPath) -> KeyPath | None:
-    """Returns the container whose `param_groups` a path leads through, or None."""
-    for depth, step in enumerate(path):
-        if isinstance(step, str) and (step == _GROUPS or step.startswith(f"{_GROUPS}.")):
-            return path[:depth]
-    return None
 
 
 def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, str, Part | None]:
@@ -153,7 +154,12 @@ def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, st
         part = _part_of_key(str(step))
         if part is not None:
             cut = depth + 1
-            while part != "other" and cut < len(path) - 1 and _is_inner(path[cut], part):
+            while part != "other" and cut < len(path) - 1:
+                # A step leads into an item of a list of containers, or a state dict in one.
+                inner = path[cut]
+                is_named = part == "model" and _STATE_DICT_ONLY.fullmatch(str(inner)) is not None
+                if not isinstance(inner, int) and not is_named:
+                    break
                 cut += 1
             return path[:cut], join_path(path[cut:]), part
     return path[:-1], str(path[-1]), None
@@ -167,18 +173,15 @@ def _part_of_key(key: str) -> Part | None:
     return "model" if _MODEL.fullmatch(key) else None
 
 
-def _is_inner(step: str | int, part: Part) -> bool:
-    """Returns whether a step leads into an item of a list of containers, or a state dict in one."""
-    return isinstance(step, int) or (
-        part == "model" and _STATE_DICT_ONLY.fullmatch(step) is not None
-    )
-
-
 def join_path(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
 def _without_wrappers(memberships: Iterable[Membership]) -> list[Membership]:
+    """Removes wrapper segments, and `module.` as often as all names of a model begin with it.
+
+    AveragedModel's count of updates, which is no weight, is taken from the models that it wrapped.
+    """
     cleaned = []
     for member in memberships:
         segments = member.name.split(".")
@@ -186,51 +189,29 @@ def _without_wrappers(memberships: Iterable[Membership]) -> list[Membership]:
             segments = [segment for segment in segments if segment not in _WRAPPERS]
         part: Part = "other" if EXTRA_STATE in segments else member.part
         cleaned.append(Membership(member.tree, part, Fqn(".".join(segments))))
-    return _without_counts(_without_ddp(cleaned), cleaned)
-
-
-def _without_ddp(memberships: list[Membership]) -> list[Membership]:
-    """Removes the prefix `module.` as often as all names of a model begin with it."""
+    averaged: set[str] = set()
     for _ in range(_MAX_DDP):
-        plain = {m.tree for m in memberships if m.part == "model" and not _is_wrapped(m.name)}
-        if not any(m.part == "model" and m.tree not in plain for m in memberships):
+        models = [m for m in cleaned if m.part == "model"]
+        plain = {
+            m.tree
+            for m in models
+            if m.name == _DDP_PREFIX
+            or (m.name != _EMA_COUNT and not m.name.startswith(_DDP_PREFIX))
+        }
+        wrapped = {m.tree for m in models} - plain
+        if not wrapped:
             break
-        memberships = [
-            m
-            if m.part != "model" or m.tree in plain
-            else Membership(m.tree, m.part, Fqn(m.name.removeprefix(_DDP_PREFIX)))
-            for m in memberships
+        averaged |= {m.tree for m in models if m.tree in wrapped and m.name != _EMA_COUNT}
+        cleaned = [
+            Membership(m.tree, m.part, Fqn(m.name.removeprefix(_DDP_PREFIX)))
+            if m.part == "model" and m.tree in wrapped
+            else m
+            for m in cleaned
         ]
-    return memberships
-
-
-def _without_counts(memberships: list[Membership], before: list[Membership]) -> list[Membership]:
-    """Removes AveragedModel's count of updates, which is no weight, from models that it wrapped."""
-    averaged = {
-        m.tree
-        for m, old in zip(memberships, before, strict=True)
-        if m.name != old.name and m.part == "model"
-    }
     return [
         replace(m, part="other") if m.name == _EMA_COUNT and m.tree in averaged else m
-        for m in memberships
+        for m in cleaned
     ]
-
-
-def _is_wrapped(name: str) -> bool:
-    return name == _EMA_COUNT or (name.startswith(_DDP_PREFIX) and name != _DDP_PREFIX)
-
-
-def _check_distinct(memberships: list[Membership], paths: Sequence[KeyPath], where: str) -> None:
-    seen: dict[tuple[str, str], KeyPath] = {}
-    for member, path in zip(memberships, paths, strict=True):
-        before = seen.setdefault((member.tree, member.name), path)
-        if before is not path and member.part == "model":
-            raise FormatError(
-                f"{join_path(before)!r} and {join_path(path)!r} are both named {member.name!r}",
-                where=where,
-                hint="names must stay distinct when wrapper segments are removed",
-            )
 
 
 _OPTIMIZERS = {

@@ -24,7 +24,6 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import Shape
 from ckptkit.formats.parsing import Read
-from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.pickle.torch_zip import Payload, TensorCache, locate_tensor
 from ckptkit.formats.pickle.zip_directory import LOCAL_SIGNATURE
 
@@ -214,22 +213,11 @@ def parse_front(head: bytes, expected: ExpectedTensor) -> ArchiveFront:
             where=where,
         )
     tensor, row_major = TensorCache().tensor(head[start:stop], where=where)
-    _check_tensor(tensor, expected)
-    record = f"{prefix}/data/{tensor.storage.key}"
-    for name, start, _ in records:
-        if name == record:
-            stop = start + tensor.storage.size_bytes
-            strides = None if row_major else tensor.strides
-            return ArchiveFront(start, stop, strides, head[:start])
-    raise FormatError(f"record {record!r} is not among the first of the archive", where=where)
-
-
-def _check_tensor(tensor: TensorRef, expected: ExpectedTensor) -> None:
     if (tensor.dtype, tensor.shape) != (expected.dtype, expected.sizes):
         raise FormatError(
             f"holds {tensor.dtype.name} {list(tensor.shape)} against {expected.dtype.name}"
             f" {list(expected.sizes)} in '.metadata'",
-            where=expected.where,
+            where=where,
             hint="the file belongs to another save, or was damaged",
         )
     needed = math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -238,8 +226,15 @@ def _check_tensor(tensor: TensorRef, expected: ExpectedTensor) -> None:
             f"its storage has {tensor.storage.size_bytes:,} bytes of which it uses"
             f" {needed:,} from element {tensor.storage_offset:,} on; torch saves no more than it"
             " uses",
-            where=expected.where,
+            where=where,
         )
+    record = f"{prefix}/data/{tensor.storage.key}"
+    for name, start, _ in records:
+        if name == record:
+            stop = start + tensor.storage.size_bytes
+            strides = None if row_major else tensor.strides
+            return ArchiveFront(start, stop, strides, head[:start])
+    raise FormatError(f"record {record!r} is not among the first of the archive", where=where)
 
 
 def check_front(front: ArchiveFront, tail: bytes, expected: ExpectedTensor) -> Payload:

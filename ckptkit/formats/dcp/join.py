@@ -92,17 +92,14 @@ class TensorRows:
                 self.offset.frombytes(chunk.offsets.astype(np.int32).tobytes())
                 self.size.frombytes(chunk.sizes.astype(np.int32).tobytes())
             else:
-                self._add_chunk(chunk, where)
+                fields = fields_of(chunk, CHUNK, where)
+                self.offset.append(_position(self.values, fields.get("offsets"), where))
+                self.size.append(_position(self.values, fields.get("sizes"), where))
         chunks.clear()
         self.numbers.append(number)
         self.shapes.append(shape)
         self.itemsizes.append(itemsize)
         self.counts.append(len(self.offset) - before)
-
-    def _add_chunk(self, chunk: object, where: Location) -> None:
-        fields = fields_of(chunk, CHUNK, where)
-        for column, name in ((self.offset, "offsets"), (self.size, "sizes")):
-            column.append(_position(self.values, fields.get(name), where))
 
 
 class StorageRows:
@@ -159,15 +156,13 @@ class StorageRows:
         self.key.append(number)
         self.offset.append(NO_OFFSET if offset is None else _position(self.values, offset, where))
         self.file.append(self._file(fields.get("relative_path")))
-        if fields.get("transform_descriptors"):
-            self._add_transforms(number, fields["transform_descriptors"], where)
-
-    def _add_transforms(self, number: int, names: object, where: Location) -> None:
-        if not isinstance(names, list | tuple) or len(names) > _MAX_TRANSFORMS:
-            raise where.error("transform descriptors are not a short list")
-        if not all(isinstance(name, str) for name in names):
-            raise where.error("a transform descriptor is not a string")
-        self._transforms.setdefault(number, {})[tuple(names)] = None
+        names = fields.get("transform_descriptors")
+        if names:
+            if not isinstance(names, list | tuple) or len(names) > _MAX_TRANSFORMS:
+                raise where.error("transform descriptors are not a short list")
+            if not all(isinstance(name, str) for name in names):
+                raise where.error("a transform descriptor is not a string")
+            self._transforms.setdefault(number, {})[tuple(names)] = None
 
     def _number(self, key: object) -> int:
         if not isinstance(key, str):
@@ -332,21 +327,25 @@ class Join:
         sizes = self._boxes(self.chunk_size[rows], number, rank)
         shapes = np.array([self.shapes[tensor] for tensor in block], np.int64)[owner]
         bad = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
-        self._refuse(_rows(np.any, bad), number, "a chunk lies partly outside of its tensor")
+        self._refuse(bad.any(axis=1), number, "a chunk lies partly outside of its tensor")
         self._check_empty(block, owner, offsets + sizes)
-        full = _rows(np.all, sizes > 0)
-        entry = self._match(number, offsets, full, self._stored(block))
+        full = (sizes > 0).all(axis=1)
+        first = self.bounds[self.numbers[block]]
+        stored = self.bounds[self.numbers[block] + 1] - first
+        entry = self._match(number, offsets, full, self.by_key[_ranges(first, stored)])
         offsets, sizes, number, owner = offsets[full], sizes[full], number[full], owner[full]
         size_bytes = sizes.prod(axis=1) * self.itemsizes[block][owner]
         short = (self.length[entry] < size_bytes) & ~np.isin(number, self.transformed)
         self._refuse(short, number, "a chunk is stored in fewer bytes than its elements have")
         self.is_bare &= bool((self.length[entry] == size_bytes).all())
-        columns = (offsets, sizes, self.file[entry], self.start[entry], self.length[entry])
+        file, start, length = self.file[entry], self.start[entry], self.length[entry]
         stops = np.cumsum(np.bincount(owner, minlength=len(block))).tolist()
-        return {
-            self.keys[self.numbers[tensor]]: _slice(columns, start, stop)
-            for tensor, start, stop in zip(block, [0, *stops], stops, strict=False)
-        }, entry
+        columns: dict[str, Columns] = {}
+        for tensor, *bounds in zip(block, [0, *stops], stops, strict=False):
+            own = slice(*bounds)
+            key = self.keys[self.numbers[tensor]]
+            columns[key] = (offsets[own], sizes[own], file[own], start[own], length[own])
+        return columns, entry
 
     def _check_empty(self, block: list[int], owner: Ints, stops: Ints) -> None:
         """Compares tensors without elements, of which no bytes are stored, with their chunks."""
@@ -368,12 +367,6 @@ class Join:
     def _refuse(self, bad: _Mask, number: Ints, message: str) -> None:
         if bad.any():
             raise self._fail(number[np.argmax(bad)], message)
-
-    def _stored(self, block: list[int]) -> Ints:
-        """Returns the rows of the stored items of some tensors."""
-        numbers = self.numbers[block]
-        starts = self.bounds[numbers]
-        return self.by_key[_ranges(starts, self.bounds[numbers + 1] - starts)]
 
     def _match(self, number: Ints, offsets: Ints, full: _Mask, entries: Ints) -> Ints:
         """Returns the stored item of each chunk that has elements.
@@ -428,8 +421,16 @@ class Join:
                 f" {stop[at]:,} of the same file",
             )
         for number in distinct(file[1:][tied]).tolist():
-            inside = file == number
-            self._check_holes(order[inside], start[inside], stop[inside])
+            inside = np.flatnonzero(file == number)
+            before = np.concatenate([np.zeros(1, np.int64), stop[inside][:-1]])
+            holes = np.flatnonzero(start[inside] - before >= LEAST_ARCHIVE_BYTES)
+            if len(holes):
+                at = int(holes[0])
+                raise self._fail(
+                    self.key[order[inside[at]]],
+                    f"the {start[inside[at]] - before[at]:,} bytes before it belong to nothing,"
+                    " while others of the file belong to two tensors",
+                )
             self.tied_files[number] = int(stop[inside][-1])
 
     def _check_archives(self, objects: Ints, chunks: Ints, *, is_bare: bool) -> None:
@@ -465,22 +466,6 @@ class Join:
         bad = (start >= 0) & (self.start[objects] + self.length[objects] > start)
         self._refuse(bad, self.key[objects].astype(np.int64), "its bytes overlap those of tensors")
 
-    def _check_holes(self, order: Ints, start: Ints, stop: Ints) -> None:
-        before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])
-        holes = np.flatnonzero(start - before >= LEAST_ARCHIVE_BYTES)
-        if len(holes):
-            at = int(holes[0])
-            raise self._fail(
-                self.key[order[at]],
-                f"the {start[at] - before[at]:,} bytes before it belong to nothing, while others"
-                " of the file belong to two tensors",
-            )
-
-
-def _rows(test: Callable[..., Any], mask: _Mask) -> _Mask:
-    rows: _Mask = test(mask, axis=1)
-    return rows
-
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:
     """Returns start, start + 1, … of all ranges in one column."""
@@ -500,9 +485,3 @@ def _groups(keys: Ints, places: Ints) -> tuple[Ints, Ints]:
     group = np.empty(len(order), np.int64)
     group[order] = np.cumsum(changes) - 1
     return group, order[changes]
-
-
-def _slice(columns: Columns, start: int, stop: int) -> Columns:
-    offsets, sizes, file, begin, length = columns
-    part = slice(start, stop)
-    return offsets[part], sizes[part], file[part], begin[part], length[part]

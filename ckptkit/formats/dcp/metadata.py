@@ -7,6 +7,7 @@ torch/distributed/_shard/sharded_tensor/metadata.py for `TensorProperties` up to
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
 from ckptkit.core.errors import FormatError, UnsafePickleError, UnsupportedError
 from ckptkit.core.text import quote
 from ckptkit.formats.dcp.join import (
-    Columns,
     Ints,
     Join,
     Location,
@@ -138,18 +138,11 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
         where: The file, for messages.
         shortcuts: False to disable the fast path, for tests; the result is the same.
     """
-    root, values = _parse_fast(data, where) if shortcuts else (None, None)
-    if values is None:
-        root, values = parse_pickle(data, ALLOWED, where=where), RunValues()
-    return _Reader(root, values, where).metadata()
-
-
-def _parse_fast(data: bytes, where: str) -> tuple[object, RunValues | None]:
-    machine = FastMachine(data, ALLOWED, where=where)
-    try:
-        return machine.run(), machine.values
-    except ShortcutError:
-        return None, None
+    if shortcuts:
+        machine = FastMachine(data, ALLOWED, where=where)
+        with suppress(ShortcutError):
+            return _Reader(machine.run(), machine.values, where).metadata()
+    return _Reader(parse_pickle(data, ALLOWED, where=where), RunValues(), where).metadata()
 
 
 class _Reader:
@@ -165,21 +158,37 @@ class _Reader:
 
     def metadata(self) -> DcpMetadata:
         rows = TensorRows(self.values, self.where)
-        kinds = {
-            key: self._add_tensor(key, state, rows)
-            for key, state in self.states.items()
-            if not _is_blob(state)
-        }
+        kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
+        for key, state in self.states.items():
+            if isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata":
+                continue
+            where = self.where.tensor(key)
+            fields = fields_of(state, _TENSOR_STORAGE, where)
+            shape = fields.get("size")
+            dtype = self._dtype(fields.get("properties"), where)
+            if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
+                raise where.error("shape is not a tuple of integers")
+            if len(shape) > MAX_DIMENSIONS:
+                raise where.error(
+                    f"tensor has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}"
+                )
+            if min(shape, default=0) < 0:
+                raise where.error(f"a size in shape {list(shape)} is negative")
+            if overflows(shape, dtype):
+                raise where.error(f"size in bytes of {dtype.name} of shape {list(shape)} overflows")
+            rows.add(key, self.numbers[key], shape, dtype.itemsize, fields.get("chunks"))
+            kinds[key] = dtype, shape
         storage = StorageRows(self.values, self.numbers, self.where)
         storage.read(self._table("storage_data"))
         self.states.clear()
         self.fields["storage_data"] = None
         planner_data = self._planner_data()
+        version = self.fields.get("version")
         join = Join(rows, storage, list(self.numbers))
         columns, blobs = join.run()
         return DcpMetadata(
             tensors={
-                key: _tensor(key, kind, columns[key], storage.transforms_of(key))
+                key: DcpTensor(key, *kind, *columns[key], storage.transforms_of(key))
                 for key, kind in kinds.items()
             },
             blobs={
@@ -188,8 +197,8 @@ class _Reader:
             },
             paths=tuple(storage.paths),
             planner_data=planner_data,
-            version=self._version(),
-            writer=self._writer(),
+            version=version if isinstance(version, str) else None,
+            writer=self._writer(version),
             tied_files=join.tied_files,
             has_images=join.is_bare,
         )
@@ -201,25 +210,6 @@ class _Reader:
         if name == "state_dict_metadata" and not all(type(key) is str for key in table):
             raise self.where.error(f"a key of {name!r} is not a string")
         return table
-
-    def _add_tensor(
-        self, key: str, state: object, rows: TensorRows
-    ) -> tuple[DType, tuple[int, ...]]:
-        """Adds the chunks of a tensor to the rows, and returns its dtype and shape."""
-        where = self.where.tensor(key)
-        fields = fields_of(state, _TENSOR_STORAGE, where)
-        shape = fields.get("size")
-        dtype = self._dtype(fields.get("properties"), where)
-        if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
-            raise where.error("shape is not a tuple of integers")
-        if len(shape) > MAX_DIMENSIONS:
-            raise where.error(f"tensor has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}")
-        if min(shape, default=0) < 0:
-            raise where.error(f"a size in shape {list(shape)} is negative")
-        if overflows(shape, dtype):
-            raise where.error(f"size in bytes of {dtype.name} of shape {list(shape)} overflows")
-        rows.add(key, self.numbers[key], shape, dtype.itemsize, fields.get("chunks"))
-        return dtype, shape
 
     def _dtype(self, properties: object, where: Location) -> DType:
         if not isinstance(properties, InertObject) or properties.cls.name != "TensorProperties":
@@ -243,7 +233,11 @@ class _Reader:
     def _planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
         table = self.fields.get("planner_data")
         if not table:
-            self._refuse_misspelling()
+            # Without a misspelt 'planner_data', names would keep their containers.
+            unknown = self.fields.keys() - _FIELDS
+            if unknown and "planner_data" not in self.fields:
+                name = _describe(min(unknown, key=str))
+                raise self.where.error(f"metadata has no 'planner_data' but a field {name}")
             return None
         if not isinstance(table, dict):
             raise self.where.error("'planner_data' is not a dictionary")
@@ -259,37 +253,14 @@ class _Reader:
                 raise self.where.tensor(key).error("it is missing from 'planner_data'")
         return table
 
-    def _refuse_misspelling(self) -> None:
-        """Refuses a misspelt 'planner_data': without it, names would keep their containers."""
-        unknown = self.fields.keys() - _FIELDS
-        if unknown and "planner_data" not in self.fields:
-            raise self.where.error(
-                f"metadata has no 'planner_data' but a field {_describe(min(unknown, key=str))}"
-            )
-
-    def _version(self) -> str | None:
-        version = self.fields.get("version")
-        return version if isinstance(version, str) else None
-
-    def _writer(self) -> str:
-        if self._version() is not None:
+    def _writer(self, version: object) -> str:
+        if isinstance(version, str):
             return "torch 2.9 or later"
         if self.fields.get("storage_meta") is not None:
             return "torch 2.4 to 2.8"
         if _CHECKPOINT in self.owners:
             return "torch 2.3"
         return "torch 2.1 or 2.2" if self.owners else "torch 2.8 or earlier"
-
-
-def _tensor(
-    key: str, kind: tuple[DType, tuple[int, ...]], columns: Columns, transforms: Transforms
-) -> DcpTensor:
-    offsets, sizes, file, start, length = columns
-    return DcpTensor(key, *kind, offsets, sizes, file, start, length, transforms)
-
-
-def _is_blob(state: object) -> bool:
-    return isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata"
 
 
 def _describe(key: object) -> str:

@@ -68,13 +68,7 @@ class Images:
 
         The records of a file that is missing have the positions in `.metadata`.
         """
-        self._prefetch(tensors)
-        rows = [self._locate(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
-        records = np.array(rows, np.int64).reshape(len(rows), 3)
-        return RecordTable(records[:, 0], records[:, 1], records[:, 2])
-
-    def _prefetch(self, tensors: Sequence[DcpTensor]) -> None:
-        """Announces the reads of all headers, each of which may cost a round trip."""
+        # Each header may cost a round trip, so that their reads are announced.
         starts = {
             file: start
             for tensor in tensors
@@ -84,6 +78,9 @@ class Images:
         prefetch(
             self.source, [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
         )
+        rows = [self._locate(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
+        records = np.array(rows, np.int64).reshape(len(rows), 3)
+        return RecordTable(records[:, 0], records[:, 1], records[:, 2])
 
     def _locate(self, tensor: DcpTensor, row: int) -> tuple[int, int, int]:
         file, start = int(tensor.file[row]), int(tensor.start[row])
@@ -91,7 +88,9 @@ class Images:
         if self.files[file].size_bytes < 0:
             return file, start, stop
         if file not in self._images:
-            self._images[file] = self._read_image(self.files[file], start)
+            header = read_header(self.source, self.files[file], start)
+            all_offsets = read_shard_offsets(header, where=self._where(self.files[file]))
+            self._images[file] = {t.name: (t, all_offsets[t.name]) for t in header.tensors}
         stored, stored_offsets = self._images[file].get(tensor.key, (None, ()))
         offsets, sizes = tuple(tensor.offsets[row].tolist()), tuple(tensor.sizes[row].tolist())
         if stored is None or stored_offsets != offsets:
@@ -110,11 +109,6 @@ class Images:
                 hint="the file belongs to another save, or was damaged",
             )
         return file, stored.start, stored.stop
-
-    def _read_image(self, file: FileRef, start: int) -> _Image:
-        header = read_header(self.source, file, start)
-        offsets = read_shard_offsets(header, where=self._where(file))
-        return {stored.name: (stored, offsets[stored.name]) for stored in header.tensors}
 
     def _where(self, file: FileRef) -> str:
         return posixpath.join(self.source.location, file.path)
@@ -166,17 +160,15 @@ class DcpReader:
             for path in paths
             if path.endswith(".distcp") or posixpath.basename(path) in {METADATA, LIGHTNING_META}
         ]
-        return [
-            self._candidate(folder, files)
-            for folder, files in group_by_folder(own).items()
-            if any(posixpath.basename(path) != LIGHTNING_META for path in files)
-        ]
-
-    def _candidate(self, folder: str, files: list[str]) -> Candidate:
-        count = sum(1 for path in files if path.endswith(".distcp"))
-        there = "'.metadata'" if posixpath.join(folder, METADATA) in files else "no '.metadata'"
-        reason = f"{there} beside {count} '.distcp' file{'' if count == 1 else 's'}"
-        return Candidate(self.name, folder, tuple(files), reason)
+        candidates = []
+        for folder, files in group_by_folder(own).items():
+            if all(posixpath.basename(path) == LIGHTNING_META for path in files):
+                continue
+            count = sum(1 for path in files if path.endswith(".distcp"))
+            there = "'.metadata'" if posixpath.join(folder, METADATA) in files else "no '.metadata'"
+            reason = f"{there} beside {count} '.distcp' file{'' if count == 1 else 's'}"
+            candidates.append(Candidate(self.name, folder, tuple(files), reason))
+        return candidates
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Parses `.metadata`; of data files only sizes and headers of images are read.
@@ -196,7 +188,21 @@ class DcpReader:
         stat = source.stat(path)
         metadata = parse_metadata(source.read(path, 0, stat.size_bytes), where=where)
         index = _Assembly(source, candidate.folder, stat, metadata, where).index()
-        return _with_framework(index, source, candidate)
+        meta = posixpath.join(candidate.folder, LIGHTNING_META)
+        if meta in candidate.files:
+            framework = read_lightning_meta(source, meta)
+            index = replace(index, files=(*index.files, stat_or_missing(source, meta)))
+        else:
+            paths = [*(entry.key_path for entry in index.tensors.values()), *index.values]
+            framework = detect_framework_by_paths(paths)
+        run = replace(
+            index.run,
+            step=framework.step,
+            writer=", ".join(filter(None, [index.run.writer, framework.name])),
+            version=framework.version,
+            notes=(*index.run.notes, *framework.notes),
+        )
+        return replace(index, run=run, problems=(*index.problems, *framework.problems))
 
 
 class _Assembly:
@@ -210,10 +216,18 @@ class _Assembly:
         self.where = where
         self.paths = [posixpath.join(folder, path) for path in metadata.paths]
         self.files = [*(stat_or_missing(source, path) for path in self.paths), stat]
-        self.ranks = np.array([_rank_of(path) for path in metadata.paths], np.int64)
+        names = [_DATA.fullmatch(posixpath.basename(path)) for path in metadata.paths]
+        self.ranks = np.array([int(name[1]) if name else -1 for name in names], np.int64)
 
     def index(self) -> TensorIndex:
-        self._check_tied_files()
+        for number, end in self.metadata.tied_files.items():
+            file = self.files[number]
+            if file.size_bytes - end >= LEAST_ARCHIVE_BYTES:
+                raise FormatError(
+                    f"the last {file.size_bytes - end:,} bytes of {file.path!r} belong to nothing,"
+                    " while others belong to two tensors",
+                    where=self.where,
+                )
         tensors = list(self.metadata.tensors.values())
         memberships = classify(
             [self._key_path(t.key) for t in tensors],
@@ -222,12 +236,20 @@ class _Assembly:
         )
         entries, first = {}, 0
         for tensor, membership in zip(tensors, memberships, strict=True):
-            path, chunks = self._key_path(tensor.key), self._chunks(tensor, first)
+            stop = first + len(tensor.file)
+            rank = self.ranks[tensor.file] if len(self.ranks) else -1
+            rows = np.arange(first, stop)
+            chunks = ChunkTable(tensor.offsets, tensor.sizes, rows, rank=rank)
+            path = self._key_path(tensor.key)
             entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, key=tensor.key)
             entries[entry.key] = entry
-            first += len(tensor.file)
+            first = stop
         images = Images(self.source, self.files)
         records = images.records(tensors) if self.metadata.has_images else self._records(tensors)
+        ranks = self.ranks[self.ranks >= 0]
+        encoding = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
+        if any(any(map(is_zstd, tensor.transforms)) for tensor in tensors):
+            encoding += ", compressed with zstd"
         return TensorIndex(
             format=DcpReader.name,
             files=tuple(self.files),
@@ -242,32 +264,16 @@ class _Assembly:
                 )
                 for blob in self.metadata.blobs.values()
             },
-            run=self._run(),
+            run=RunFacts(
+                world_size=int(ranks.max()) + 1 if len(ranks) else None,
+                writer=f"torch.distributed.checkpoint of {self.metadata.writer}{encoding}",
+            ),
             problems=(*self._problems(), *images.problems),
         )
-
-    def _check_tied_files(self) -> None:
-        """Refuses a file whose last bytes belong to no tensor, while others belong to two."""
-        for number, end in self.metadata.tied_files.items():
-            file = self.files[number]
-            if file.size_bytes - end >= LEAST_ARCHIVE_BYTES:
-                raise FormatError(
-                    f"the last {file.size_bytes - end:,} bytes of {file.path!r} belong to nothing,"
-                    " while others belong to two tensors",
-                    where=self.where,
-                )
 
     def _key_path(self, key: str) -> KeyPath:
         paths = self.metadata.planner_data
         return tuple(paths[key]) if paths else (key,)
-
-    def _chunks(self, tensor: DcpTensor, first: int) -> ChunkTable:
-        return ChunkTable(
-            tensor.offsets,
-            tensor.sizes,
-            np.arange(first, first + len(tensor.file)),
-            rank=self.ranks[tensor.file] if len(self.ranks) else -1,
-        )
 
     def _records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
         empty = np.zeros(0, np.int64)
@@ -292,37 +298,3 @@ class _Assembly:
             if tensor.transforms
             and (self.metadata.has_images or not all(map(is_zstd, tensor.transforms)))
         ]
-
-    def _run(self) -> RunFacts:
-        ranks = self.ranks[self.ranks >= 0]
-        encoding = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
-        if any(any(map(is_zstd, t.transforms)) for t in self.metadata.tensors.values()):
-            encoding += ", compressed with zstd"
-        return RunFacts(
-            world_size=int(ranks.max()) + 1 if len(ranks) else None,
-            writer=f"torch.distributed.checkpoint of {self.metadata.writer}{encoding}",
-        )
-
-
-def _with_framework(index: TensorIndex, source: Source, candidate: Candidate) -> TensorIndex:
-    """Adds what is known of the framework that called torch."""
-    meta = posixpath.join(candidate.folder, LIGHTNING_META)
-    if meta in candidate.files:
-        framework = read_lightning_meta(source, meta)
-        index = replace(index, files=(*index.files, stat_or_missing(source, meta)))
-    else:
-        paths = [*(entry.key_path for entry in index.tensors.values()), *index.values]
-        framework = detect_framework_by_paths(paths)
-    run = replace(
-        index.run,
-        step=framework.step,
-        writer=", ".join(filter(None, [index.run.writer, framework.name])),
-        version=framework.version,
-        notes=(*index.run.notes, *framework.notes),
-    )
-    return replace(index, run=run, problems=(*index.problems, *framework.problems))
-
-
-def _rank_of(path: str) -> int:
-    match = _DATA.fullmatch(posixpath.basename(path))
-    return int(match[1]) if match else -1

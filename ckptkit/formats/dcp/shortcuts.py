@@ -91,6 +91,7 @@ _WINDOW_BYTES = 1 << 15  # pickles are cut into frames of 64 KiB, so runs are ne
 _LEAST_ROWS = 8  # the ordinary machine makes fewer objects faster than numpy makes columns
 _CACHED_INTEGERS = 1 << 16
 _BINGET_MAX = 255
+_WIDTHS = {b"K": 2, b"M": 3, b"J": 5}  # of integers, opcode included; LONG1 has its length
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -202,20 +203,18 @@ class _Slots:
         near = near[slots[at[near]] == wanted[near]]
         positions[near] = np.frombuffer(self.positions, np.int32)[at[near]]
         for row in np.flatnonzero(positions < 0).tolist():
-            positions[row] = self._find_outside(int(wanted[row]), machine)
+            slot = int(wanted[row])
+            if slot not in self.outside:
+                if slot >= machine.next_slot():  # in this run, and not a recorded value
+                    raise _MismatchError
+                value = machine.fetch(slot)
+                is_of_sizes = self.values is machine.values.sizes
+                if not (is_size(value) if is_of_sizes else type(value) is str):
+                    raise _MismatchError
+                self.outside[slot] = len(self.values)
+                self.values.append(value)
+            positions[row] = self.outside[slot]
         return positions
-
-    def _find_outside(self, slot: int, machine: FastMachine) -> int:
-        position = self.outside.get(slot)
-        if position is None:
-            if slot >= machine.next_slot():  # in this run, and not a recorded value
-                raise _MismatchError
-            value = machine.fetch(slot)
-            if not (is_size(value) if self.values is machine.values.sizes else type(value) is str):
-                raise _MismatchError
-            self.outside[slot] = position = len(self.values)
-            self.values.append(value)
-        return position
 
 
 class FastMachine(Machine):
@@ -257,7 +256,9 @@ class FastMachine(Machine):
         value = self.stack[-1]
         if type(value) in {str, Global} and value in _PARTS:
             name = value.name if isinstance(value, Global) else value
-            self.gets.setdefault(name, _get_opcode(self.next_slot() - 1))
+            slot = self.next_slot() - 1
+            get = b"h%c" % slot if slot <= _BINGET_MAX else b"j" + slot.to_bytes(4, "little")
+            self.gets.setdefault(name, get)
 
     def store(self, slot: int) -> None:
         """Stores the topmost value; numbered slots rule out any further run."""
@@ -284,12 +285,12 @@ class FastMachine(Machine):
 
     def skip(self, cls: Global) -> bool:
         """Parses the run that begins at the current opcode; returns False if none does."""
-        pattern = self.patterns.get(cls) or self._prepare(cls)
-        if (
-            pattern is None
-            or self.at < self.declined
-            or not self._fits(list if cls == CHUNK else dict)
-        ):
+        pattern = self.patterns.get(cls)
+        if pattern is None and cls in self.patterns:
+            pattern = self.patterns[cls] = compile_pattern(cls, self.gets)
+        if pattern is None or self.at < self.declined or not self.fence:
+            return False
+        if type(self.stack[self.fence - 1]) is not (list if cls == CHUNK else dict):
             return False
         stop = min(self.at + _WINDOW_BYTES, len(self.data))
         rows = pattern.findall(self.data, self.at, stop)
@@ -308,15 +309,6 @@ class FastMachine(Machine):
         self.stack.extend(run)
         self.pos = stop - len(rest)
         return True
-
-    def _prepare(self, cls: Global) -> re.Pattern[bytes] | None:
-        if cls not in self.patterns:
-            return None
-        self.patterns[cls] = compile_pattern(cls, self.gets)
-        return self.patterns[cls]
-
-    def _fits(self, container: type) -> bool:
-        return self.fence > 0 and type(self.stack[self.fence - 1]) is container
 
     def _reserve(self, widths: Ints) -> None:
         """Reserves the memo slots of a run; `widths` is the number of slots of each row."""
@@ -377,7 +369,7 @@ class FastMachine(Machine):
         marked = body[0] in b"("
         values, at = [], int(marked)
         while at < len(body) - 2:
-            width = _integer_width(body, at)
+            width = _WIDTHS.get(body[at : at + 1]) or 2 + body[at + 1]
             values.append(_integer(body[at : at + width]))
             at += width
         if not marked and len(values) != body[-2] - 0x84:
@@ -404,14 +396,6 @@ def flatten(sizes: list[tuple[int, ...]]) -> tuple[Ints, Ints, Ints]:
 
 def _slots_taken(packed: Ints) -> Ints:
     return np.where(packed < 0, 0, packed & 7)
-
-
-def _get_opcode(slot: int) -> bytes:
-    return b"h%c" % slot if slot <= _BINGET_MAX else b"j" + slot.to_bytes(4, "little")
-
-
-def _integer_width(data: bytes, at: int) -> int:
-    return {b"K": 2, b"M": 3, b"J": 5}.get(data[at : at + 1]) or 2 + data[at + 1]
 
 
 def _integer(raw: bytes) -> int:

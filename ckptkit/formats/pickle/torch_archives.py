@@ -350,14 +350,44 @@ def open_legacy(
     pickles = _PickleSequence(read, size_bytes, where)
     if pickles.next({}, None) != _MAGIC_NUMBER:
         raise FormatError("does not begin with torch's magic number", where=where)
-    _check_facts(pickles.next({}, None), pickles.next({}, None), where)
-    storages = _StorageCollector()
+    version, machine = pickles.next({}, None), pickles.next({}, None)
+    if version != _VERSION:
+        actual = f"version {version}" if type(version) is int else "no number for a version"
+        raise UnsupportedError(
+            f"layout has {actual}, only {_VERSION:,} is modelled",
+            where=where,
+            hint=_SAVE_AGAIN,
+        )
+    is_little = machine.get("little_endian") if isinstance(machine, dict) else None
+    if is_little is False:
+        raise UnsupportedError(
+            "numbers are stored big-endian, only little-endian is modelled", where=where
+        )
+    if is_little is not True:
+        raise FormatError("does not state the byte order of its numbers", where=where)
+    collector = _StorageCollector()
     start = pickles.at
-    root = pickles.next(allowed, storages)
+    root = pickles.next(allowed, collector)
     pickle_bytes = pickles.at - start
-    keys = pickles.next({}, None)
-    starts = _locate_storages(keys, storages.by_key, pickles.at, size_bytes, where)
-    return root, pickle_bytes, LegacyArchive(read, storages.by_key, starts, where)
+    keys, storages = pickles.next({}, None), collector.by_key
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise FormatError("list of storages is not one of keys", where=where)
+    if len(set(keys)) != len(keys) or set(keys) != set(storages):
+        raise FormatError(
+            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",
+            where=where,
+        )
+    starts, at = {}, pickles.at
+    for key in keys:
+        starts[key] = at + _COUNT_BYTES
+        at = starts[key] + storages[key].size_bytes
+    if at > size_bytes:
+        raise TruncatedFileError(
+            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}", where=where
+        )
+    if at < size_bytes:
+        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
+    return root, pickle_bytes, LegacyArchive(read, storages, starts, where)
 
 
 class _StorageCollector:
@@ -425,44 +455,3 @@ class _PickleSequence:
                     where=self._where,
                 )
             window *= _GROWTH
-
-
-def _check_facts(version: object, machine: object, where: str) -> None:
-    if version != _VERSION:
-        actual = f"version {version}" if type(version) is int else "no number for a version"
-        raise UnsupportedError(
-            f"layout has {actual}, only {_VERSION:,} is modelled",
-            where=where,
-            hint=_SAVE_AGAIN,
-        )
-    is_little = machine.get("little_endian") if isinstance(machine, dict) else None
-    if is_little is False:
-        raise UnsupportedError(
-            "numbers are stored big-endian, only little-endian is modelled", where=where
-        )
-    if is_little is not True:
-        raise FormatError("does not state the byte order of its numbers", where=where)
-
-
-def _locate_storages(
-    keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int, where: str
-) -> dict[str, int]:
-    """Returns the first element's byte of each storage; they have to fill the rest of the file."""
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise FormatError("list of storages is not one of keys", where=where)
-    if len(set(keys)) != len(keys) or set(keys) != set(storages):
-        raise FormatError(
-            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",
-            where=where,
-        )
-    starts = {}
-    for key in keys:
-        starts[key] = at + _COUNT_BYTES
-        at = starts[key] + storages[key].size_bytes
-    if at > size_bytes:
-        raise TruncatedFileError(
-            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}", where=where
-        )
-    if at < size_bytes:
-        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
-    return starts

@@ -320,9 +320,18 @@ def open_archive(read: Read, size_bytes: int, *, where: str) -> ZipArchive:
         raise torchscript_error(where)
     if prefix + _PICKLE not in entries:
         raise FormatError("zip archive has no 'data.pkl', so torch did not write it", where=where)
-    archive = ZipArchive(read, entries, prefix, where)
-    _check_byte_order(archive)
-    return archive
+    # Older writers left the record out; in practice they ran on little-endian machines only.
+    entry = entries.get(prefix + _BYTE_ORDER)
+    if entry is not None:
+        start = data_start(read, entry, where=where)
+        order = read(start, start + min(entry.size_bytes, _MAX_BYTE_ORDER))
+        if order == b"big":
+            raise UnsupportedError(
+                "numbers are stored big-endian, only little-endian is modelled", where=where
+            )
+        if order != _LITTLE:
+            raise FormatError(f"byte order is {order!r}, not b'little'", where=where)
+    return ZipArchive(read, entries, prefix, where)
 
 
 def locate_tensor(
@@ -366,19 +375,3 @@ def _parse(ends: ArchiveEnds, read: Read, cache: TensorCache, *, where: str) -> 
     if template is not None:
         cache.keep(ends, template, payload)
     return payload
-
-
-def _check_byte_order(archive: ZipArchive) -> None:
-    # Older writers left the record out; in practice they ran on little-endian machines only.
-    entry = archive.entries.get(archive.prefix + _BYTE_ORDER)
-    if entry is None:
-        return
-    start = data_start(archive.read, entry, where=archive.where)
-    order = archive.read(start, start + min(entry.size_bytes, _MAX_BYTE_ORDER))
-    if order == b"big":
-        raise UnsupportedError(
-            "numbers are stored big-endian, only little-endian is modelled",
-            where=archive.where,
-        )
-    if order != _LITTLE:
-        raise FormatError(f"byte order is {order!r}, not b'little'", where=archive.where)

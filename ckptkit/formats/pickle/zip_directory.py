@@ -70,15 +70,6 @@ class ZipEntry:
         return bool(self.flags & _DESCRIPTOR_FLAG)
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """The extent of the directory and the number of its entries."""
-
-    count: int
-    start: int
-    stop: int
-
-
 def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, ZipEntry]:
     """Reads the directory of an archive that is exactly the bytes `[0, size_bytes)`.
 
@@ -90,11 +81,12 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
     Returns:
         The records by full name, in their order in the archive.
     """
-    end = _read_end(read, size_bytes, where)
-    rows = _read_rows(read(end.start, end.stop), end, where)
+    count, directory_start, directory_stop = _read_end(read, size_bytes, where)
+    data = read(directory_start, directory_stop)
+    rows = _read_rows(data, count, directory_start, where)
     rows.sort(key=itemgetter(1))
     limits = [row[1] for row in rows[1:]]
-    limits.append(end.start)
+    limits.append(directory_start)
     entries: dict[str, ZipEntry] = {}
     expected = 0
     for (name, start, size, crc32, flags, crc_at), limit in zip(rows, limits, strict=True):
@@ -108,9 +100,9 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
             raise FormatError(f"two records are called {name!r}", where=where)
         stored_crc32 = None if crc32 == 0 < size else crc32
         entries[name] = ZipEntry(name, start, size, stored_crc32, limit, flags, crc_at)
-    if expected > end.start:
+    if expected > directory_start:
         raise FormatError(
-            f"records reach byte {expected:,} but the directory starts at {end.start:,}",
+            f"records reach byte {expected:,} but the directory starts at {directory_start:,}",
             where=where,
         )
     return MappingProxyType(entries)
@@ -155,8 +147,12 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
     return start
 
 
-def _read_end(read: Read, size_bytes: int, where: str) -> _End:
-    """Reads the end record, and the zip64 one before it where there is one."""
+def _read_end(read: Read, size_bytes: int, where: str) -> tuple[int, int, int]:
+    """Reads the end record, and the zip64 one before it where there is one.
+
+    Returns:
+        The number of entries, and the directory's first byte and the byte after its last.
+    """
     if size_bytes < _END.size:
         raise TruncatedFileError(
             f"{size_bytes:,} bytes are fewer than the {_END.size} of an empty zip archive",
@@ -167,7 +163,13 @@ def _read_end(read: Read, size_bytes: int, where: str) -> _End:
     tail = read(max(0, size_bytes - both), size_bytes)
     signature, disk, first, here, count, length, start, comment = _END.unpack(tail[-_END.size :])
     if signature != _END_SIGNATURE or comment:
-        raise _missing_end(read, size_bytes, where)
+        if read(0, 4) == LOCAL_SIGNATURE:
+            raise TruncatedFileError(
+                f"zip archive has no end record in the last bytes of its {size_bytes:,}",
+                where=where,
+                hint="the file was cut short or appended to; compare its size with the original's",
+            )
+        raise FormatError("neither starts nor ends like a zip archive", where=where)
     fields = (count, length, start)
     if (disk, first, here) != (0, 0, count):
         raise FormatError("end record names several disks, which torch never writes", where=where)
@@ -178,18 +180,22 @@ def _read_end(read: Read, size_bytes: int, where: str) -> _End:
         pairs = zip(fields, (count, length, start), limits, strict=True)
         if any(short not in {full, limit} for short, full, limit in pairs):
             raise FormatError("the two end records of the zip archive disagree", where=where)
-    _check_end(count, length, start, stop, where)
-    return _End(count, start, stop)
-
-
-def _missing_end(read: Read, size_bytes: int, where: str) -> FormatError:
-    if read(0, 4) == LOCAL_SIGNATURE:
-        return TruncatedFileError(
-            f"zip archive has no end record in the last bytes of its {size_bytes:,}",
+    if start + length != stop:
+        raise FormatError(
+            f"directory of {length:,} bytes from byte {start:,} does not end at {stop:,}",
             where=where,
-            hint="the file was cut short or appended to; compare its size with the original's",
         )
-    return FormatError("neither starts nor ends like a zip archive", where=where)
+    if not count * _CENTRAL.size <= length or (count == 0 < length):
+        raise FormatError(
+            f"{count:,} records do not fit a directory of {length:,} bytes", where=where
+        )
+    if length > count * MAX_ENTRY_BYTES:
+        raise LimitError(
+            f"directory of {count:,} records takes {length:,} bytes, at most "
+            f"{count * MAX_ENTRY_BYTES:,} were expected",
+            where=where,
+        )
+    return count, start, stop
 
 
 def _read_end64(read: Read, start: int, tail: bytes, where: str) -> tuple[int, int, int]:
@@ -209,30 +215,12 @@ def _read_end64(read: Read, start: int, tail: bytes, where: str) -> tuple[int, i
     return count, directory_bytes, directory_start
 
 
-def _check_end(count: int, length: int, start: int, stop: int, where: str) -> None:
-    if start + length != stop:
-        raise FormatError(
-            f"directory of {length:,} bytes from byte {start:,} does not end at {stop:,}",
-            where=where,
-        )
-    if not count * _CENTRAL.size <= length or (count == 0 < length):
-        raise FormatError(
-            f"{count:,} records do not fit a directory of {length:,} bytes", where=where
-        )
-    if length > count * MAX_ENTRY_BYTES:
-        raise LimitError(
-            f"directory of {count:,} records takes {length:,} bytes, at most "
-            f"{count * MAX_ENTRY_BYTES:,} were expected",
-            where=where,
-        )
-
-
-def _read_rows(data: bytes, end: _End, where: str) -> list[_Row]:
-    """Reads every entry."""
+def _read_rows(data: bytes, count: int, start_of_data: int, where: str) -> list[_Row]:
+    """Reads every entry of a directory."""
     rows = []
     position = 0
-    for number in range(end.count):
-        crc_at = end.start + position + _CENTRAL_CRC
+    for number in range(count):
+        crc_at = start_of_data + position + _CENTRAL_CRC
         if position + _CENTRAL.size > len(data):
             raise FormatError(f"directory ends inside entry {number:,}", where=where)
         fields = _CENTRAL.unpack_from(data, position)
@@ -248,22 +236,20 @@ def _read_rows(data: bytes, end: _End, where: str) -> list[_Row]:
             extra = data[extra_start:position]
             size, packed, start = _from_extra(extra, (size, packed, start), f"{where}: {name!r}")
         if method or size != packed or flags & ~_KNOWN_FLAGS:
-            raise _not_stored(name, f"method {method}, flags {flags:#06x}", where)
+            if name.split("/")[1:2] == ["code"]:  # `torch.jit.save` alone writes it, compressed
+                raise torchscript_error(where)
+            raise UnsupportedError(
+                f"record {name!r} is compressed or encrypted, which torch never does"
+                f" (method {method}, flags {flags:#06x})",
+                where=where,
+            )
         rows.append((name, start, size, crc32, flags, crc_at))
     if position != len(data):
         raise FormatError(
-            f"{len(data) - position:,} bytes follow the last of {end.count:,} entries",
+            f"{len(data) - position:,} bytes follow the last of {count:,} entries",
             where=where,
         )
     return rows
-
-
-def _not_stored(name: str, how: str, where: str) -> UnsupportedError:
-    if name.split("/")[1:2] == ["code"]:  # only `torch.jit.save` writes this folder, compressed
-        return torchscript_error(where)
-    return UnsupportedError(
-        f"record {name!r} is compressed or encrypted, which torch never does ({how})", where=where
-    )
 
 
 def torchscript_error(where: str) -> UnsupportedError:

@@ -21,7 +21,8 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,26 +124,20 @@ def read_config_extents(source: Source, folders: Sequence[str]) -> ConfigExtents
     """Returns the sizes in the first configuration in some folders; none if it is damaged."""
     for folder in folders:
         path = posixpath.join(folder, CONFIG_NAME)
-        if is_there(source, path):
-            return _extents(path, _parse_config(source, path))
+        if not is_there(source, path):
+            continue
+        config: Mapping[str, Any] = {}
+        with suppress(InputError):  # reported where more of the configuration is needed
+            data = read_limited(source, path, _MAX_CONFIG_BYTES, "configuration")
+            config = parse_model_config(data, where=path)
+        text = config.get(_TEXT)
+        if isinstance(text, dict) and not _first_size(config, _TOKENS):
+            config = text
+        has_other_width = any(name in config for name in _OTHER_WIDTHS)
+        hidden = 0 if has_other_width else _first_size(config, _HIDDEN)
+        tokens, layers = _first_size(config, _TOKENS), _first_size(config, _LAYERS)
+        return ConfigExtents(path, tokens, hidden, layers)
     return ConfigExtents()
-
-
-def _parse_config(source: Source, path: str) -> Mapping[str, Any]:
-    try:
-        data = read_limited(source, path, _MAX_CONFIG_BYTES, "configuration")
-        return parse_model_config(data, where=path)
-    except InputError:
-        return {}  # reported where more of the configuration is needed
-
-
-def _extents(path: str, config: Mapping[str, Any]) -> ConfigExtents:
-    text = config.get(_TEXT)
-    if isinstance(text, dict) and not _first_size(config, _TOKENS):
-        config = text
-    has_other_width = any(name in config for name in _OTHER_WIDTHS)
-    hidden = 0 if has_other_width else _first_size(config, _HIDDEN)
-    return ConfigExtents(path, _first_size(config, _TOKENS), hidden, _first_size(config, _LAYERS))
 
 
 def _first_size(config: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -225,16 +220,15 @@ class HfShardsReader:
         """Groups shards by folder; an index of files that are not there belongs to them."""
         others = {posixpath.dirname(p) for p in paths if p.endswith(_ENDING) and not is_shard(p)}
         indexes = {posixpath.dirname(p): p for p in paths if posixpath.basename(p) == _INDEX}
-        return [
-            self._candidate(folder, files, None if folder in others else indexes.get(folder))
-            for folder, files in group_by_folder(filter(is_shard, paths)).items()
-        ]
-
-    def _candidate(self, folder: str, shards: Sequence[str], index: str | None) -> Candidate:
-        ranks = len({_Numbers.of(path).rank for path in shards})
-        reason = f"{len(shards)} 'shard-…-model-….safetensors' of {ranks} rank"
-        files = [*shards, *filter(None, [index])]
-        return Candidate(self.name, folder, tuple(files), f"{reason}{'' if ranks == 1 else 's'}")
+        candidates = []
+        for folder, shards in group_by_folder(filter(is_shard, paths)).items():
+            index = None if folder in others else indexes.get(folder)
+            files = (*shards, *filter(None, [index]))
+            ranks = len({_Numbers.of(path).rank for path in shards})
+            reason = f"{len(shards)} 'shard-…-model-….safetensors' of {ranks} rank"
+            reason += "" if ranks == 1 else "s"
+            candidates.append(Candidate(self.name, folder, files, reason))
+        return candidates
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         return _Assembly(source, candidate).index()
@@ -259,8 +253,18 @@ class _Assembly:
         absent = [name for name in self.indexed if name not in shards]
         self._check_ranks(absent)
         shapes = {name: _whole_shape(held, self.where) for name, held in shards.items()}
-        extents = read_config_extents(self.source, self._config_folders())
-        self._check_layers(extents, shards)
+        folders = [self.folder]
+        if posixpath.basename(self.folder) == SHARDED_FOLDER:
+            folders.append(posixpath.dirname(self.folder))
+        extents = read_config_extents(self.source, folders)
+        lacking = extents.count_lacking_layers(shards)
+        if lacking:
+            raise IncompleteCheckpointError(
+                f"the last {lacking:,} of {extents.layers:,} layers by {extents.path!r} are in no"
+                " shard",
+                where=self.where,
+                hint="give the directory that holds the shards of every rank",
+            )
         entries = self._entries(shards, shapes)
         problems = [
             *self._find_stored_twice(shards),
@@ -285,12 +289,6 @@ class _Assembly:
             problems=tuple(filter(None, problems)),
         )
 
-    def _config_folders(self) -> list[str]:
-        folders = [self.folder]
-        if posixpath.basename(self.folder) == SHARDED_FOLDER:
-            folders.append(posixpath.dirname(self.folder))
-        return folders
-
     def _read_shards(self, files: Sequence[FileRef]) -> dict[str, list[_Shard]]:
         shards: dict[str, list[_Shard]] = defaultdict(list)
         for number, (file, numbers) in enumerate(zip(files, self.numbers, strict=True)):
@@ -301,26 +299,21 @@ class _Assembly:
                 shards[stored.name].append(
                     _Shard(number, numbers.rank, numbers.model_file, stored, offsets[stored.name])
                 )
-        for name, held in shards.items():
-            self._check_same_tensor(name, held)
+        for name, (first, *others) in shards.items():
+            for other in others:
+                for what, expected, actual in (
+                    ("dtype", first.stored.dtype.name, other.stored.dtype.name),
+                    ("dimensions", len(first.offsets), len(other.offsets)),
+                    ("model file", first.model_file, other.model_file),
+                ):
+                    if expected != actual:
+                        raise FormatError(
+                            f"tensor {name!r} has {what} {expected} in {self.paths[first.file]!r}"
+                            f" against {actual} in {self.paths[other.file]!r}",
+                            where=self.where,
+                            hint="the shards are of different saves: take the older ones away",
+                        )
         return dict(shards)
-
-    def _check_same_tensor(self, name: str, shards: Sequence[_Shard]) -> None:
-        """Refuses shards that cannot be of one tensor, as those of two saves."""
-        first = shards[0]
-        for other in shards[1:]:
-            for what, expected, actual in (
-                ("dtype", first.stored.dtype.name, other.stored.dtype.name),
-                ("dimensions", len(first.offsets), len(other.offsets)),
-                ("model file", first.model_file, other.model_file),
-            ):
-                if expected != actual:
-                    raise FormatError(
-                        f"tensor {name!r} has {what} {expected} in {self.paths[first.file]!r}"
-                        f" against {actual} in {self.paths[other.file]!r}",
-                        where=self.where,
-                        hint="the shards are of different saves: take the older ones away",
-                    )
 
     def _check_ranks(self, absent: Sequence[str]) -> None:
         """Refuses a set with gaps, unless an index shows that no tensor is missing.
@@ -333,29 +326,19 @@ class _Assembly:
         count = self.numbers[0].model_files
         if len(there) == last * count or (self.indexed and not absent):
             return
-        missing = next(
+        rank, file = next(
             (rank, file)
             for rank in range(1, last + 1)
             for file in range(1, count + 1)
             if (rank, file) not in there
         )
+        missing = f"shard-{rank:05d}-model-{file:05d}-of-{count:05d}{_ENDING}"
         raise MissingFileError(
-            f"{len(there):,} of {last * count:,} shards are there; {_file_name(*missing, count)!r}"
-            " is missing",
+            f"{len(there):,} of {last * count:,} shards are there; {missing!r} is missing",
             where=self.where,
             hint="copy the missing files as well; if the rank held no part of that file and so"
             f" wrote none, put the model's {_INDEX!r} beside the shards, which names all tensors",
         )
-
-    def _check_layers(self, extents: ConfigExtents, names: Collection[str]) -> None:
-        lacking = extents.count_lacking_layers(names)
-        if lacking:
-            raise IncompleteCheckpointError(
-                f"the last {lacking:,} of {extents.layers:,} layers by {extents.path!r} are in no"
-                " shard",
-                where=self.where,
-                hint="give the directory that holds the shards of every rank",
-            )
 
     def _find_stored_twice(self, shards: Mapping[str, Sequence[_Shard]]) -> Iterator[Problem]:
         """Yields tensors with two shards of one part, which would be taken for replicas."""
@@ -394,10 +377,18 @@ class _Assembly:
         entries, first = {}, 0
         for (name, held), membership in zip(shards.items(), memberships, strict=True):
             filled = [shard for shard in held if not shard.is_empty]
-            chunks = _chunks(filled, len(shapes[name]), first)
+            rows, dimensions = len(filled), len(shapes[name])
+            sizes = np.array([shard.stored.shape for shard in filled], np.int64)
+            chunks = ChunkTable(
+                np.array([s.offsets for s in filled], np.int64).reshape(rows, dimensions),
+                sizes.reshape(rows, dimensions),
+                np.arange(first, first + rows),
+                byte_offset=0,
+                rank=np.array([shard.rank - 1 for shard in filled], np.int64),
+            )
             dtype = held[0].stored.dtype
             entries[Key(name)] = membership.entry((name,), dtype, shapes[name], chunks)
-            first += len(filled)
+            first += rows
         return entries
 
     def _notes(self, absent: Sequence[str], *, proven: bool) -> Iterator[str]:
@@ -406,10 +397,6 @@ class _Assembly:
             yield f"{_INDEX!r} names tensors that no shard has: {names}"
         if not proven:
             yield UNPROVEN
-
-
-def _file_name(rank: int, model_file: int, model_files: int) -> str:
-    return f"shard-{rank:05d}-model-{model_file:05d}-of-{model_files:05d}{_ENDING}"
 
 
 def _check_model_files(numbers: Sequence[_Numbers], where: str) -> None:
@@ -441,17 +428,6 @@ def _whole_shape(shards: Sequence[_Shard], where: str) -> Shape:
             f"size of tensor {stored.name!r} of shape {list(shape)} overflows", where=where
         )
     return shape
-
-
-def _chunks(shards: Sequence[_Shard], dimensions: int, first: int) -> ChunkTable:
-    rows = len(shards)
-    return ChunkTable(
-        np.array([shard.offsets for shard in shards], np.int64).reshape(rows, dimensions),
-        np.array([shard.stored.shape for shard in shards], np.int64).reshape(rows, dimensions),
-        np.arange(first, first + rows),
-        byte_offset=0,
-        rank=np.array([shard.rank - 1 for shard in shards], np.int64),
-    )
 
 
 def _compare_extents(entry: TensorEntry, extents: ConfigExtents) -> Problem | None:

@@ -31,7 +31,6 @@ from ckptkit.core.index import (
     ChunkTable,
     FileRef,
     Key,
-    KeyPath,
     RecordTable,
     RunFacts,
     Shape,
@@ -115,7 +114,27 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
         for name, fields in content.items()
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
-    _check_extents(tensors, data_start, size_bytes, where)
+    expected = data_start
+    for tensor in tensors:
+        if tensor.start != expected:
+            raise FormatError(
+                f"tensor {tensor.name!r} starts at byte {tensor.start:,} but the one before ends "
+                f"at byte {expected:,}",
+                where=where,
+            )
+        expected = tensor.stop
+    if expected > size_bytes:
+        raise TruncatedFileError(
+            f"header declares data through byte {expected:,} but the file ends at byte "
+            f"{size_bytes:,} ({expected - size_bytes:,} missing)",
+            where=where,
+            hint="the copy was cut short; compare its size with the source's",
+        )
+    if expected < size_bytes:
+        raise FormatError(
+            f"{size_bytes - expected:,} bytes after byte {expected:,} belong to no tensor",
+            where=where,
+        )
     return Header(tuple(tensors), metadata)
 
 
@@ -184,7 +203,31 @@ def read_shard_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
             where=where,
             hint="a newer torch wrote it: look for a newer ckptkit",
         )
-    return _check_offsets(parse_json(text.encode(), where=f"{where}: {_INFO}"), header, where)
+    info = parse_json(text.encode(), where=f"{where}: {_INFO}")
+    if not isinstance(info, dict):
+        raise FormatError(f"{_INFO!r} is not a JSON object", where=where)
+    names = {tensor.name for tensor in header.tensors}
+    if names != info.keys():
+        name = min(names ^ info.keys())
+        holder = "only the header has it" if name in names else f"only {_INFO!r} has it"
+        raise FormatError(f"{_INFO!r} and the header disagree on {name!r}: {holder}", where=where)
+    offsets_by_name: dict[str, Shape] = {}
+    for tensor in header.tensors:
+        fields, place = info[tensor.name], f"{where}: tensor {tensor.name!r}"
+        offsets = fields.get(_OFFSETS) if isinstance(fields, dict) else None
+        if not isinstance(offsets, list) or len(offsets) != len(tensor.shape):
+            raise FormatError(
+                f"{_OFFSETS!r} is not a list of {len(tensor.shape)} numbers, as its shape"
+                f" {list(tensor.shape)} is",
+                where=place,
+            )
+        for offset, size in zip(offsets, tensor.shape, strict=True):
+            if not is_count(offset, MAX_BYTES - size):
+                raise FormatError(
+                    f"{_OFFSETS!r} are {offsets}, expected natural numbers below 2**63", where=place
+                )
+        offsets_by_name[tensor.name] = tuple(offsets)
+    return offsets_by_name
 
 
 def check_whole(header: Header, *, where: str) -> None:
@@ -209,35 +252,6 @@ def check_whole(header: Header, *, where: str) -> None:
             )
 
 
-def _check_offsets(info: object, header: Header, where: str) -> Mapping[str, Shape]:
-    if not isinstance(info, dict):
-        raise FormatError(f"{_INFO!r} is not a JSON object", where=where)
-    names = {tensor.name for tensor in header.tensors}
-    if names != info.keys():
-        name = min(names ^ info.keys())
-        holder = "only the header has it" if name in names else f"only {_INFO!r} has it"
-        raise FormatError(f"{_INFO!r} and the header disagree on {name!r}: {holder}", where=where)
-    return {
-        tensor.name: _offsets(info[tensor.name], tensor.shape, f"{where}: tensor {tensor.name!r}")
-        for tensor in header.tensors
-    }
-
-
-def _offsets(fields: object, shape: Shape, where: str) -> Shape:
-    offsets = fields.get(_OFFSETS) if isinstance(fields, dict) else None
-    if not isinstance(offsets, list) or len(offsets) != len(shape):
-        raise FormatError(
-            f"{_OFFSETS!r} is not a list of {len(shape)} numbers, as its shape {list(shape)} is",
-            where=where,
-        )
-    for offset, size in zip(offsets, shape, strict=True):
-        if not is_count(offset, MAX_BYTES - size):
-            raise FormatError(
-                f"{_OFFSETS!r} are {offsets}, expected natural numbers below 2**63", where=where
-            )
-    return tuple(offsets)
-
-
 class SafetensorsReader:
     """Reads models in safetensors files."""
 
@@ -251,10 +265,18 @@ class SafetensorsReader:
         paths, weight_map = find_data_files(source, candidate)
         files = [source.stat(path) for path in paths]
         headers = []
+        files_by_name: dict[str, str] = {}
         for file in files:
             headers.append(read_header(source, file))
             check_whole(headers[-1], where=posixpath.join(source.location, file.path))
-        files_by_name = _files_by_name(files, headers, where)
+            for tensor in headers[-1].tensors:
+                before = files_by_name.setdefault(tensor.name, file.path)
+                if before != file.path:
+                    raise FormatError(
+                        f"tensor {tensor.name!r} is in {posixpath.basename(before)!r} and in "
+                        f"{posixpath.basename(file.path)!r}",
+                        where=where,
+                    )
         if weight_map is not None:
             check_weight_map(weight_map, files_by_name, where=where)
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
@@ -265,7 +287,12 @@ class SafetensorsReader:
             files=(*files, *map(source.stat, indices)),
             records=RecordTable(columns[:, 0], columns[:, 1], columns[:, 2]),
             tensors=_entries([tensor for _, tensor in rows], where),
-            values=_values(headers),
+            # Where the texts of files differ, that of the first file counts.
+            values={
+                (_METADATA, name): text
+                for header in reversed(headers)
+                for name, text in header.metadata.items()
+            },
             run=RunFacts(writer=self.name),
         )
 
@@ -302,47 +329,6 @@ def _counts(value: object, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _check_extents(
-    tensors: list[HeaderTensor], data_start: int, size_bytes: int, where: str
-) -> None:
-    """Checks that the tensors cover the file from `data_start` on without gaps or overlaps."""
-    expected = data_start
-    for tensor in tensors:
-        if tensor.start != expected:
-            raise FormatError(
-                f"tensor {tensor.name!r} starts at byte {tensor.start:,} but the one before ends "
-                f"at byte {expected:,}",
-                where=where,
-            )
-        expected = tensor.stop
-    if expected > size_bytes:
-        raise TruncatedFileError(
-            f"header declares data through byte {expected:,} but the file ends at byte "
-            f"{size_bytes:,} ({expected - size_bytes:,} missing)",
-            where=where,
-            hint="the copy was cut short; compare its size with the source's",
-        )
-    if expected < size_bytes:
-        raise FormatError(
-            f"{size_bytes - expected:,} bytes after byte {expected:,} belong to no tensor",
-            where=where,
-        )
-
-
-def _files_by_name(files: list[FileRef], headers: list[Header], where: str) -> dict[str, str]:
-    files_by_name: dict[str, str] = {}
-    for file, header in zip(files, headers, strict=True):
-        for tensor in header.tensors:
-            before = files_by_name.setdefault(tensor.name, file.path)
-            if before != file.path:
-                raise FormatError(
-                    f"tensor {tensor.name!r} is in {posixpath.basename(before)!r} and in "
-                    f"{posixpath.basename(file.path)!r}",
-                    where=where,
-                )
-    return files_by_name
-
-
 def _entries(tensors: list[HeaderTensor], where: str) -> dict[Key, TensorEntry]:
     memberships = classify([(tensor.name,) for tensor in tensors], where=where)
     entries = {}
@@ -352,12 +338,3 @@ def _entries(tensors: list[HeaderTensor], where: str) -> dict[Key, TensorEntry]:
         entry = membership.entry((tensor.name,), tensor.dtype, tensor.shape, chunks)
         entries[entry.key] = entry
     return entries
-
-
-def _values(headers: list[Header]) -> dict[KeyPath, str]:
-    """Returns the texts of all headers; where files of a set differ, that of the first file."""
-    return {
-        (_METADATA, name): text
-        for header in reversed(headers)
-        for name, text in header.metadata.items()
-    }
