@@ -14,7 +14,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.core.geometry import Defect, drop_replicas, find_defect
+from ckptkit.core.geometry import drop_replicas, find_defect
 from ckptkit.core.index import Box, Key, Problem, Span, TensorEntry, TensorIndex
 
 _ERRORS: dict[str, type[InputError]] = {
@@ -86,7 +86,11 @@ def _file_problem(index: TensorIndex, entry: TensorEntry, sizes: np.ndarray) -> 
     file = index.files[int(files[row])]
     elements = f"{describe(entry.chunks[row].place)} of {entry.key!r}"
     if file.size_bytes < 0:
-        nor = _others_missing(index, sizes, int(files[row]))
+        # The names of data files say which rank wrote them.
+        others = [int(number) for number in np.flatnonzero(sizes < 0) if number != files[row]]
+        named = ", ".join(repr(index.files[number].path) for number in others[:_NAMED])
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        nor = f", nor {'is' if len(others) == 1 else 'are'} {named}{more}" if others else ""
         return Problem(MissingFileError.code, file.path, f"is not there{nor}; it holds {elements}")
     return Problem(
         TruncatedFileError.code,
@@ -94,16 +98,6 @@ def _file_problem(index: TensorIndex, entry: TensorEntry, sizes: np.ndarray) -> 
         f"{elements} end at byte {int(records.stop[rows[row]]):,} but the file ends at byte"
         f" {file.size_bytes:,}",
     )
-
-
-def _others_missing(index: TensorIndex, sizes: np.ndarray, but: int) -> str:
-    """Names further missing files; the names of data files say which rank wrote them."""
-    others = [int(number) for number in np.flatnonzero(sizes < 0) if number != but]
-    if not others:
-        return ""
-    named = ", ".join(repr(index.files[number].path) for number in others[:_NAMED])
-    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-    return f", nor {'is' if len(others) == 1 else 'are'} {named}{more}"
 
 
 def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:
@@ -114,19 +108,16 @@ def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:
         return Problem(error.code, where, error.message)
     if defect is None:
         return None
-    return Problem(IncompleteCheckpointError.code, where, _sentence(index, entry, defect))
-
-
-def _sentence(index: TensorIndex, entry: TensorEntry, defect: Defect) -> str:
-    place = f"{describe(defect.place)} of shape {list(entry.shape)}"
+    text = f"{describe(defect.place)} of shape {list(entry.shape)} are"
     if defect.copies == 0:
-        return f"{place} are in no file"
+        return Problem(IncompleteCheckpointError.code, where, f"{text} in no file")
     rows = np.flatnonzero(entry.chunks.elements() > 0)
     touched = {
         index.files[int(index.records.file[int(entry.chunks.record[row])])].path
         for row in rows[:64]
     }
-    return f"{place} are stored {defect.copies} times, in {', '.join(sorted(touched)[:4])}"
+    text = f"{text} stored {defect.copies} times, in {', '.join(sorted(touched)[:4])}"
+    return Problem(IncompleteCheckpointError.code, where, text)
 
 
 def describe(place: Box | Span) -> str:

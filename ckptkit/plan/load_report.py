@@ -243,9 +243,14 @@ def _list_hints(report: LoadReport, names: Collection[str], advice: Advice) -> I
             " the model that was trained"
         )
         return
-    pattern = _pattern(report.unexpected, names)
-    if pattern and advice.shapes and not (report.missing or report.mismatched):
-        yield f"leave what the model has not out with --exclude {pattern!r}"
+    # The tensors of one module that the model lacks as a whole can be left out by a pattern.
+    modules = {name.partition(".")[0] for name in report.unexpected if "." in name}
+    prefix = f"{min(modules, default='')}."
+    is_only = all(name.startswith(prefix) for name in report.unexpected)
+    is_whole = sum(name.startswith(prefix) for name in names) == len(report.unexpected)
+    is_rest = not (report.missing or report.mismatched)
+    if modules and is_only and is_whole and is_rest and advice.shapes:
+        yield f"leave what the model has not out with --exclude {f'{prefix}*'!r}"
     yield advice.config
 
 
@@ -261,15 +266,6 @@ def _padded_rows(report: LoadReport) -> int:
             return 0
         rows.add(int(expected[1]))
     return rows.pop() if len(rows) == 1 and not (report.missing or report.unexpected) else 0
-
-
-def _pattern(unexpected: Sequence[str], names: Collection[str]) -> str:
-    """Returns the pattern of a module that the model lacks as a whole; empty if there is none."""
-    first = {name.split(".")[0] for name in unexpected}
-    if len(first) != 1 or not all("." in name for name in unexpected):
-        return ""
-    prefix = f"{first.pop()}."
-    return f"{prefix}*" if sum(n.startswith(prefix) for n in names) == len(unexpected) else ""
 
 
 def _counted(count: int, noun: str) -> str:

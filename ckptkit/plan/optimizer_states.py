@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,14 @@ def select_optimizer_states(
     container = first[: len(first) - len(_get_path(entries[0]))]
     unwrapped = _find_unwrapped(index, model)
     paths = {entry.key: _rename(_get_path(entry), unwrapped) for entry in entries}
-    _refuse_collisions(paths.values(), location)
+    if len(set(paths.values())) < len(paths):
+        twice, _ = Counter(paths.values()).most_common(1)[0]
+        raise RefusedError(
+            f"two states are both named {'.'.join(map(str, twice))!r}",
+            where=f"--optimizer {location}",
+            hint="names must stay distinct when wrapper segments are cut out; leave --optimizer"
+            " out",
+        )
     wanted = [entry for entry in entries if _is_wanted(paths[entry.key], request)]
     values = {
         _rename(path[len(container) :], unwrapped): value
@@ -85,8 +92,12 @@ def select_optimizer_states(
     }
     values = _join_members(values)
     values = {path: value for path, value in values.items() if _is_wanted(path, request)}
-    tensors = tuple(_make_tensor(entry, paths[entry.key]) for entry in wanted)
-    return OptimizerStates(tensors, values, unwrapped), wanted
+    tensors = []
+    for entry in wanted:
+        path = paths[entry.key]
+        spec = TensorSpec(Fqn(".".join(map(str, (OPTIMIZER, *path)))), entry.dtype, entry.shape)
+        tensors.append(StateTensor(path, Product(spec, Copy(SOURCE, entry.key))))
+    return OptimizerStates(tuple(tensors), values, unwrapped), wanted
 
 
 def _find_unwrapped(index: TensorIndex, model: str) -> dict[str, str]:
@@ -97,33 +108,17 @@ def _find_unwrapped(index: TensorIndex, model: str) -> dict[str, str]:
     unwrapped = {}
     for entry in index.of_part("model"):
         saved, name = str(entry.key_path[-1]), str(entry.name)
-        if entry.tree == model and saved != name and _is_within(name, saved):
+        segments = iter(saved.split("."))
+        is_within = all(segment in segments for segment in name.split("."))  # in that order
+        if entry.tree == model and saved != name and is_within:
             unwrapped[saved] = name
     return unwrapped
-
-
-def _is_within(name: str, saved: str) -> bool:
-    """Returns whether `name` is `saved` without some of its segments."""
-    segments = iter(saved.split("."))
-    return all(segment in segments for segment in name.split("."))
 
 
 def _rename(path: KeyPath, unwrapped: Mapping[str, str]) -> KeyPath:
     if path[0] != _STATE or len(path) == 1:
         return path
     return (path[0], unwrapped.get(str(path[1]), path[1]), *path[2:])
-
-
-def _refuse_collisions(paths: Collection[KeyPath], location: str) -> None:
-    """Refuses states of two parameters whose names differ by wrapper segments alone."""
-    if len(set(paths)) == len(paths):
-        return
-    twice, _ = Counter(paths).most_common(1)[0]
-    raise RefusedError(
-        f"two states are both named {'.'.join(map(str, twice))!r}",
-        where=f"--optimizer {location}",
-        hint="names must stay distinct when wrapper segments are cut out; leave --optimizer out",
-    )
 
 
 def _refuse_numbers(entries: Sequence[TensorEntry], location: str) -> None:
@@ -184,12 +179,6 @@ def _is_wanted(path: KeyPath, request: ConsolidateRequest) -> bool:
     return path[0] != _STATE or len(path) == 1 or request.wants(str(path[1]))
 
 
-def _make_tensor(entry: TensorEntry, path: KeyPath) -> StateTensor:
-    name = Fqn(".".join(map(str, (OPTIMIZER, *path))))
-    spec = TensorSpec(name, entry.dtype, entry.shape)
-    return StateTensor(path, Product(spec, Copy(SOURCE, entry.key)))
-
-
 def _join_members(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
     """Joins the members of groups to lists where they are stored one by one."""
     joined: dict[KeyPath, Any] = {}
@@ -242,8 +231,10 @@ def restore_groups(
     kept: dict[KeyPath, Any] = {}
     settings: dict[str, Settings] = {}
     for path, value in values.items():
-        name, kind = _split_key(path[0])
-        if not name:
+        # A flattened key is `param_groups.<parameter>.<setting>`.
+        start, _, rest = str(path[0]).partition(".")
+        name, _, kind = rest.rpartition(".")
+        if start != _GROUPS or not name:
             kept[path] = value
         elif wants(name):
             settings.setdefault(name, {})[kind, *path[1:]] = value
@@ -254,12 +245,3 @@ def restore_groups(
         kept |= {(_GROUPS, number, *path): value for path, value in shared.items()}
         kept[_GROUPS, number, _MEMBERS] = members
     return kept
-
-
-def _split_key(key: str | int) -> tuple[str, str]:
-    """Returns the parameter and the setting that a flattened key names, or two empty texts."""
-    start = f"{_GROUPS}."
-    if not isinstance(key, str) or not key.startswith(start):
-        return "", ""
-    name, _, kind = key.removeprefix(start).rpartition(".")
-    return name, kind

@@ -11,7 +11,7 @@ for the segments, `peft_model.py` and `utils/save_and_load.py` for those of prom
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,7 +231,16 @@ def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign
         return None  # nearly always, and soon
     if modules := _modules_of_own(held, own):
         held = [name for name in held if not _is_own(name, modules, own)]
-    methods = _methods_of(held)
+    methods: dict[str, str] = {}  # that names show, each with the first name that does
+    for name in held:
+        if _PARAMETRIZED.search(name) is None:
+            for match in _SEGMENT.finditer(name):
+                methods.setdefault(_BY_SEGMENT[match[1]], name)
+        for method, mark in _MARKS.items():
+            if mark.search(name) is not None:
+                methods.setdefault(method, name)
+    if _OF_TASKS in held and _are_wrapped(held):
+        methods[_MULTITASK] = _OF_TASKS
     if methods:
         method = next(method for method in METHODS if method in methods)
         return AdapterSign(methods[method], method)
@@ -240,26 +249,8 @@ def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign
     return AdapterSign(around or held[0], "") if around or _are_wrapped(held) else None
 
 
-def _methods_of(names: Sequence[str]) -> dict[str, str]:
-    """Returns the methods that names show, each with the first name that does."""
-    found: dict[str, str] = {}
-    for name in names:
-        for method in methods_in(name):
-            found.setdefault(method, name)
-    if _are_wrapped(names):
-        found |= dict.fromkeys([_MULTITASK] if _OF_TASKS in names else [], _OF_TASKS)
-    return found
-
-
 def _are_wrapped(names: Sequence[str]) -> bool:
     return bool(names) and all(n in _PROMPT_FILE or n.startswith(_WRAPPER) for n in names)
-
-
-def methods_in(name: str) -> Iterator[str]:
-    """Yields the methods of PEFT that the name of a tensor shows."""
-    if _PARAMETRIZED.search(name) is None:
-        yield from (_BY_SEGMENT[match[1]] for match in _SEGMENT.finditer(name))
-    yield from (method for method, mark in _MARKS.items() if mark.search(name) is not None)
 
 
 def own_adapters(config: Mapping[str, Any] | None) -> frozenset[str]:

@@ -287,20 +287,15 @@ def cut_into_tasks(number: int, file: OutputFile, most_bytes: int | None = None)
 
 
 def _parts_of(file: OutputFile) -> Iterator[SegmentRange]:
+    """Yields the ranges of segments that the store does not copy, cut at the leaves of digests."""
     for position, segment in enumerate(file.segments):
-        for first, last in _written_ranges(segment):
-            for low in range(first, last, LEAF_BYTES):
-                yield SegmentRange(position, segment, low, min(low + LEAF_BYTES, last))
-
-
-def _written_ranges(segment: Segment) -> Iterator[tuple[int, int]]:
-    """Yields the ranges of a segment that the store does not copy."""
-    at = 0
-    if isinstance(segment.body, ServerCopy):
-        for copied in segment.body.copied:
-            yield at, copied.start - segment.start
-            at = copied.stop - segment.start
-    yield at, segment.stop - segment.start
+        copied = segment.body.copied if isinstance(segment.body, ServerCopy) else ()
+        firsts = [segment.start, *(part.stop for part in copied)]
+        lasts = [*(part.start for part in copied), segment.stop]
+        for first, last in zip(firsts, lasts, strict=True):
+            for low in range(first - segment.start, last - segment.start, LEAF_BYTES):
+                high = min(low + LEAF_BYTES, last - segment.start)
+                yield SegmentRange(position, segment, low, high)
 
 
 def lay_out_file(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]]) -> OutputFile:

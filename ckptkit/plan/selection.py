@@ -39,7 +39,20 @@ def select_model(
             hint=explain_lost_adapter(index.tensors)
             or "the run saved nothing but other state here; see `ckptkit inspect`",
         )
-    tree = _choose_tree(trees, request.select, location, advice=_advise_on_peft(index))
+    tree = trees[0] if request.select is None else request.select
+    names = ", ".join(map(repr, trees))
+    if request.select is None and len(trees) > 1:
+        raise AmbiguousSourceError(
+            f"holds {len(trees)} models: {names}",
+            where=location,
+            hint=_advise_on_peft(index) or f"choose one with --select {tree}",
+        )
+    if tree not in trees:
+        raise CannotPlanError(
+            f"holds no model {tree!r}; found {names}",
+            where=location,
+            hint=f"pass --select {trees[0]}",
+        )
     entries = [entry for entry in index.of_part("model") if entry.tree == tree]
     if request.strip_prefix:
         entries = _strip_prefixes(entries, request.strip_prefix, location)
@@ -96,25 +109,6 @@ def _advise_on_peft(index: TensorIndex) -> str:
         " them, `ckptkit adapter extract` takes the adapter out; --select takes one of the"
         " raw state dicts"
     )
-
-
-def _choose_tree(trees: Sequence[str], select: str | None, location: str, *, advice: str) -> str:
-    if select is None and len(trees) == 1:
-        return trees[0]
-    names = ", ".join(repr(tree) for tree in trees)
-    if select is None:
-        raise AmbiguousSourceError(
-            f"holds {len(trees)} models: {names}",
-            where=location,
-            hint=advice or f"choose one with --select {trees[0]}",
-        )
-    if select not in trees:
-        raise CannotPlanError(
-            f"holds no model {select!r}; found {names}",
-            where=location,
-            hint=f"pass --select {trees[0]}",
-        )
-    return select
 
 
 def explain_lost_adapter(names: Iterable[str]) -> str:
@@ -186,18 +180,15 @@ class DTypePolicy:
                 where="--dtype base",
                 hint="name its folder with --base DIR",
             )
-        return _castable(tensor.name, self.base.get(tensor.name, tensor.dtype))
-
-
-def _castable(name: Fqn, dtype: DType) -> DType:
-    if dtype.kind == "float" and dtype.itemsize > 1:
+        dtype = self.base.get(tensor.name, tensor.dtype)
+        if dtype.kind != "float" or dtype.itemsize == 1:
+            raise RefusedError(
+                f"tensor {tensor.name!r} is {dtype.name} in the base model, which is its packed"
+                " form: numbers cannot just be cast to it",
+                where="--dtype base",
+                hint=f"pass --dtype bfloat16, or --keep-dtype '{tensor.name}'",
+            )
         return dtype
-    raise RefusedError(
-        f"tensor {name!r} is {dtype.name} in the base model, which is its packed form: numbers"
-        " cannot just be cast to it",
-        where="--dtype base",
-        hint=f"pass --dtype bfloat16, or --keep-dtype '{name}'",
-    )
 
 
 def add_tied_names(entries: Sequence[TensorEntry], absent: Mapping[Fqn, Fqn]) -> list[TensorEntry]:
@@ -238,16 +229,11 @@ def describe_masters(entries: Sequence[TensorEntry], products: Iterable[Product]
     for product in products:
         body = product.body
         read |= {body.key} if isinstance(body, Copy) else {key for _, key in body.reads}
-    if not masters & read:
-        return _describe_unused_masters(entries)
-    return (
-        f"{len(masters & read):,} of {len(entries):,} tensors are made from the master copies that"
-        " the optimizer works on, the others from the weights as the model has them"
-    )
-
-
-def _describe_unused_masters(entries: Sequence[TensorEntry]) -> str:
-    """Describes master copies that are not written."""
+    if masters & read:
+        return (
+            f"{len(masters & read):,} of {len(entries):,} tensors are made from the master copies"
+            " that the optimizer works on, the others from the weights as the model has them"
+        )
     wider = {entry.master.dtype.name for entry in entries if entry.master is not None}
     if not wider:
         return ""

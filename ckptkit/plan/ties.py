@@ -167,11 +167,17 @@ def _find_declared_pairs(
         return {}
     pairs: dict[Fqn, Fqn] = {}
     for flag_path, rules in _rules(config):
-        if _is_tied(config, flag_path):
-            pairs |= _find_present(rules, names)
+        for target, pattern in rules.items() if _is_tied(config, flag_path) else ():
+            sources = _match(pattern, names) if target in names else []
+            if len(sources) == 1:
+                pairs[Fqn(target)] = sources[0]
     # Of names tied in a chain only the first source is kept, as the others are targets too.
-    pairs = {target: _find_first_source(target, pairs) for target in pairs}
-    return pairs | expand_ties(_patterns(config, names), names) if _is_tied(config, "") else pairs
+    kept: dict[Fqn, Fqn] = {}
+    for target, source in pairs.items():
+        kept[target] = source
+        for _ in pairs:
+            kept[target] = pairs.get(kept[target], kept[target])
+    return kept | expand_ties(_patterns(config, names), names) if _is_tied(config, "") else kept
 
 
 def _patterns(config: Mapping[str, Any], names: Collection[Fqn]) -> list[TiePattern]:
@@ -199,30 +205,11 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, str]]]
             yield path, pairs[name]
 
 
-def _find_present(rules: Mapping[str, str], names: Collection[Fqn]) -> dict[Fqn, Fqn]:
-    """Returns the pairs of which both names are there."""
-    found = {}
-    for target, pattern in rules.items():
-        if target not in names:
-            continue
-        sources = _match(pattern, names)
-        if len(sources) == 1:
-            found[Fqn(target)] = sources[0]
-    return found
-
-
 def _match(pattern: str, names: Collection[Fqn]) -> list[Fqn]:
     if not pattern.startswith("*"):
         return [Fqn(pattern)] if pattern in names else []
     rest = pattern[1:]
     return [name for name in names if name.endswith(rest) and "." not in name[: -len(rest)]]
-
-
-def _find_first_source(target: Fqn, pairs: Mapping[Fqn, Fqn]) -> Fqn:
-    source = pairs[target]
-    for _ in pairs:
-        source = pairs.get(source, source)
-    return source
 
 
 def _is_tied(config: Mapping[str, Any], flag_path: str) -> bool:
@@ -303,8 +290,18 @@ def expand_ties(patterns: Sequence[TiePattern], names: Collection[Fqn]) -> dict[
             return {}
         for target, source in zip(targets, cycle(sources), strict=False):
             pairs[target] = pairs.get(source, source)
+    groups: dict[Fqn, set[Fqn]] = {}
+    for target, source in pairs.items():
+        groups.setdefault(source, {source}).add(target)
     declared = [re.compile(f"{p.prefix}{p.target}") for p in patterns]
-    return dict(_to_kept(pairs, declared))
+    kept: dict[Fqn, Fqn] = {}
+    for group in groups.values():
+        ordered = sorted(group)
+        # A pattern of targets may begin anywhere in a name, and so may fit all; the last one stays.
+        free = [name for name in ordered if not any(one.search(name) for one in declared)]
+        stays = free[0] if free else ordered[-1]
+        kept |= {name: stays for name in ordered if name != stays}
+    return kept
 
 
 def find_shared_blocks(names: Collection[Fqn], distinct: object) -> list[TiePattern]:
@@ -331,20 +328,3 @@ def find_shared_blocks(names: Collection[Fqn], distinct: object) -> list[TiePatt
 def _beginning(prefix: str, pattern: str, names: Collection[Fqn]) -> list[Fqn]:
     fits = re.compile(pattern).match
     return sorted(n for n in names if n.startswith(prefix) and fits(n[len(prefix) :]))
-
-
-def _to_kept(
-    pairs: Mapping[Fqn, Fqn], declared: Sequence[re.Pattern[str]]
-) -> Iterator[tuple[Fqn, Fqn]]:
-    """Yields the names of each group that are left out: those that a pattern of targets fits.
-
-    It may fit all of them, as it may begin anywhere in a name; then the last one stays.
-    """
-    groups: dict[Fqn, set[Fqn]] = {}
-    for target, source in pairs.items():
-        groups.setdefault(source, {source}).add(target)
-    for group in groups.values():
-        ordered = sorted(group)
-        free = [name for name in ordered if not any(one.search(name) for one in declared)]
-        kept = free[0] if free else ordered[-1]
-        yield from ((name, kept) for name in ordered if name != kept)

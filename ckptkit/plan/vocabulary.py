@@ -83,7 +83,14 @@ def plan_trim(
             where=location,
             hint=f"pass --vocab-size {rows} or less, or resize the model while training it",
         )
-    _refuse_cut_tokens(config or {}, size, rows, location)
+    for key, token in _tokens(config or {}, _NESTING):
+        if size <= token < rows:
+            raise RefusedError(
+                f"the configuration has {key} {token:,}, whose row would be cut with"
+                f" --vocab-size {size}",
+                where=location,
+                hint=f"pass --vocab-size {token + 1} or more",
+            )
     maybe = [spec for spec in specs if _MAYBE.search(spec.name)]
     full = {s.name for s in (*inputs, *heads, *maybe) if _axis(s.shape, rows) >= 0}
     other = next((s for s in heads if s.name not in full and s.shape[:1] != (size,)), None)
@@ -174,17 +181,6 @@ def _find_rows(
         where=location,
         hint="leave --vocab-size out; the rows that no token has do no harm",
     )
-
-
-def _refuse_cut_tokens(config: Mapping[str, Any], size: int, rows: int, location: str) -> None:
-    for key, token in _tokens(config, _NESTING):
-        if size <= token < rows:
-            raise RefusedError(
-                f"the configuration has {key} {token:,}, whose row would be cut with"
-                f" --vocab-size {size}",
-                where=location,
-                hint=f"pass --vocab-size {token + 1} or more",
-            )
 
 
 def _tokens(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, int]]:

@@ -201,7 +201,16 @@ def distribute(
         if name not in written and name not in tied and is_wanted(name)
     ]
     if lacking:
-        raise _make_lacking_error(lacking, file_map)
+        more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
+        pattern = re.sub(r"\.\d+\.", ".*.", lacking[0])
+        hint = f"pass --exclude '{pattern}' if the output is to lack it"
+        if len(lacking) == len(file_map.files):
+            hint = "name the model that the run was started from; see --names for names on the Hub"
+        raise RefusedError(
+            f"holds tensor {lacking[0]!r}{more}, which the output would lack",
+            where=f"--like {file_map.location}",
+            hint=hint,
+        )
     groups: dict[str, list[Product]] = {}
     added: dict[str, str] = {}
     ordered = sorted(products, key=lambda product: name_order(product.spec.name))
@@ -214,36 +223,17 @@ def distribute(
             added[name] = file
         groups.setdefault(file, []).append(product)
     named = tuple((name, tuple(groups[name])) for name in sorted(groups))
-    return Distribution(named, tuple(_notes(added, file_map, groups)))
-
-
-def _make_lacking_error(lacking: Sequence[Fqn], file_map: FileMap) -> RefusedError:
-    more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
-    if len(lacking) == len(file_map.files):
-        hint = "name the model that the run was started from; see --names for names on the Hub"
-    else:
-        pattern = re.sub(r"\.\d+\.", ".*.", lacking[0])
-        hint = f"pass --exclude '{pattern}' if the output is to lack it"
-    return RefusedError(
-        f"holds tensor {lacking[0]!r}{more}, which the output would lack",
-        where=f"--like {file_map.location}",
-        hint=hint,
-    )
-
-
-def _notes(added: Mapping[str, str], file_map: FileMap, written: Collection[str]) -> Sequence[str]:
-    notes = []
-    for name, file in list(added.items())[:_LISTED]:
-        notes.append(f"{file_map.location} has no tensor {name!r}: it is in {file!r}")
+    other = file_map.location
+    notes = [
+        f"{other} has no tensor {name!r}: it is in {file!r}"
+        for name, file in list(added.items())[:_LISTED]
+    ]
     if len(added) > _LISTED:
         notes.append(
-            f"{len(added) - _LISTED:,} more tensors that {file_map.location} lacks are in the files"
-            " of the tensors before them"
+            f"{len(added) - _LISTED:,} more tensors that {other} lacks are in the files of the"
+            " tensors before them"
         )
-    left = sorted(set(file_map.files.values()) - set(written))
+    left = ", ".join(sorted(set(file_map.files.values()) - set(groups)))
     if left:
-        notes.append(
-            f"files of {file_map.location} that would hold nothing are not written:"
-            f" {', '.join(left)}"
-        )
-    return notes
+        notes.append(f"files of {other} that would hold nothing are not written: {left}")
+    return Distribution(named, tuple(notes))

@@ -22,12 +22,12 @@ def push_text(value: str) -> bytes:
 
 
 def push_int(value: int) -> bytes:
-    """Pushes an int that is not negative, in as few bytes as python's pickler."""
-    if value < 1 << 8:
+    """Pushes an int; one that is not negative in as few bytes as python's pickler."""
+    if 0 <= value < 1 << 8:
         return b"K%c" % value
-    if value < 1 << 16:
+    if 0 <= value < 1 << 16:
         return b"M" + value.to_bytes(2, "little")
-    if value < 1 << 31:
+    if 0 <= value < 1 << 31:
         return b"J" + value.to_bytes(4, "little")
     width = value.bit_length() // 8 + 1
     return b"\x8a%c" % width + value.to_bytes(width, "little", signed=True)
@@ -40,17 +40,12 @@ def push_scalar(value: object) -> bytes:
     if isinstance(value, bool):
         return b"\x88" if value else b"\x89"
     if isinstance(value, int):
-        return push_int(value) if value >= 0 else _negative(value)
+        return push_int(value)
     if isinstance(value, float):
         return b"G" + struct.pack(">d", value)
     if isinstance(value, str):
         return push_text(value)
     raise TypeError(f"{type(value).__name__} is no plain value")
-
-
-def _negative(value: int) -> bytes:
-    width = value.bit_length() // 8 + 1
-    return b"\x8a%c" % width + value.to_bytes(width, "little", signed=True)
 
 
 def push_list(values: Iterable[bytes]) -> bytes:
