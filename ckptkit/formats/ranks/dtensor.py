@@ -82,7 +82,13 @@ def parse_mesh(value: InertObject, rank: int, read: ReadIntegers) -> Mesh:
     """
     fields = fields_of(value, "mesh of devices")
     sizes, coordinate, highest = _locate_rank(fields, rank, read)
-    _check_coordinate(fields, rank, coordinate)
+    stored, stored_rank = fields.get("_coordinate_on_dim"), fields.get("_rank")
+    agrees = not isinstance(stored, (tuple, list)) or tuple(stored) == coordinate
+    if not agrees or (stored_rank is not None and stored_rank != rank):
+        raise FormatError(
+            f"file is named after rank {rank}, and was written by another",
+            hint="give the files of all ranks the names that they were saved under",
+        )
     names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
     has_names = isinstance(names, (tuple, list)) and len(names) == len(sizes)
     return Mesh(sizes, tuple(map(str, names)) if has_names else (), coordinate, highest)
@@ -93,20 +99,29 @@ def _locate_rank(
 ) -> tuple[Shape, Shape, int]:
     """Returns the sizes of a mesh, the coordinate of a rank in it, and its highest rank."""
     layout = fields.get("_layout")
-    if isinstance(layout, InertObject):
-        axes = _axes(layout)
-        ranks = _ranks_of_layout(fields, read)
-        at = _position(ranks, rank)
-        reach = 1 + sum((n - 1) * step for axis in axes for n, step in axis)
-        if reach > len(ranks):
-            raise FormatError(f"mesh of devices reaches beyond its {len(ranks):,} ranks")
-        sizes = tuple(math.prod(n for n, _ in axis) for axis in axes)
-        return sizes, tuple(_along(axis, at) for axis in axes), max(ranks)
-    mesh = fields.get("mesh")
-    if not isinstance(mesh, TensorRef):
+    has_layout = isinstance(layout, InertObject)
+    listed = fields.get("_flatten_rank_map") if has_layout else None
+    tensor = fields.get("_rank_map" if has_layout else "mesh")
+    if isinstance(listed, tuple) and listed and all(map(is_count, listed)):
+        ranks: Sequence[int] = listed
+    elif isinstance(tensor, TensorRef):
+        ranks = read(tensor)
+        if not has_layout:
+            at = _position(ranks, rank)
+            return tensor.shape, compute_coordinate(at, tensor.shape), max(ranks)
+    else:
         raise FormatError("mesh of devices does not contain its ranks")
-    ranks = read(mesh)
-    return mesh.shape, compute_coordinate(_position(ranks, rank), mesh.shape), max(ranks)
+    axes = _axes(layout)
+    at = _position(ranks, rank)
+    if sum((n - 1) * step for axis in axes for n, step in axis) >= len(ranks):
+        raise FormatError(f"mesh of devices reaches beyond its {len(ranks):,} ranks")
+    coordinate = []
+    for axis in axes:
+        here = 0
+        for size, step in axis:
+            here = here * size + (at // step % size if step and size else 0)
+        coordinate.append(here)
+    return tuple(math.prod(n for n, _ in axis) for axis in axes), tuple(coordinate), max(ranks)
 
 
 def compute_coordinate(position: int, sizes: Shape) -> Shape:
@@ -116,16 +131,6 @@ def compute_coordinate(position: int, sizes: Shape) -> Shape:
         position, here = divmod(position, size)
         coordinate.append(here)
     return tuple(reversed(coordinate))
-
-
-def _ranks_of_layout(fields: Mapping[Any, Any], read: ReadIntegers) -> Sequence[int]:
-    ranks = fields.get("_flatten_rank_map")
-    if isinstance(ranks, tuple) and ranks and all(map(is_count, ranks)):
-        return ranks
-    tensor = fields.get("_rank_map")
-    if not isinstance(tensor, TensorRef):
-        raise FormatError("mesh of devices does not contain its ranks")
-    return read(tensor)
 
 
 def _position(ranks: Sequence[int], rank: int) -> int:
@@ -142,7 +147,7 @@ def _position(ranks: Sequence[int], rank: int) -> int:
 _Axis = list[tuple[int, int]]  # sizes and steps; several if dimensions were flattened into one
 
 
-def _axes(layout: InertObject) -> list[_Axis]:
+def _axes(layout: object) -> list[_Axis]:
     """Returns the dimensions of a layout; torch 2.9 stores all in one."""
     parts = fields_of(layout, "layout of a mesh").get("axes")
     if isinstance(parts, tuple):
@@ -171,25 +176,6 @@ def _axis(size: object, step: object) -> _Axis:
     if not whole or not all(is_count(number, MAX_RANKS) for pair in pairs for number in pair):
         raise FormatError("layout of a mesh has sizes and steps that do not belong together")
     return pairs
-
-
-def _along(axis: _Axis, at: int) -> int:
-    """Returns the coordinate in one dimension of the rank at a position among all ranks."""
-    coordinate = 0
-    for size, step in axis:
-        coordinate = coordinate * size + (at // step % size if step and size else 0)
-    return coordinate
-
-
-def _check_coordinate(fields: Mapping[Any, Any], rank: int, coordinate: Shape) -> None:
-    """Compares the rank and its coordinate with those stored in the mesh."""
-    stored, stored_rank = fields.get("_coordinate_on_dim"), fields.get("_rank")
-    agrees = not isinstance(stored, (tuple, list)) or tuple(stored) == coordinate
-    if not agrees or (stored_rank is not None and stored_rank != rank):
-        raise FormatError(
-            f"file is named after rank {rank}, and was written by another",
-            hint="give the files of all ranks the names that they were saved under",
-        )
 
 
 _MAX_RANGES = 1 << 12  # of one dimension on one rank; real tensors have at most a few

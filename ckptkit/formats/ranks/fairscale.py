@@ -82,11 +82,16 @@ def find_fairscale_shards(
     Returns:
         The shards, or None if no file has FairScale's metadata.
     """
-    by_rank = {
-        held.file.rank: document
-        for held in (*metadata, *contents)
-        if (document := _find_metadata(held)) is not None
-    }
+    by_rank: dict[int, PickledDict] = {}
+    for held in (*metadata, *contents):
+        # The metadata is the whole of a file, or one of its top values.
+        root = held.archive.root
+        inside = tuple(root.values()) if isinstance(root, dict) else root
+        for value in (root, *(inside if isinstance(inside, tuple) else ())):
+            if isinstance(value, dict) and _UNITS in value and _BUFFERS in value:
+                where_in = f"{held.archive.where}, metadata of FairScale"
+                by_rank[held.file.rank] = PickledDict(value, where_in)
+                break
     if not by_rank:
         return None
     missing = [held.file.rank for held in contents if held.file.rank not in by_rank]
@@ -106,16 +111,6 @@ def find_fairscale_shards(
     return FairscaleShards(marked, vectors)
 
 
-def _find_metadata(contents: RankContents) -> PickledDict | None:
-    """Returns the metadata in a file: the whole of it, or one of its top values."""
-    root = contents.archive.root
-    inside = root.values() if isinstance(root, dict) else root if isinstance(root, tuple) else ()
-    for value in (root, *inside):
-        if isinstance(value, dict) and _UNITS in value and _BUFFERS in value:
-            return PickledDict(value, f"{contents.archive.where}, metadata of FairScale")
-    return None
-
-
 def _parse_metadata(document: PickledDict) -> list[_FlatShard]:
     shards = []
     for unit in document.inner_list(_UNITS):
@@ -124,22 +119,21 @@ def _parse_metadata(document: PickledDict) -> list[_FlatShard]:
                 "ranks have experts of their own, which is not modelled", where=unit.where
             )
         path = unit.text("fsdp_path")
-        shared = tuple(_parse_pair(unit, path, pair) for pair in unit.sequence("shared_param_info"))
+        shared = []
+        for pair in unit.sequence("shared_param_info"):
+            match pair:
+                case (str(source), str(target)) | [str(source), str(target)]:
+                    shared.append((_below(path, source), _below(path, target)))
+                case _:
+                    raise unit.error("'shared_param_info' does not consist of pairs of names")
         parameters = unit.inner("params")
         for name in parameters.values:
             if not isinstance(name, str):
                 raise parameters.error("names a parameter by something that is not a text")
-            shards.append(_parse_shard(parameters.inner(name), path, name, shared))
+            shards.append(_parse_shard(parameters.inner(name), path, name, tuple(shared)))
     if len({shard.name for shard in shards}) < len(shards):
         raise document.error("names a flat parameter twice")
     return shards
-
-
-def _parse_pair(unit: PickledDict, path: str, pair: object) -> tuple[str, str]:
-    match pair:
-        case (str(source), str(target)) | [str(source), str(target)]:
-            return _below(path, source), _below(path, target)
-    raise unit.error("'shared_param_info' does not consist of pairs of names")
 
 
 def _parse_shard(
@@ -185,9 +179,20 @@ def _mark_shards(
     for held, own in zip(contents, shards, strict=True):
         refs.append({})
         for shard in own:
-            local = _local_tensor(held, (*container, shard.name), shard.padding)
+            tensor, where = held.tensors.get((*container, shard.name)), held.archive.where
+            name = quote(shard.name)
+            if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.row_major:
+                raise FormatError(f"has no flat parameter {name}", where=where)
+            count = tensor.shape[0] - shard.padding
+            if count < 0:
+                raise FormatError(
+                    f"{name} has {tensor.shape[0]:,} elements here, {shard.padding:,} of them"
+                    " padding",
+                    where=where,
+                )
+            local = replace(tensor, shape=(count,))
             refs[-1][shard.name] = ShardRef(local, (starts[shard.name],))
-            starts[shard.name] += local.shape[0]
+            starts[shard.name] += count
     for shard in shards[0]:
         if starts[shard.name] != shard.elements:
             raise IncompleteCheckpointError(
@@ -204,19 +209,6 @@ def _mark_shards(
         )
         for held, own in zip(contents, refs, strict=True)
     ]
-
-
-def _local_tensor(contents: RankContents, path: KeyPath, padding: int) -> TensorRef:
-    tensor = contents.tensors.get(path)
-    name = quote(str(path[-1]))
-    if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.row_major:
-        raise FormatError(f"has no flat parameter {name}", where=contents.archive.where)
-    if padding > tensor.shape[0]:
-        raise FormatError(
-            f"{name} has {tensor.shape[0]:,} elements here, {padding:,} of them padding",
-            where=contents.archive.where,
-        )
-    return replace(tensor, shape=(tensor.shape[0] - padding,))
 
 
 def _tensors(
@@ -254,16 +246,14 @@ def _vector(shard: _FlatShard, first: RankContents, container: KeyPath) -> FlatV
     for name, shape in shard.members:
         others = [target for source, target in shard.shared if source == name]
         if shard.name == name:  # not flattened: its other names are keys of the state dict
-            others += _tied_names(shard.name, first, container)
+            own: Any = first.tensors[(*container, name)]
+            others += [
+                str(path[-1])
+                for path, tensor in first.tensors.items()
+                if path[:-1] == container
+                and path[-1] != name
+                and _is_view(tensor, {own.storage.key})
+            ]
         members.append(FlatMember((name, *dict.fromkeys(others)), shape, at))
         at += math.prod(shape)
     return FlatVector(shard.name, at, tuple(members))
-
-
-def _tied_names(name: str, first: RankContents, container: KeyPath) -> list[str]:
-    own: Any = first.tensors[(*container, name)]
-    return [
-        str(path[-1])
-        for path, tensor in first.tensors.items()
-        if path[:-1] == container and path[-1] != name and _is_view(tensor, {own.storage.key})
-    ]

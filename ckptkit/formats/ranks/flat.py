@@ -264,13 +264,17 @@ def parse_layout(data: bytes, where: str) -> list[FlatVector]:
 def _parse_vector(unit: Mapping[str, Any], where: str) -> FlatVector:
     aliases = unit.get("aliases", {})
     rows = zip(unit["names"], unit["shapes"], unit["starts"], strict=True)
-    members = tuple(
-        FlatMember((_text(name), *map(_text, aliases.get(name, ()))), _shape(shape), _count(start))
-        for name, shape, start in rows
-    )
+    members = []
+    for name, sizes, start in rows:
+        shape = tuple(map(_count, sizes))
+        if len(shape) > MAX_DIMENSIONS or math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
+            raise ValueError
+        names = (_text(name), *map(_text, aliases.get(name, ())))
+        members.append(FlatMember(names, shape, _count(start)))
     if any(unit.get("axes", ())):
         raise UnsupportedError("a parameter was not flattened row by row", where=where)
-    vector = FlatVector(flat_name(_text(unit["path"], empty=True)), _count(unit["size"]), members)
+    name = flat_name(_text(unit["path"], empty=True))
+    vector = FlatVector(name, _count(unit["size"]), tuple(members))
     at = 0
     for member in members:
         if member.start < at or member.stop > vector.elements:
@@ -294,26 +298,12 @@ def _count(value: object) -> int:
     raise TypeError
 
 
-def _shape(value: Sequence[object]) -> Shape:
-    shape = tuple(map(_count, value))
-    if len(shape) > MAX_DIMENSIONS or math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
-        raise ValueError
-    return shape
-
-
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
     """A parameter of a model: its names, the first one first, and its shape."""
 
     names: tuple[str, ...]
     shape: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class _WrappedModule:
-    path: str
-    elements: int
-    parameters: tuple[ModelParameter, ...]
 
 
 def compute_vectors(
@@ -332,17 +322,28 @@ def compute_vectors(
         slices: The ranges of parameters in their flat ones, as far as the checkpoint has them.
     """
     members = _assign(parameters, list(flat))
-    modules = [
-        _WrappedModule(_module_of(name), elements, tuple(inside))
-        for (name, elements), inside in zip(flat.items(), members, strict=True)
-    ]
     layouts: dict[tuple[FlatVector, ...], None] = {}
     for alignment in _ALIGNMENTS:
-        vectors = tuple(_lay_out(module, alignment) for module in modules)
+        vectors = []
+        for (name, elements), inside in zip(flat.items(), members, strict=True):
+            at, placed = 0, []
+            for parameter in inside:
+                start = -(-at // alignment) * alignment
+                placed.append(FlatMember(parameter.names, parameter.shape, start))
+                at = start + math.prod(parameter.shape)
+            vectors.append(FlatVector(name, elements, tuple(placed)))
         if all(_fits(vector, alignment, world_size, slices) for vector in vectors):
-            layouts[vectors] = None
+            layouts[tuple(vectors)] = None
     if not layouts:
-        raise _misfit(modules)
+        totals = [sum(math.prod(parameter.shape) for parameter in inside) for inside in members]
+        rows = zip(flat.items(), members, totals, strict=True)
+        (name, elements), inside, total = max(rows, key=lambda row: abs(row[0][1] - row[2]))
+        raise CannotPlanError(
+            f"{quote(name)} has {elements:,} elements, and the {len(inside)} parameters of the"
+            f" model that would be in it have {total:,}: sizes do not add up",
+            where="--model-config",
+            hint=_CONFIG_HINT,
+        )
     if len(layouts) > 1:
         raise CannotPlanError(
             f"parameters can be laid out in {len(layouts)} ways in flat ones of these lengths, and"
@@ -377,15 +378,6 @@ def _assign(
     return members
 
 
-def _lay_out(module: _WrappedModule, alignment: int) -> FlatVector:
-    at, members = 0, []
-    for parameter in module.parameters:
-        start = -(-at // alignment) * alignment
-        members.append(FlatMember(parameter.names, parameter.shape, start))
-        at = start + math.prod(parameter.shape)
-    return FlatVector(flat_name(module.path), module.elements, tuple(members))
-
-
 def _fits(
     vector: FlatVector,
     alignment: int,
@@ -402,17 +394,3 @@ def _fits(
     # Only aligned vectors are padded at the end, to a multiple of the ranks that share them.
     ranks = (n for n in range(2, world_size + 1) if world_size % n == 0)
     return alignment > 1 and any(-(-end // n) * n == vector.elements for n in ranks)
-
-
-def _misfit(modules: Sequence[_WrappedModule]) -> CannotPlanError:
-    def total(module: _WrappedModule) -> int:
-        return sum(math.prod(parameter.shape) for parameter in module.parameters)
-
-    worst = max(modules, key=lambda module: abs(module.elements - total(module)))
-    return CannotPlanError(
-        f"{quote(flat_name(worst.path))} has {worst.elements:,} elements, and the"
-        f" {len(worst.parameters)} parameters of the model that would be in it have"
-        f" {total(worst):,}: sizes do not add up",
-        where="--model-config",
-        hint=_CONFIG_HINT,
-    )

@@ -18,6 +18,7 @@ import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -117,24 +118,19 @@ def group_rank_files(paths: Sequence[str]) -> list[RankFileSet]:
         parsed = _parse_name(path)
         if parsed is not None:
             sets[parsed[0]].append(parsed[1])
-    models = {name for name, files in sets.items() if _is_of_a_model(name[2], files)}
+    models = set()
+    for name, files in sets.items():
+        ranks = {file.rank for file in files if file.kind == "model"}
+        if ranks and (0 in ranks or not _LOW_RANK.fullmatch(name[2])):
+            models.add(name)
     groups = {name: list(sets[name]) for name in sorted(models)}
     for name, files in sorted(sets.items()):
         homes = [model for model in models if model[:2] == name[:2]]
         if name not in models and len(homes) == 1 and not name[1]:
             groups[homes[0]] += files
-    return [
-        RankFileSet(*name, tuple(sorted(files, key=_sort_key))) for name, files in groups.items()
-    ]
-
-
-def _is_of_a_model(stem: str, files: Sequence[RankFile]) -> bool:
-    ranks = {file.rank for file in files if file.kind == "model"}
-    return bool(ranks) and (0 in ranks or not _LOW_RANK.fullmatch(stem))
-
-
-def _sort_key(file: RankFile) -> tuple[str, int, int, str]:
-    return file.kind, file.world_size or 0, file.rank, file.path
+    for files in groups.values():
+        files.sort(key=lambda file: (file.kind, file.world_size or 0, file.rank, file.path))
+    return [RankFileSet(*name, tuple(files)) for name, files in groups.items()]
 
 
 def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
@@ -434,24 +430,18 @@ def _find_of_ranks(source: Source, folders: dict[str, list[NumberedFile]]) -> It
         inspected += len(items)
         if inspected > _MOST_INSPECTED:
             return
-        distributed = sorted(
-            item
-            for item, held in items.items()
-            if any(_is_of_a_rank(source, file) for file in held[:_FILES_OF_AN_ITEM])
-        )
+        distributed = []
+        for item, held in sorted(items.items()):
+            for file in held[:_FILES_OF_AN_ITEM]:
+                pickle = b""  # safetensors files do not show it, a file's reader reports its errors
+                with suppress(InputError):
+                    if not file.is_safetensors:
+                        read, size = read_from(source, file.path), source.stat(file.path).size_bytes
+                        pickle = open_archive(read, size, where=file.path).pickle()
+                if any(mark in pickle for mark in _MARKS):
+                    distributed.append(item)
+                    break
         if distributed:
             names = " and ".join(map(repr, distributed))
             reason = f"files numbered by rank, of which {names} hold distributed tensors"
             yield Candidate(FORMAT, folder, tuple(sorted(f.path for f in files)), reason)
-
-
-def _is_of_a_rank(source: Source, file: NumberedFile) -> bool:
-    """Returns whether the pickle of a file names torch's distributed tensors."""
-    if file.is_safetensors:
-        return False  # such files do not contain it
-    try:
-        size = source.stat(file.path).size_bytes
-        pickle = open_archive(read_from(source, file.path), size, where=file.path).pickle()
-    except InputError:
-        return False  # the file's reader reports the error
-    return any(mark in pickle for mark in _MARKS)

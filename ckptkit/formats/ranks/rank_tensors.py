@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError, FormatError, LimitError
 from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import Box, Chunk, KeyPath, Shape
 from ckptkit.formats.pickle.machine import InertObject
-from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
+from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.ranks.dtensor import (
     Mesh,
@@ -99,7 +99,8 @@ class TensorAssembler:
             path: The path of the tensor, for messages.
             parts: The parts that ranks have.
         """
-        first, other = parts[0][1], _find_different(parts)
+        first = parts[0][1]
+        other = next((part for part in parts if _kind_of(part[1]) != _kind_of(first)), None)
         if other is not None:
             raise FormatError(
                 f"{join_path(path)!r} is {_describe(other[1])} here and {_describe(first)} on rank"
@@ -147,7 +148,20 @@ class TensorAssembler:
             where=f"{local[0].contents.archive.where}: {join_path(path)!r}",
         )
         if local_parts is None:
-            raise _misfit(path, local)
+            misfits = []
+            for here in local:
+                shape, placements = here.tensor.shape, here.placements
+                part = compute_local_part(shape, here.mesh, placements, inner_first=False)
+                if part is None or not fits(here.tensor.local.shape, part):
+                    misfits.append((here, part))
+            here, part = misfits[0]
+            expected = "none" if part is None else str(list(part.shape))
+            raise FormatError(
+                f"{join_path(path)!r} of shape {list(here.tensor.shape)} has a part of shape"
+                f" {list(here.tensor.local.shape)} on rank {here.contents.file.rank}, where its"
+                f" placements give {expected}: sizes do not add up",
+                where=here.contents.archive.where,
+            )
         return [
             self._chunk(
                 here.contents,
@@ -179,14 +193,12 @@ class TensorAssembler:
         if key not in self.meshes:
 
             def read(tensor: TensorRef) -> list[int]:
-                return read_integers(tensor, lambda: self._read(contents.archive, tensor))
+                start, stop, _ = contents.archive.archive.extent(tensor.storage)
+                path = contents.archive.path
+                return read_integers(tensor, lambda: self.source.read(path, start, stop))
 
             self.meshes[key] = value, parse_mesh(value, contents.file.rank, read)
         return self.meshes[key][1]
-
-    def _read(self, archive: TorchArchive, tensor: TensorRef) -> bytes:
-        start, stop, _ = archive.archive.extent(tensor.storage)
-        return self.source.read(archive.path, start, stop)
 
     def _chunk(
         self, contents: RankContents, tensor: TensorRef, box: Box, skipped: int = 0
@@ -208,36 +220,8 @@ class TensorAssembler:
         return StoredChunk(chunk, tensor)
 
 
-def _misfit(path: KeyPath, local: Sequence[_LocalDTensor]) -> FormatError:
-    parts = [
-        compute_local_part(here.tensor.shape, here.mesh, here.placements, inner_first=False)
-        for here in local
-    ]
-    here, part = next(
-        (
-            (here, part)
-            for here, part in zip(local, parts, strict=True)
-            if part is None or not fits(here.tensor.local.shape, part)
-        ),
-        (local[0], parts[0]),
-    )
-    expected = "none" if part is None else str(list(part.shape))
-    return FormatError(
-        f"{join_path(path)!r} of shape {list(here.tensor.shape)} has a part of shape"
-        f" {list(here.tensor.local.shape)} on rank {here.contents.file.rank}, where its placements"
-        f" give {expected}: sizes do not add up",
-        where=here.contents.archive.where,
-    )
-
-
 def _plain_parts(parts: RankParts) -> list[tuple[RankContents, TensorRef]]:
     return [(contents, tensor) for contents, tensor in parts if isinstance(tensor, TensorRef)]
-
-
-def _find_different(parts: RankParts) -> tuple[RankContents, RankTensor] | None:
-    """Returns the first part whose class, element type or shape is not that of the first of all."""
-    first = _kind_of(parts[0][1])
-    return next((part for part in parts if _kind_of(part[1]) != first), None)
 
 
 def _kind_of(tensor: RankTensor) -> tuple[type, DType, Shape]:
@@ -326,12 +310,9 @@ def drop_cut_states(
     cut = {
         path[:1]
         for path in states
-        if parts_by_path[path][0][1].shape and (_is_cut(parts_by_path[path]) or differ(path))
+        if parts_by_path[path][0][1].shape
+        and (len({t.shape for _, t in _plain_parts(parts_by_path[path])}) > 1 or differ(path))
     }
     dropped = {path for path in states if path[:1] in cut}
     rest = {path: parts for path, parts in parts_by_path.items() if path not in dropped}
     return rest, len(dropped)
-
-
-def _is_cut(parts: RankParts) -> bool:
-    return len({tensor.shape for _, tensor in _plain_parts(parts)}) > 1

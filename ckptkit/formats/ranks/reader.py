@@ -15,7 +15,7 @@ import json
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +119,11 @@ class RankFilesReader:
         (files,) = group_rank_files(candidate.files)
         check_names(files, where)
         loader = RankFileLoader(source)
-        contents = {kind: _load(loader, files, kind) for kind in _PREFIXES}
+        contents: dict[Kind, list[RankContents]] = {}
+        for kind, prefix in _PREFIXES.items():
+            has_prefix = files.writer in {VERL, ACCELERATE} or kind != "model"
+            under = prefix if has_prefix else ()
+            contents[kind] = [loader.load(file, under) for file in files.of(kind)]
         for of_kind in contents.values():
             check_counters(of_kind)
         shards = find_fairscale_shards(contents["model"], contents["metadata"], where)
@@ -132,11 +136,6 @@ class RankFilesReader:
         if find_flat_parameters(index):
             index = apply_layout_file(index, source, files.folder)
         return index
-
-
-def _load(loader: RankFileLoader, files: RankFileSet, kind: Kind) -> list[RankContents]:
-    prefix = _PREFIXES[kind] if files.writer in {VERL, ACCELERATE} or kind != "model" else ()
-    return [loader.load(file, prefix) for file in files.of(kind)]
 
 
 def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> TensorIndex:
@@ -194,27 +193,28 @@ class RankAssembly:
     def index(self) -> TensorIndex:
         weights, self._slices = split_off_slices(self._contents["model"])
         contents = [*weights, *self._contents["optimizer"]]
-        tensors = self._assemble(group_parts(contents))
+        parts = group_parts(contents)
+        kept, dropped = drop_cut_states(parts, lambda path: self._differ(path, parts[path]))
+        if dropped:  # states of an optimizer that cannot be named
+            self.notes.append(f"{dropped} {UNASSIGNED_STATES}")
+        tensors = {path: self._assembler.assemble(path, held) for path, held in kept.items()}
         world_size = self._world_size(contents)
         check_ranks(self._files, world_size, self._where)
         self._add(tensors)
+        identical: dict[tuple[Chunk, ...], set[Key]] = defaultdict(set)  # by their chunks
+        for key, entry in self.entries.items():
+            if entry.elements and len(entry.chunks):
+                identical[tuple(entry.chunks[:])].add(key)
         return TensorIndex(
             format=RankFilesReader.name,
             files=tuple(self._records.files),
             records=RecordTable.of(self._records.records),
             tensors=self.entries,
             values=rename_values(self._values(), OPTIMIZER, self._names),
-            aliases=_aliases(self.entries),
+            aliases=tuple(frozenset(keys) for keys in identical.values() if len(keys) > 1),
             run=self._facts(world_size),
             problems=tuple(self.problems),
         )
-
-    def _assemble(self, parts: Mapping[KeyPath, RankParts]) -> dict[KeyPath, AssembledTensor]:
-        """Assembles all tensors except states of an optimizer that cannot be named."""
-        kept, dropped = drop_cut_states(parts, lambda path: self._differ(path, parts[path]))
-        if dropped:
-            self.notes.append(f"{dropped} {UNASSIGNED_STATES}")
-        return {path: self._assembler.assemble(path, held) for path, held in kept.items()}
 
     def _differ(self, path: KeyPath, parts: RankParts) -> bool:
         tensor = self._assembler.assemble(path, parts)
@@ -311,15 +311,6 @@ def _unproven(entry: TensorEntry, ranks: tuple[int, int]) -> Problem:
         " different views, or have no checksums; if every rank has the whole of it, give the file"
         " of one rank, in a folder of its own",
     )
-
-
-def _aliases(entries: dict[Key, TensorEntry]) -> tuple[frozenset[Key], ...]:
-    """Groups the keys of tensors with identical chunks."""
-    groups: dict[tuple[Chunk, ...], set[Key]] = defaultdict(set)
-    for key, entry in entries.items():
-        if entry.elements and len(entry.chunks):
-            groups[tuple(entry.chunks[:])].add(key)
-    return tuple(frozenset(keys) for keys in groups.values() if len(keys) > 1)
 
 
 _WITHOUT_WEIGHTS = re.compile(

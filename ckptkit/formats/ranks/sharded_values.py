@@ -11,7 +11,7 @@ torch/distributed/_shard/sharded_tensor/{api,metadata,shard}.py; torch 2.1 to 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,17 +132,17 @@ def _shape_and_dtype(inner: tuple[object, ...]) -> tuple[Shape, DType]:
     """Returns the shape and element type in the arguments of `_rebuild_wrapper_subclass`."""
     match inner:
         case (Global(), DTypeName(name), tuple(shape), *_):
-            return _check_shape(shape, dtype_named(name)), dtype_named(name)
-    raise FormatError("tensor subclass is rebuilt from something that does not describe one")
-
-
-def _check_shape(shape: Sequence[object], dtype: DType) -> Shape:
+            dtype = dtype_named(name)
+        case _:
+            raise FormatError(
+                "tensor subclass is rebuilt from something that does not describe one"
+            )
     if len(shape) > MAX_DIMENSIONS or not all(map(is_count, shape)):
         raise FormatError("tensor has sizes that are not natural numbers")
     sizes = tuple(size for size in shape if isinstance(size, int))
     if overflows(sizes, dtype):
         raise FormatError(f"size of a tensor of shape {list(sizes)} overflows")
-    return sizes
+    return sizes, dtype
 
 
 def _dtensor(inner: tuple[object, ...], state: object) -> DTensorRef:
