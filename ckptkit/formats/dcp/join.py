@@ -327,9 +327,11 @@ class Join:
         sizes = self._boxes(self.chunk_size[rows], number, rank)
         shapes = np.array([self.shapes[tensor] for tensor in block], np.int64)[owner]
         bad = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
-        self._refuse(bad.any(axis=1), number, "a chunk lies partly outside of its tensor")
+        self._refuse(
+            np.logical_or.reduce(bad, axis=1), number, "a chunk lies partly outside of its tensor"
+        )
         self._check_empty(block, owner, offsets + sizes)
-        full = (sizes > 0).all(axis=1)
+        full = np.logical_and.reduce(sizes > 0, axis=1)
         first = self.bounds[self.numbers[block]]
         stored = self.bounds[self.numbers[block] + 1] - first
         entry = self._match(number, offsets, full, self.by_key[_ranges(first, stored)])

@@ -188,8 +188,8 @@ class _Reader:
         columns, blobs = join.run()
         return DcpMetadata(
             tensors={
-                key: DcpTensor(key, *kind, *columns[key], storage.transforms_of(key))
-                for key, kind in kinds.items()
+                key: DcpTensor(key, dtype, shape, *columns[key], storage.transforms_of(key))
+                for key, (dtype, shape) in kinds.items()
             },
             blobs={
                 key: DcpBlob(key, *stored, storage.transforms_of(key))

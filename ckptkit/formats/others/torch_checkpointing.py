@@ -59,7 +59,6 @@ from ckptkit.formats.parsing import (
 from ckptkit.formats.pickle.pickles import parse_pickle
 from ckptkit.formats.ranks.dtensor import (
     MAX_RANKS,
-    LocalPart,
     Mesh,
     Placement,
     compute_coordinate,
@@ -184,13 +183,27 @@ class _MetadataParser:
             raise LimitError("unfolds into more values than it has bytes")
         if len(layouts) != world_size or not all(rank in layouts for rank in range(world_size)):
             raise FormatError(f"item {quote(name)} does not name the files of {world_size} ranks")
-        return ShardedItem(
-            {rank: _item_file(name, rank, layouts[rank]) for rank in range(world_size)},
-            {
-                _parse_path(path): self._sharding(str(path), ways, world_size)
-                for path, ways in tensors.items()
-            },
-        )
+        files: dict[int, ItemFile] = {}
+        for rank in range(world_size):
+            if layouts[rank] is None:
+                files[rank] = ItemFile(f"{name}_{rank}.pt", is_safetensors=False)
+                continue
+            layout = _dictionary(layouts[rank], "layout")
+            path = layout.get("file_path")
+            kind = _dictionary(layout.get("serialization_format"), "serialization").get("type")
+            if not isinstance(path, str) or not stays_inside(path):
+                named = quote(str(path))
+                raise UnsafePathError(f"layout names {named}, which may be outside the folder")
+            if kind not in _LAYOUTS:
+                raise UnsupportedError(f"tensors of {quote(name)} are stored by {quote(str(kind))}")
+            files[rank] = ItemFile(path, _LAYOUTS[str(kind)])
+        shardings: dict[KeyPath, Sharding] = {}
+        for path, ways in tensors.items():
+            keys = parse_json(path.encode(), where="metadata") if isinstance(path, str) else None
+            if not isinstance(keys, list) or not all(type(key) in {str, int} for key in keys):
+                raise FormatError("metadata names a tensor by something that is no path")
+            shardings[tuple(keys)] = self._sharding(str(path), ways, world_size)
+        return ShardedItem(files, shardings)
 
     def _sharding(self, path: str, ways: object, world_size: int) -> Sharding:
         """Returns the sharding of a tensor, which has to be one for all the ranks of its mesh."""
@@ -230,26 +243,6 @@ class _MetadataParser:
                 raise FormatError(f"a mesh has other ranks than the run of {world_size}")
             self._ranks[id(value)] = ranks
         return ranks
-
-
-def _item_file(item: str, rank: int, layout: object) -> ItemFile:
-    if layout is None:
-        return ItemFile(f"{item}_{rank}.pt", is_safetensors=False)
-    content = _dictionary(layout, "layout")
-    path = content.get("file_path")
-    kind = _dictionary(content.get("serialization_format"), "serialization").get("type")
-    if not isinstance(path, str) or not stays_inside(path):
-        raise UnsafePathError(f"layout names {quote(str(path))}, which may be outside the folder")
-    if kind not in _LAYOUTS:
-        raise UnsupportedError(f"tensors of {quote(item)} are stored by {quote(str(kind))}")
-    return ItemFile(path, _LAYOUTS[str(kind)])
-
-
-def _parse_path(path: object) -> KeyPath:
-    keys = parse_json(path.encode(), where="metadata") if isinstance(path, str) else None
-    if not isinstance(keys, list) or not all(type(key) in {str, int} for key in keys):
-        raise FormatError("metadata names a tensor by something that is no path")
-    return tuple(keys)
 
 
 def _parse_placement(value: object, dimensions: int) -> Placement:
@@ -344,7 +337,24 @@ class LocalImages:
         local = [tensors[rank][name] for rank in sharding.ranks]
         if len({tensor.stored.dtype for tensor in local}) > 1:
             raise FormatError(f"ranks have {quote(name)} in several types", where=self.where)
-        parts = self._find_parts(name, sharding, local)
+        highest = max(sharding.ranks)
+        meshes = (
+            Mesh(sharding.mesh, (), compute_coordinate(at, sharding.mesh), highest)
+            for at in range(len(local))
+        )
+        parts = find_local_parts(
+            [
+                (tensor.stored.shape, sharding.shape, mesh, sharding.placements)
+                for tensor, mesh in zip(local, meshes, strict=True)
+            ],
+            where=f"{self.where}: {quote(name)}",
+        )
+        if parts is None:
+            raise FormatError(
+                f"{quote(name)} of shape {list(sharding.shape)} has parts of other shapes than its"
+                " placements give: sizes do not add up",
+                where=self.where,
+            )
         for rank, tensor, part in zip(sharding.ranks, local, parts, strict=True):
             if 0 in part.shape:
                 continue
@@ -358,30 +368,6 @@ class LocalImages:
                     strides=None if block.box.sizes == part.shape else strides,
                     rank=rank,
                 )
-
-    def _find_parts(
-        self, name: str, sharding: Sharding, local: Sequence[_LocalTensor]
-    ) -> Sequence[LocalPart]:
-        highest = max(sharding.ranks)
-        parts = find_local_parts(
-            [
-                (
-                    tensor.stored.shape,
-                    sharding.shape,
-                    Mesh(sharding.mesh, (), compute_coordinate(at, sharding.mesh), highest),
-                    sharding.placements,
-                )
-                for at, tensor in enumerate(local)
-            ],
-            where=f"{self.where}: {quote(name)}",
-        )
-        if parts is None:
-            raise FormatError(
-                f"{quote(name)} of shape {list(sharding.shape)} has parts of other shapes than its"
-                " placements give: sizes do not add up",
-                where=self.where,
-            )
-        return parts
 
 
 class TorchCheckpointingReader:
@@ -458,7 +444,14 @@ class _ItemFiles:
 def _torch_index(source: Source, folder: str, files: _ItemFiles, where: str) -> TensorIndex:
     """Returns the index of the files that `torch.save` wrote."""
     loader = RankFileLoader(source)
-    contents, distributed = _load_contents(loader, files)
+    contents: list[RankContents] = []  # those of the model first
+    distributed: dict[str, set[int]] = {}  # by item the ranks that have parts of its tensors
+    for item in sorted(files.archives, key=lambda item: (item != "model", item)):
+        prefix = () if item == _ALL_ITEMS else (item,)
+        for rank, path in sorted(files.archives[item].items()):
+            contents.append(loader.load(RankFile(path, "model", rank), prefix))
+            if contents[-1].is_distributed:
+                distributed.setdefault(item, set()).add(rank)
     if not contents:
         return TensorIndex(FORMAT, (), RecordTable.of([]), {}, run=RunFacts())
     if _ALL_ITEMS in distributed and len(distributed) > 1:
@@ -481,25 +474,6 @@ def _torch_index(source: Source, folder: str, files: _ItemFiles, where: str) -> 
         what = f"files of {quote(item)}"
         refuse_missing_ranks(ranks, index.run.world_size or 1, what, where)
     return index
-
-
-def _load_contents(
-    loader: RankFileLoader, files: _ItemFiles
-) -> tuple[list[RankContents], dict[str, set[int]]]:
-    """Opens all files: those of the model first, and of each item in the order of ranks.
-
-    Returns:
-        The contents, and for each item with distributed tensors the ranks that have parts.
-    """
-    contents: list[RankContents] = []
-    distributed: dict[str, set[int]] = {}
-    for item in sorted(files.archives, key=lambda item: (item != "model", item)):
-        prefix = () if item == _ALL_ITEMS else (item,)
-        for rank, path in sorted(files.archives[item].items()):
-            contents.append(loader.load(RankFile(path, "model", rank), prefix))
-            if contents[-1].is_distributed:
-                distributed.setdefault(item, set()).add(rank)
-    return contents, distributed
 
 
 def _join(index: TensorIndex, images: LocalImages) -> TensorIndex:

@@ -106,11 +106,11 @@ class _State:
         first, *others = self.own.values()
         for other in others:
             for key in dict.fromkeys([*first, *other]):
-                if (
-                    key not in first
-                    or key not in other
-                    or not _have_same_kind(first[key], other[key])
-                ):
+                if key not in first or key not in other:
+                    return key
+                blocks = (*first[key].blocks, *other[key].blocks)
+                dtypes = {block.dtype for block in blocks}
+                if first[key].shape != other[key].shape or len(dtypes) > 1:
                     return key
         return ""
 
@@ -131,7 +131,12 @@ def merge_ranks(ranks: Sequence[RankManifest], where: str) -> MergedManifest:
         ranks: The entries of each rank, in order.
         where: The snapshot, for messages.
     """
-    merged = MergedManifest(values=_merge_values(ranks))
+    merged = MergedManifest()
+    for rank, manifest in enumerate(ranks):
+        for key, value in manifest.values.items():
+            path = manifest.key_paths[key]
+            if merged.values.setdefault(path, value) != value:
+                merged.values[str(rank), *path] = value
     for name, state in _states(ranks).items():
         for key, parts in state.shared.items():
             if any(key in held for held in state.own.values()):
@@ -176,11 +181,6 @@ def _states(ranks: Sequence[RankManifest]) -> dict[str, _State]:
     return states
 
 
-def _have_same_kind(first: SavedTensor, second: SavedTensor) -> bool:
-    dtypes = {block.dtype for block in (*first.blocks, *second.blocks)}
-    return first.shape == second.shape and len(dtypes) <= 1
-
-
 def _merge_tensor(
     key: str, path: KeyPath, parts: Sequence[tuple[int, SavedTensor]], where: str
 ) -> MergedTensor:
@@ -200,16 +200,6 @@ def _merge_tensor(
         ends = [map(sum, zip(box.offsets, box.sizes, strict=True)) for box in boxes]
         shape = tuple(max(along) for along in zip(*ends, strict=True))
     return MergedTensor(key, path, shape, blocks)
-
-
-def _merge_values(ranks: Sequence[RankManifest]) -> dict[KeyPath, object]:
-    values: dict[KeyPath, object] = {}
-    for rank, manifest in enumerate(ranks):
-        for key, value in manifest.values.items():
-            path = manifest.key_paths[key]
-            if values.setdefault(path, value) != value:
-                values[str(rank), *path] = value
-    return values
 
 
 SNAPSHOT_METADATA = ".snapshot_metadata"
@@ -271,10 +261,16 @@ class _Assembly:
             for tensor, membership in zip(merged.tensors, memberships, strict=True)
         }
         # Further copies, which are not read, use bytes of the files too.
-        for path, block in self._manifest.all_blocks():
-            self._record(block, f"{self._where}: tensor {quote(path)}")
+        for rank in self._manifest.ranks:
+            for path, tensor in rank.tensors.items():
+                for block in tensor.blocks:
+                    self._record(block, f"{self._where}: tensor {quote(path)}")
         self._check_extents()
-        values = {path: self._value(value) for path, value in merged.values.items()}
+        values = merged.values
+        for key, value in values.items():
+            if isinstance(value, SavedObject):
+                file = self._refs[self._file(value.location)]
+                values[key] = BlobRef(file.path, 0, max(file.size_bytes, 0))
         return TensorIndex(
             format=TorchsnapshotReader.name,
             files=(*self._refs, manifest_file),
@@ -343,20 +339,21 @@ class _Assembly:
             self._refs.append(stat_or_missing(self._source, path))
         return number
 
-    def _value(self, value: object) -> object:
-        if not isinstance(value, SavedObject):
-            return value
-        file = self._refs[self._file(value.location)]
-        return BlobRef(file.path, 0, max(file.size_bytes, 0))
-
     def _check_extents(self) -> None:
         """Checks that every byte of a file is of one tensor; the plan refuses short files."""
         at, of_file = 0, -1
         rows = sorted((r.file, r.start, r.stop) for r in self._records if r.stop > r.start)
         for file, start, stop in [*rows, (-1, 0, 0)]:
             if file != of_file:
-                if of_file >= 0:
-                    self._check_end(self._refs[of_file], at)
+                held = self._refs[of_file] if of_file >= 0 else None
+                if held is not None and held.size_bytes > at:
+                    raise FormatError(
+                        f"has {held.size_bytes:,} bytes, of which the manifest lists {at:,}: sizes"
+                        " do not add up",
+                        where=posixpath.join(self._source.location, held.path),
+                        hint="the file is of another snapshot, or was damaged; take another copy"
+                        " of it",
+                    )
                 at, of_file = 0, file
             if start != at:
                 first, last = sorted((start, at))
@@ -365,12 +362,3 @@ class _Assembly:
                     where=posixpath.join(self._source.location, self._refs[file].path),
                 )
             at = stop
-
-    def _check_end(self, file: FileRef, end: int) -> None:
-        if file.size_bytes > end:
-            raise FormatError(
-                f"has {file.size_bytes:,} bytes, of which the manifest lists {end:,}: sizes do not"
-                " add up",
-                where=posixpath.join(self._source.location, file.path),
-                hint="the file is of another snapshot, or was damaged; take another copy of it",
-            )

@@ -11,11 +11,11 @@ Source: torchsnapshot/manifest.py (`PrimitiveEntry` for plain values), flatten.p
 from __future__ import annotations
 
 import base64
-import binascii
 import posixpath
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,19 +57,14 @@ def parse_plain(kind: str, text: object) -> object:
         return _BOOLS[text]
     if kind == "int" and _INTEGER.fullmatch(text):
         return int(text)
-    data = _decode_base64(text) if kind in {"bytes", "float"} else None
-    if data is not None and kind == "bytes":
-        return data
-    if data is not None and len(data) == _DOUBLE.size:
-        return _DOUBLE.unpack(data)[0]
+    if kind in {"bytes", "float"}:
+        with suppress(ValueError):
+            data = base64.b64decode(text, validate=True)
+            if kind == "bytes":
+                return data
+            if len(data) == _DOUBLE.size:
+                return _DOUBLE.unpack(data)[0]
     raise FormatError(f"text {quote(text)} is no value of the kind {quote(kind)}")
-
-
-def _decode_base64(text: str) -> bytes | None:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return None
 
 
 MAX_MANIFEST_BYTES = 2**28
@@ -150,12 +145,6 @@ class SnapshotManifest:
     version: str
     ranks: tuple[RankManifest, ...]
 
-    def all_blocks(self) -> Iterator[tuple[str, SavedBlock]]:
-        """Yields every block that any rank lists, with its tensor's path."""
-        for rank in self.ranks:
-            for path, tensor in rank.tensors.items():
-                yield from ((path, block) for block in tensor.blocks)
-
 
 def read_manifest(source: Source, path: str) -> SnapshotManifest:
     where = posixpath.join(source.location, path)
@@ -224,25 +213,26 @@ class _ManifestParser:
         manifest.key_paths[logical] = self._key_path(path)
         if isinstance(kind, str) and kind in _CONTAINERS:
             return
+        where = f"{self._where}: {quote(path)}"
+        parse = self._parsers.get(kind) if isinstance(kind, str) else None
+        is_plain = isinstance(kind, str) and kind in PRIMITIVES
+        if kind != "object" and not is_plain and parse is None:
+            message = f"entry is of the kind {quote(str(kind))}, not modelled"
+            raise UnsupportedError(message, where=where)
+        value: object
         try:
-            value = self._parse_entry(entry, kind)
+            if parse is not None:
+                value = parse(entry)
+            elif isinstance(kind, str) and is_plain:
+                value = parse_plain(kind, entry.get("serialized_value"))
+            else:
+                value = SavedObject(_location(entry.get("location")))
         except (FormatError, UnsupportedError, UnsafePathError) as error:
-            raise error.located(f"{self._where}: {quote(path)}") from None
+            raise error.located(where) from None
         if isinstance(value, SavedTensor):
             manifest.tensors[logical] = value
         else:
             manifest.values[logical] = value
-
-    def _parse_entry(self, entry: Mapping[str, Any], kind: object) -> object:
-        """Returns a `SavedTensor`, a `SavedObject`, or a plain value."""
-        if kind == "object":
-            return SavedObject(_location(entry.get("location")))
-        if isinstance(kind, str) and kind in PRIMITIVES:
-            return parse_plain(kind, entry.get("serialized_value"))
-        parse = self._parsers.get(kind) if isinstance(kind, str) else None
-        if parse is None:
-            raise UnsupportedError(f"entry is of the kind {quote(str(kind))}, not modelled")
-        return parse(entry)
 
     def _key_path(self, path: str) -> KeyPath:
         """Returns the keys of a path: integers where the container has such keys."""
@@ -255,14 +245,13 @@ class _ManifestParser:
         for depth, token in enumerate(tokens[1:], 1):
             above = "/".join(tokens[:depth])
             number = int(token) if _NUMBER.fullmatch(token) else None
-            if number is not None and self._has_number(above, number):
+            if number is not None and (
+                above in self._lists or number in self._numbers.get(above, ())
+            ):
                 keys.append(number)
             else:
                 keys.append(token.replace("%2F", "/").replace("%25", "%"))
         return tuple(keys)
-
-    def _has_number(self, container: str, number: int) -> bool:
-        return container in self._lists or number in self._numbers.get(container, ())
 
     def _tensor(self, entry: Mapping[str, Any]) -> SavedTensor:
         shape = _counts(entry.get("shape"))

@@ -100,6 +100,7 @@ def _locate_rank(
     """Returns the sizes of a mesh, the coordinate of a rank in it, and its highest rank."""
     layout = fields.get("_layout")
     has_layout = isinstance(layout, InertObject)
+    axes = _axes(layout) if has_layout else []
     listed = fields.get("_flatten_rank_map") if has_layout else None
     tensor = fields.get("_rank_map" if has_layout else "mesh")
     if isinstance(listed, tuple) and listed and all(map(is_count, listed)):
@@ -111,7 +112,6 @@ def _locate_rank(
             return tensor.shape, compute_coordinate(at, tensor.shape), max(ranks)
     else:
         raise FormatError("mesh of devices does not contain its ranks")
-    axes = _axes(layout)
     at = _position(ranks, rank)
     if sum((n - 1) * step for axis in axes for n, step in axis) >= len(ranks):
         raise FormatError(f"mesh of devices reaches beyond its {len(ranks):,} ranks")

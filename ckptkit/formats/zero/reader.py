@@ -55,7 +55,7 @@ class ZeroReader:
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         # Imported late: every source is searched for this format, and few are of it.
         from ckptkit.formats.pickle.torch_archives import ArchiveTable
-        from ckptkit.formats.zero.states import collect_states
+        from ckptkit.formats.zero.states import collect_states, find_rank_states
         from ckptkit.formats.zero.weights import WeightEntries, ZeroSave, make_index
 
         where = posixpath.join(source.location, candidate.folder)
@@ -67,7 +67,9 @@ class ZeroReader:
         save.check()
         weights = WeightEntries(table, save)
         groups = [list(group) for group in save.groups()]
-        states = collect_states(table, save.rank_states(), weights.masters, weights.names, groups)
+        pairs = zip(save.ranks, save.states, strict=True)
+        of_ranks = [find_rank_states(*pair) for pair in pairs]
+        states = collect_states(table, of_ranks, weights.masters, weights.names, groups)
         return make_index(self.name, table, weights, states, save.facts(states.notes))
 
 
@@ -132,7 +134,14 @@ def drop_older_tags(
     Returns:
         The remaining candidates, and notes about the others.
     """
-    dropped = _find_converted(candidates)
+    zero = {candidate.folder for candidate in candidates if candidate.format == ZeroReader.name}
+    dropped = [
+        candidate
+        for candidate in candidates
+        if candidate.format == UniversalReader.name
+        and (match := _CONVERTED.fullmatch(candidate.folder)) is not None
+        and match[1] in zero
+    ]
     notes = [f"{c.folder!r} was made of a checkpoint beside it, and left alone" for c in dropped]
     runs: dict[tuple[str, str], list[Candidate]] = defaultdict(list)
     for candidate in candidates:
@@ -140,7 +149,10 @@ def drop_older_tags(
             runs[posixpath.dirname(candidate.folder), candidate.format].append(candidate)
     for (run, name), tags in runs.items():
         file = _LATEST[name]
-        has_other_names = len(tags) > 1 and not all(map(_is_numbered, tags))
+        names = [posixpath.basename(tag.folder) for tag in tags]
+        # Tags may be named after steps, or after one of a step's models.
+        are_numbered = all(parse_step(tag) is not None or is_unit_folder(tag) for tag in names)
+        has_other_names = len(tags) > 1 and not are_numbered
         latest = _read_tag(source, posixpath.join(run, file)) if has_other_names else None
         others = [tag for tag in tags if posixpath.basename(tag.folder) != latest]
         if len(others) == len(tags) - 1:
@@ -148,24 +160,6 @@ def drop_older_tags(
             folders = ", ".join(repr(tag.folder) for tag in others)
             notes.append(f"'{file}' names {latest!r}; left alone: {folders}")
     return [candidate for candidate in candidates if candidate not in dropped], tuple(notes)
-
-
-def _find_converted(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the universal checkpoints that are named after a tag in the same folder."""
-    tags = {candidate.folder for candidate in candidates if candidate.format == ZeroReader.name}
-    return [
-        candidate
-        for candidate in candidates
-        if candidate.format == UniversalReader.name
-        and (match := _CONVERTED.fullmatch(candidate.folder)) is not None
-        and match[1] in tags
-    ]
-
-
-def _is_numbered(candidate: Candidate) -> bool:
-    """Returns whether a tag is named after a step, or after one of a step's models."""
-    tag = posixpath.basename(candidate.folder)
-    return parse_step(tag) is not None or is_unit_folder(tag)
 
 
 def _read_tag(source: Source, path: str) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ckptkit.core.errors import FormatError, LimitError
@@ -185,26 +186,20 @@ class _StateCollector:
             chunk = self._table.chunk(file.archive, first, rank=file.info.rank)
             self.entries.append(make_state_entry(path, first, (), ChunkTable.of([chunk], 0)))
         elif all(map(_is_elementwise, values, parameter.slices)):
-            self.entries.append(self._elementwise_entry(path, parameter, values))
+            tensors = [tensor for tensor in values if isinstance(tensor, TensorRef)]
+            dtypes = {tensor.dtype for tensor in tensors}
+            if len(dtypes) != 1:
+                where = parameter.slices[0].file.content.where
+                raise FormatError(f"{quote(kind)} has several element types", where=where)
+            parts = zip(parameter.slices, tensors, strict=True)
+            slices = tuple(replace(part, tensor=tensor) for part, tensor in parts)
+            state = replace(parameter, dtype=dtypes.pop(), slices=slices)
+            chunks = make_chunks(self._table, state)
+            self.entries.append(make_state_entry(path, tensors[0], parameter.shape, chunks))
         elif isinstance(first, _PLAIN):
             self.values[path] = first
         else:
             self._left_out.setdefault(kind, name)
-
-    def _elementwise_entry(
-        self, path: KeyPath, parameter: FlatParameter, values: Sequence[object]
-    ) -> TensorEntry:
-        tensors = [tensor for tensor in values if isinstance(tensor, TensorRef)]
-        dtypes = {tensor.dtype for tensor in tensors}
-        if len(dtypes) != 1:
-            where = parameter.slices[0].file.content.where
-            raise FormatError(f"{quote(str(path[-1]))} has several element types", where=where)
-        slices = tuple(
-            replace(part, tensor=tensor)
-            for part, tensor in zip(parameter.slices, tensors, strict=True)
-        )
-        state = replace(parameter, dtype=dtypes.pop(), slices=slices)
-        return make_state_entry(path, tensors[0], parameter.shape, make_chunks(self._table, state))
 
 
 def make_state_entry(
@@ -236,9 +231,16 @@ def _is_elementwise(tensor: object, part: VectorSlice) -> bool:
 
 def collect_group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
     """Returns the settings of groups, with vectors replaced by the names of their parameters."""
-    _check_sharing(rank)
     values: dict[KeyPath, Any] = {}
     seen: set[int] = set()
+    # Groups may share values over and over; every real setting takes bytes of its own.
+    limit = rank.file.archive.pickle_bytes
+    counts = (len(group.values) + len(group.sequence("params")) for group in rank.groups)
+    if any(count > limit for count in accumulate(counts)):
+        raise LimitError(
+            f"groups of the optimizer unfold into more than {limit:,} values",
+            where=rank.file.archive.where,
+        )
     for number, group in enumerate(rank.groups):
         for key, value in group.values.items():
             if key == "params" or not isinstance(key, str):
@@ -254,16 +256,3 @@ def collect_group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> d
             members += groups[vector]
         values[OPTIMIZER, _GROUPS, number, "params"] = members
     return values
-
-
-def _check_sharing(rank: RankStates) -> None:
-    """Refuses groups that share values over and over; every real setting takes bytes of its own."""
-    limit = rank.file.archive.pickle_bytes
-    count = 0
-    for group in rank.groups:
-        count += len(group.values) + len(group.sequence("params"))
-        if count > limit:
-            raise LimitError(
-                f"groups of the optimizer unfold into more than {limit:,} values",
-                where=rank.file.archive.where,
-            )

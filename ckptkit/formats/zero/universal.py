@@ -145,7 +145,11 @@ class UniversalSave(DeepSpeedSave):
             table: The opened files.
             names: The names of parameters in the index, by name in the files.
         """
-        common = self._common_states()
+        content = self.common.content
+        if _PARTITIONED in content.values:
+            common = find_rank_states(self.common, content)
+        else:
+            common = RankStates(self.common, {}, content.inner_list("param_groups"))
         groups = self.groups()
         self._check_steps(groups)
         for name in (name for group in groups for name in group if name not in names):
@@ -156,7 +160,10 @@ class UniversalSave(DeepSpeedSave):
             for name, shape in group.items():
                 path = (OPTIMIZER, "state", names[name])
                 entries += self._moments(table, path, name, shape)
-                step = self._step(name, common.vectors.get(number))
+                step = self.files[name].get(_STEP)
+                vector = common.vectors.get(number)
+                if step is None and vector is not None and vector.values.get(_STEP) is not None:
+                    step = ParameterFile(self.common.archive, vector.values[_STEP])
                 if step is not None and isinstance(step.value, TensorRef):
                     tensor = step.tensor()
                     chunks = ChunkTable.of([table.chunk(step.file, tensor)], len(tensor.shape))
@@ -184,12 +191,6 @@ class UniversalSave(DeepSpeedSave):
                 where=self.where,
                 hint="take away the files of one of the two checkpoints",
             )
-
-    def _common_states(self) -> RankStates:
-        content = self.common.content
-        if _PARTITIONED in content.values:
-            return find_rank_states(self.common, content)
-        return RankStates(self.common, {}, content.inner_list("param_groups"))
 
     def _file(self, name: str, kind: str) -> ParameterFile:
         file = self.files.get(name, {}).get(kind)
@@ -221,14 +222,6 @@ class UniversalSave(DeepSpeedSave):
             whole = file.tensor().shape if self._lacks_rows(file, shape) else shape
             chunks = make_chunks(table, _to_parameter(name, file, whole))
             yield make_state_entry((*path, kind), file.tensor(), whole, chunks)
-
-    def _step(self, name: str, vector: PickledDict | None) -> ParameterFile | None:
-        """Returns the step of a parameter, from its own file or from the common states."""
-        own = self.files[name].get(_STEP)
-        if own is not None:
-            return own
-        value = None if vector is None else vector.values.get(_STEP)
-        return None if value is None else ParameterFile(self.common.archive, value)
 
     def _check_steps(self, groups: Sequence[Mapping[str, Shape]]) -> None:
         """Refuses parameters of one group with different numbers of steps, and lost steps."""

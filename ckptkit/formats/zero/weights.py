@@ -38,7 +38,7 @@ from ckptkit.formats.zero.flat_vectors import (
     make_chunks,
     read_partition_counts,
 )
-from ckptkit.formats.zero.states import RankStates, ZeroStates, find_rank_states
+from ckptkit.formats.zero.states import ZeroStates
 from ckptkit.formats.zero.tag_files import (
     MODULE,
     ZeroFile,
@@ -168,9 +168,6 @@ class ZeroSave(DeepSpeedSave):
         find = find_partitioned if self.is_partitioned else find_sliced
         return find(self.groups(), pairs)
 
-    def rank_states(self) -> list[RankStates]:
-        return [find_rank_states(*pair) for pair in zip(self.ranks, self.states, strict=True)]
-
 
 class WeightEntries:
     """The weights of a save as entries of an index, with their master copies.
@@ -254,7 +251,8 @@ class WeightEntries:
         table = ChunkTable.of([chunk], len(tensor.shape))
         entry = membership.entry((MODULE, name), tensor.dtype, tensor.shape, table)
         if not self._save.is_partitioned or parameter is None:
-            if self._is_placeholder(name, tensor):
+            buffers = self._save.first.sequence("buffer_names")
+            if self._save.is_partitioned and tensor.shape == (0,) and name not in buffers:
                 raise IncompleteCheckpointError(
                     f"weight {quote(name)} is empty here, and no rank has a part of it",
                     where=self._save.first.where,
@@ -264,10 +262,6 @@ class WeightEntries:
         if owner in self._frozen or parameter.dtype == tensor.dtype:
             return replace(entry, dtype=parameter.dtype, shape=parameter.shape, chunks=chunks)
         return replace(entry, shape=parameter.shape, chunks=chunks, rounded_from=parameter.dtype)
-
-    def _is_placeholder(self, name: str, tensor: TensorRef) -> bool:
-        buffers = self._save.first.sequence("buffer_names")
-        return self._save.is_partitioned and tensor.shape == (0,) and name not in buffers
 
     def _aliases(self) -> tuple[frozenset[Key], ...]:
         """Groups the keys of tied weights; DeepSpeed does not distinguish empty tensors."""
