@@ -80,7 +80,7 @@ def plan(src: Path, nodes: int) -> dict[str, Any]:
     began = time.process_time()
     from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.options import ConsolidateRequest
-    from ckptkit.plan.shares import Share, split_plan, tasks_of
+    from ckptkit.plan.plan import Share, split_plan, tasks_of
 
     request = ConsolidateRequest(names="live")
     with ConversionJob(src, WORK / "out" / "scale", request).plan_output() as output:

@@ -34,11 +34,16 @@ from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.packed_weights import PACKED_WEIGHT, looks_packed
-from ckptkit.plan.peft_names import find_adapter, own_adapters, title_of
 from ckptkit.plan.plan import SOURCE, name_order
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import find_absent_tied_names
+from ckptkit.plan.weight_kinds import (
+    PACKED_WEIGHT,
+    find_adapter,
+    looks_packed,
+    own_adapters,
+    title_of,
+)
 from ckptkit.storage.places import PathLike, place_of
 
 Matrix = NDArray[np.float32]

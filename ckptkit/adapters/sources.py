@@ -45,9 +45,9 @@ from ckptkit.lora.dialects import (
 from ckptkit.lora.inference import fits_target, infer_config
 from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.peft_names import LORA
 from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
+from ckptkit.plan.weight_kinds import LORA
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url
 

@@ -42,8 +42,15 @@ from ckptkit.engine.outcome import (
 from ckptkit.engine.ray import NodeLimits, RunShare, import_ray, run_on_ray
 from ckptkit.engine.reader import Origin
 from ckptkit.options import Resources
-from ckptkit.plan.plan import TASK_BYTES, Plan
-from ckptkit.plan.shares import Share, cut_object_parts, split_plan, tasks_of, tasks_of_parts
+from ckptkit.plan.plan import (
+    TASK_BYTES,
+    Plan,
+    Share,
+    cut_object_parts,
+    split_plan,
+    tasks_of,
+    tasks_of_parts,
+)
 from ckptkit.storage.base import Cut, OutputAttempt, distant
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.workdir import NONCE_BYTES

@@ -30,9 +30,9 @@ from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import FileGroup, group_files
 from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.plan.coverage import find_problems
-from ckptkit.plan.packed_weights import explain_random_weights
 from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
 from ckptkit.plan.ties import find_tie_candidates
+from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.steps import parse_metrics
 from ckptkit.storage.places import PathLike

@@ -59,12 +59,10 @@ from ckptkit.options import (
     matches,
 )
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.layouts.dcp import layout_dcp
 from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
-from ckptkit.plan.layouts.torch import layout_torch_full
+from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.load_report import CONSOLIDATE, Advice
-from ckptkit.plan.packed_weights import hint_at_raw_names, refuse_packed
-from ckptkit.plan.plan import SOURCE, OutputFile, Plan, Product
+from ckptkit.plan.plan import SOURCE, OutputFile, Plan, Product, Share
 from ckptkit.plan.selection import (
     DTypePolicy,
     add_tied_names,
@@ -74,7 +72,6 @@ from ckptkit.plan.selection import (
     refuse_casting_quantized,
     select_model,
 )
-from ckptkit.plan.shares import Share
 from ckptkit.plan.side_files import (
     SideFile,
     drop_stale_quantization,
@@ -83,6 +80,7 @@ from ckptkit.plan.side_files import (
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.vocabulary import Trim, count_tokens, plan_trim, refuse_cut_tokenizer, trim_config
+from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckptkit.core.errors import CkptkitError, EngineError, error_from_json
-from ckptkit.plan.shares import Share
+from ckptkit.plan.plan import Share
 
 logger = logging.getLogger(__name__)
 _QUEUED = 2  # shares that a worker has before it, so that it need not wait for the next

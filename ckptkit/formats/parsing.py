@@ -1,18 +1,33 @@
-"""What the readers share to parse headers that may be damaged or hostile."""
+"""What readers share to parse headers that may be damaged or hostile, and to group files.
+
+Checkpoints of several files are numbered sets with a `weight_map`, or one file for each rank.
+
+Source: huggingface_hub, serialization/_base.py (`split_state_dict_into_shards_factory`): files
+`<stem>-00001-of-00002.<ending>` and `<stem>.<ending>.index.json`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import posixpath
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeGuard
 
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import FormatError, LimitError, MissingFileError
+from ckptkit.core.errors import (
+    FormatError,
+    IncompleteCheckpointError,
+    LimitError,
+    MissingFileError,
+    UnsafePathError,
+)
 from ckptkit.core.index import FileRef, Shape
+from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
 
 Read = Callable[[int, int], bytes]
@@ -112,3 +127,200 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> object:
     raise FormatError(f"{name} is not JSON")
+
+
+INDEX_ENDING = ".index.json"
+MAX_JSON_BYTES = 100_000_000
+TWO_SAVES = "files of two saves are in one folder; take an earlier checkpoint"
+MIXED_SAVES = "a save went into the folder of another one; take away the files of one"
+COPY_BACK = (
+    "copy the files back, name where other nodes keep theirs with --also, or take an earlier"
+    " checkpoint"
+)
+_LISTED_NAMES = 3
+_LISTED_RANKS = 7
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """The files of one model, all in one folder; `index` is one of `files`, or None."""
+
+    folder: str
+    files: tuple[str, ...]
+    index: str | None
+
+    def candidate(self, format_name: str) -> Candidate:
+        reason = repr(posixpath.basename(self.index or self.files[0]))
+        others = len(self.files) - 1
+        if others:
+            reason += f" beside {others} other file{'' if others == 1 else 's'} of the same model"
+        return Candidate(format_name, self.folder, self.files, reason)
+
+
+def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[FileSet]:
+    """Groups the files with the given endings, and their indices, into models.
+
+    An index takes the numbered files of its stem, or all remaining files if there are none;
+    numbered files without an index are one set per stem; any other file is a set of its own.
+    """
+    with_index = (*endings, *(ending + INDEX_ENDING for ending in endings))
+    folders = group_by_folder(path for path in paths if path.endswith(with_index))
+    return [files for folder, inside in folders.items() for files in _sets_in(folder, inside)]
+
+
+def _sets_in(folder: str, paths: list[str]) -> list[FileSet]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    single = []
+    for path in paths:
+        if path.endswith(INDEX_ENDING):
+            continue
+        stem, ending = posixpath.splitext(path)
+        if match := _NUMBERED.fullmatch(stem):
+            groups.setdefault((match["stem"] + ending, match["count"]), []).append(path)
+        else:
+            single.append(path)
+    sets = []
+    for index in (path for path in paths if path.endswith(INDEX_ENDING)):
+        own = [key for key in groups if key[0] == index.removesuffix(INDEX_ENDING)]
+        files = [path for key in own for path in groups.pop(key)]
+        if not own and not groups:
+            files, single = single, []
+        sets.append(FileSet(folder, tuple(sorted([*files, index])), index))
+    sets += [FileSet(folder, tuple(files), None) for files in groups.values()]
+    return sets + [FileSet(folder, (path,), None) for path in single]
+
+
+def read_weight_map(source: Source, path: str) -> dict[str, str]:
+    """Returns the weight map of an index: by tensor name a file path, relative to the source."""
+    where = posixpath.join(source.location, path)
+    content = parse_json(read_limited(source, path, MAX_JSON_BYTES, "index"), where=where)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise FormatError("index has no 'weight_map' from names to files", where=where)
+    for file in set(names.values()):
+        if not stays_inside(file) or "\\" in file or ":" in file:
+            raise UnsafePathError(f"file name {file!r} leads out of the folder", where=where)
+    folder = posixpath.dirname(path)
+    return {name: posixpath.join(folder, file) for name, file in names.items()}
+
+
+def find_data_files(
+    source: Source, candidate: Candidate
+) -> tuple[list[str], dict[str, str] | None]:
+    """Returns the data files of a candidate, and its weight map if it has an index."""
+    where = posixpath.join(source.location, candidate.folder)
+    indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
+    if not indices:
+        _check_numbering(candidate.files, where)
+        return list(candidate.files), None
+    weight_map = read_weight_map(source, indices[0])
+    if not weight_map:
+        raise IncompleteCheckpointError("index lists no tensor", where=where)
+    paths = sorted(set(weight_map.values()))
+    there = set(candidate.files)
+    missing = [
+        path for path in paths if path not in there and stat_or_missing(source, path).size_bytes < 0
+    ]
+    if missing:
+        names = (repr(posixpath.basename(path)) for path in missing)
+        raise MissingFileError(
+            f"index names {len(paths):,} files; missing are"
+            f" {list_first(names, len(missing), _LISTED_NAMES)}",
+            where=where,
+            hint="copy the missing files as well",
+        )
+    return paths, weight_map
+
+
+def _check_numbering(files: Sequence[str], where: str) -> None:
+    """Refuses a numbered set with gaps; a single file without a number is complete."""
+    matches = [_NUMBERED.fullmatch(posixpath.splitext(path)[0]) for path in files]
+    first = matches[0]
+    if first is None:
+        return
+    count, width = int(first["count"]), len(first["number"])
+    numbers = {int(match["number"]) for match in matches if match}
+    if count > len(files):
+        missing = next(n for n in range(1, count + 1) if n not in numbers)
+        name = f"{posixpath.basename(first['stem'])}-{missing:0{width}d}-of-{first['count']}"
+        raise MissingFileError(
+            f"{len(files):,} of {count:,} files are there; {name!r} is missing",
+            where=where,
+            hint="copy the missing files as well",
+        )
+
+
+def check_weight_map(
+    weight_map: Mapping[str, str], headers: Mapping[str, str], *, where: str
+) -> None:
+    """Checks that an index and the headers of its files agree on the file of each tensor.
+
+    Args:
+        weight_map: File by tensor name, according to the index.
+        headers: File by tensor name, according to the headers.
+        where: The checkpoint, for messages.
+    """
+    for name in [*weight_map, *headers]:
+        listed, actual = weight_map.get(name), headers.get(name)
+        if listed != actual:
+            raise FormatError(
+                f"index has tensor {name!r} in {_name_file(listed)}, it is in {_name_file(actual)}",
+                where=where,
+            )
+
+
+def _name_file(path: str | None) -> str:
+    return "no file" if path is None else repr(posixpath.basename(path))
+
+
+def list_absent_ranks(ranks: Collection[int | None], world_size: int) -> str:
+    """Names the ranks of a run that are not in a set; empty if all are in it."""
+    absent = world_size - sum(rank is not None and rank < world_size for rank in ranks)
+    # A hostile file may claim any number of ranks, so no list of them is made.
+    names = (str(rank) for rank in range(world_size) if rank not in ranks)
+    return list_first(names, absent, _LISTED_RANKS) if absent else ""
+
+
+def refuse_missing_ranks(
+    ranks: Collection[int | None], world_size: int, what: str, where: str
+) -> None:
+    """Refuses a checkpoint that lacks the files of a rank.
+
+    Args:
+        ranks: The distinct ranks whose files are there.
+        world_size: The number of ranks of the run.
+        what: What the files hold, in the plural.
+        where: The checkpoint, for messages.
+    """
+    missing = list_absent_ranks(ranks, world_size)
+    if missing:
+        raise MissingFileError(
+            f"the {what} of rank {missing} of {world_size} are not there",
+            where=where,
+            hint=COPY_BACK,
+        )
+
+
+def refuse_stale_ranks(
+    files: Iterable[tuple[int | None, str]], world_size: int, where: str
+) -> None:
+    """Refuses a checkpoint with a file of a rank that its run did not have."""
+    for rank, path in files:
+        if rank is None or rank >= world_size:
+            raise FormatError(
+                f"{posixpath.basename(path)!r} is of a rank that a run with {world_size} ranks does"
+                " not have",
+                where=where,
+                hint="an earlier save of a larger run left it; take it away",
+            )
+
+
+def refuse_mixed_sizes(sizes: Collection[int], where: str, hint: str = MIXED_SAVES) -> None:
+    """Refuses files of runs with different numbers of ranks."""
+    if len(sizes) > 1:
+        raise FormatError(
+            f"the files are of runs with {' and '.join(map(str, sorted(sizes)))} ranks",
+            where=where,
+            hint=hint,
+        )

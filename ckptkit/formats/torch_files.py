@@ -36,7 +36,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.file_sets import (
+from ckptkit.formats.parsing import (
     INDEX_ENDING,
     check_weight_map,
     find_data_files,

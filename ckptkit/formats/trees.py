@@ -124,12 +124,8 @@ def classify(
     certain = {c for c, _, part in split if part == "model"}
     models = certain | likely or set(names)
     memberships = [
-        Membership(
-            join_path(container),
-            part or ("model" if container in models else "other"),
-            Fqn(name),
-        )
-        for container, name, part in split
+        Membership(join_path(c), part or ("model" if c in models else "other"), Fqn(name))
+        for c, name, part in split
     ]
     memberships = _without_wrappers(memberships)
     seen: dict[tuple[str, str], KeyPath] = {}

@@ -17,7 +17,7 @@ from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import FormatError, VerificationError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_manifest
 from ckptkit.core.model_configs import model_config_to_json, to_json
-from ckptkit.formats.file_sets import INDEX_ENDING
+from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.client import is_local, is_repo_id
 from ckptkit.hub.folder_files import ADAPTER_CONFIG, CARD
 from ckptkit.hub.secrets import find_secrets, refuse_secrets, secrets_in

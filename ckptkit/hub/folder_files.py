@@ -20,7 +20,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER, TRAINING, Manifest
-from ckptkit.formats.file_sets import INDEX_ENDING
+from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.formats.registry import recognise
 from ckptkit.plan.side_files import is_side_file
 from ckptkit.runs.step_manifests import file_problems

@@ -14,7 +14,7 @@ from ckptkit.core.errors import VerificationError
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener
-from ckptkit.formats.file_sets import INDEX_ENDING
+from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.contents import (
     LoadedFile,
     ModelFacts,

@@ -17,9 +17,9 @@ from ckptkit.core.model_configs import list_model_types
 from ckptkit.hub_names.needed_table import CONVERTED, PREFIXED, UNCONVERTED
 from ckptkit.hub_names.outlines_table import BASE_PREFIXES, COUNTED, ROOTS
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
-from ckptkit.plan.packed_weights import find_dense_name
 from ckptkit.plan.ties import find_absent_tied_names, find_tie_candidates
 from ckptkit.plan.vocabulary import is_embedding
+from ckptkit.plan.weight_kinds import find_dense_name
 
 # Buffers that older files hold, and that models make themselves.
 _MADE = re.compile(

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.plan.peft_names import advice_on, refusal_of
+from ckptkit.plan.weight_kinds import advice_on, refusal_of
 
 # Every option of `LoraConfig` that is read here or has no meaning after training.
 _KNOWN = frozenset(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.lora.config import PEFT_PREFIX, Bias, LoraSettings
-from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, refusal_of
+from ckptkit.plan.weight_kinds import LORA, advice_on, find_adapter, refusal_of
 
 DEFAULT = "default"
 """PEFT's default name of an adapter."""

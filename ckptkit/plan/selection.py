@@ -15,9 +15,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
 from ckptkit.options import ConsolidateRequest, matches
-from ckptkit.plan.packed_weights import is_quantized
-from ckptkit.plan.peft_names import LORA, find_adapter, title_of
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
+from ckptkit.plan.weight_kinds import LORA, find_adapter, is_quantized, title_of
 
 CastFactory = Callable[[str, Key, DType, DType], Kernel]
 """Makes the kernel that casts a tensor of an origin from one element type to another."""

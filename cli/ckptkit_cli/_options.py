@@ -290,7 +290,7 @@ def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
             where=f"--slice {text}",
             hint="leave one of the two out",
         )
-    from ckptkit.plan.shares import parse_slice
+    from ckptkit.plan.plan import parse_slice
 
     return replace(job, share=parse_slice(text))
 

@@ -14,15 +14,15 @@ from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.distant import estimate_reads
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
-from ckptkit.plan.packed_weights import explain_random_weights
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.side_files import CONFIG
+from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.storage.places import is_url
 from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
 
 if TYPE_CHECKING:
     from ckptkit.conversion.delete_source import SourceRemoval
-    from ckptkit.plan.shares import Share
+    from ckptkit.plan.plan import Share
 
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")

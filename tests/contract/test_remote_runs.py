@@ -19,7 +19,7 @@ from ckptkit.core.errors import AccessError, MissingFileError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Event, Started
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.shares import Share
+from ckptkit.plan.plan import Share
 from ckptkit.runs.run_paths import hold_step
 from ckptkit.storage.places import Place
 from tests.made_up_runs import save_step

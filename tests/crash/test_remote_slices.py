@@ -20,7 +20,7 @@ from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedError
 from ckptkit.engine.outcome import BytesWritten, Event, OutputKept
 from ckptkit.options import ConsolidateRequest, Layout, Resources
-from ckptkit.plan.shares import Share
+from ckptkit.plan.plan import Share
 from ckptkit.storage.places import PathLike, Place
 from ckptkit.storage.remote.errors import call_with_retries
 from ckptkit.storage.remote.s3 import S3Uploads

@@ -35,7 +35,7 @@ from ckptkit.core.errors import (
 from ckptkit.engine.outcome import BytesWritten, Event, ignore
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Layout, Resources
-from ckptkit.plan.shares import Share
+from ckptkit.plan.plan import Share
 from ckptkit.storage.places import PathLike
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

@@ -25,7 +25,7 @@ from ckptkit.core.errors import CkptkitError, NotACheckpointError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.shares import Share
+from ckptkit.plan.plan import Share
 from ckptkit.storage import output_claim
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place

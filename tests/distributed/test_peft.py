@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import RefusedError
-from ckptkit.plan.peft_names import LORA, METHODS
+from ckptkit.plan.weight_kinds import LORA, METHODS
 from ckptkit_cli.inspect import InspectArguments, next_step
 
 peft = pytest.importorskip("peft", minversion="0.21")

@@ -21,7 +21,7 @@ from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import EngineError, RefusedError
 from ckptkit.engine.outcome import Outcome
 from ckptkit.options import ConsolidateRequest, Resources
-from ckptkit.plan.shares import Share
+from ckptkit.plan.plan import Share
 from ckptkit.storage.base import OutputAttempt
 from ckptkit.storage.places import PathLike, Place
 from tests.object_store import Bucket, ObjectStore

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Fqn, Key
 from ckptkit.plan import plan as plan_module
-from ckptkit.plan.layouts.dcp import layout_dcp
 from ckptkit.plan.layouts.hf import DATA_ALIGNMENT, INDEX_NAME, layout_hf_weights
-from ckptkit.plan.layouts.torch import layout_torch_full
+from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.plan import (
     SOURCE,
     Copy,

@@ -26,7 +26,7 @@ from ckptkit.core.errors import CkptkitError, RefusedError  # noqa: E402
 from ckptkit.engine.outcome import BytesWritten, Event, ignore  # noqa: E402
 from ckptkit.hub import push  # noqa: E402
 from ckptkit.options import ConsolidateRequest, Resources  # noqa: E402
-from ckptkit.plan.shares import Share  # noqa: E402
+from ckptkit.plan.plan import Share  # noqa: E402
 from ckptkit.storage.places import Place  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
 from ckptkit_cli.main import main  # noqa: E402

@@ -262,7 +262,7 @@ def test_what_is_found_while_tensors_are_copied_leaves_nothing_behind(
     from ckptkit.conversion.job import run_job
     from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.options import ConsolidateRequest
-    from ckptkit.plan.shares import parse_slice
+    from ckptkit.plan.plan import parse_slice
 
     monkeypatch.setattr(comparing, "_looks_wrong", lambda _subject: False)
     model = model_of()

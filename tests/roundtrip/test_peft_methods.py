@@ -11,7 +11,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, RefusedError
-from ckptkit.plan.peft_names import LORA, METHODS
+from ckptkit.plan.weight_kinds import LORA, METHODS
 from ckptkit_cli.inspect import InspectArguments, next_step
 
 torch = pytest.importorskip("torch")

@@ -30,10 +30,10 @@ from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.layers import build_table
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.packed_weights import looks_packed
 from ckptkit.plan.selection import select_model
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
+from ckptkit.plan.weight_kinds import looks_packed
 from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import PathLike, open_source, place_of
 

@@ -49,7 +49,7 @@ from ckptkit.lora.quantized import (
     read_settings,
     refuse_unmodelled,
 )
-from ckptkit.plan.packed_weights import looks_packed
+from ckptkit.plan.weight_kinds import looks_packed
 
 _RIGHT_BASE = "pass as --base the model, and the revision of it, that training started from"
 

@@ -29,10 +29,16 @@ from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
-from ckptkit.plan.packed_weights import random_weights_message
-from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, own_adapters, title_of
 from ckptkit.plan.selection import model_trees
 from ckptkit.plan.side_files import MAX_JSON_BYTES
+from ckptkit.plan.weight_kinds import (
+    LORA,
+    advice_on,
+    find_adapter,
+    own_adapters,
+    random_weights_message,
+    title_of,
+)
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, open_source, place_of

@@ -24,8 +24,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
-from ckptkit.formats.file_sets import read_weight_map
 from ckptkit.formats.optimizer_names import NUMBERED
+from ckptkit.formats.parsing import read_weight_map
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
@@ -33,9 +33,8 @@ from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.layouts.dcp import layout_optimizer_folder
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
-from ckptkit.plan.layouts.torch import layout_optimizer_file
+from ckptkit.plan.layouts.torch import layout_optimizer_file, layout_optimizer_folder
 from ckptkit.plan.optimizer_states import (
     OptimizerStates,
     drop_unwanted_members,

@@ -236,14 +236,13 @@ class _Assembly:
         )
         entries, first = {}, 0
         for tensor, membership in zip(tensors, memberships, strict=True):
-            stop = first + len(tensor.file)
             rank = self.ranks[tensor.file] if len(self.ranks) else -1
-            rows = np.arange(first, stop)
+            rows = np.arange(first, first + len(tensor.file))
             chunks = ChunkTable(tensor.offsets, tensor.sizes, rows, rank=rank)
             path = self._key_path(tensor.key)
             entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, key=tensor.key)
             entries[entry.key] = entry
-            first = stop
+            first += len(rows)
         images = Images(self.source, self.files)
         records = images.records(tensors) if self.metadata.has_images else self._records(tensors)
         ranks = self.ranks[self.ranks >= 0]

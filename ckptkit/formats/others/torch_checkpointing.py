@@ -41,18 +41,16 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.file_sets import (
-    COPY_BACK,
-    MIXED_SAVES,
-    refuse_missing_ranks,
-    refuse_mixed_sizes,
-    refuse_stale_ranks,
-)
 from ckptkit.formats.parsing import (
+    COPY_BACK,
     MAX_DIMENSIONS,
+    MIXED_SAVES,
     is_count,
     parse_json,
     read_limited,
+    refuse_missing_ranks,
+    refuse_mixed_sizes,
+    refuse_stale_ranks,
     stat_or_missing,
     stays_inside,
 )

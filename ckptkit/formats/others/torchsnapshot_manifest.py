@@ -28,13 +28,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Box, KeyPath, Shape
 from ckptkit.core.text import quote
-from ckptkit.formats.parsing import (
-    MAX_DIMENSIONS,
-    is_count,
-    parse_json,
-    read_limited,
-    stays_inside,
-)
+from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count, parse_json, read_limited, stays_inside
 from ckptkit.storage.base import Source
 
 PRIMITIVES = frozenset({"int", "str", "bool", "bytes", "float"})

@@ -369,25 +369,9 @@ def open_legacy(
     start = pickles.at
     root = pickles.next(allowed, collector)
     pickle_bytes = pickles.at - start
-    keys, storages = pickles.next({}, None), collector.by_key
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise FormatError("list of storages is not one of keys", where=where)
-    if len(set(keys)) != len(keys) or set(keys) != set(storages):
-        raise FormatError(
-            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",
-            where=where,
-        )
-    starts, at = {}, pickles.at
-    for key in keys:
-        starts[key] = at + _COUNT_BYTES
-        at = starts[key] + storages[key].size_bytes
-    if at > size_bytes:
-        raise TruncatedFileError(
-            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}", where=where
-        )
-    if at < size_bytes:
-        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
-    return root, pickle_bytes, LegacyArchive(read, storages, starts, where)
+    keys = pickles.next({}, None)
+    starts = _locate_storages(keys, collector.by_key, pickles.at, size_bytes, where)
+    return root, pickle_bytes, LegacyArchive(read, collector.by_key, starts, where)
 
 
 class _StorageCollector:
@@ -455,3 +439,27 @@ class _PickleSequence:
                     where=self._where,
                 )
             window *= _GROWTH
+
+
+def _locate_storages(
+    keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int, where: str
+) -> dict[str, int]:
+    """Returns the first element's byte of each storage; they have to fill the rest of the file."""
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise FormatError("list of storages is not one of keys", where=where)
+    if len(set(keys)) != len(keys) or set(keys) != set(storages):
+        raise FormatError(
+            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",
+            where=where,
+        )
+    starts = {}
+    for key in keys:
+        starts[key] = at + _COUNT_BYTES
+        at = starts[key] + storages[key].size_bytes
+    if at > size_bytes:
+        raise TruncatedFileError(
+            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}", where=where
+        )
+    if at < size_bytes:
+        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
+    return starts

@@ -26,13 +26,14 @@ from ckptkit.core.errors import FormatError, InputError, LimitError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.file_sets import (
+from ckptkit.formats.parsing import (
     TWO_SAVES,
+    group_by_folder,
+    read_from,
     refuse_missing_ranks,
     refuse_mixed_sizes,
     refuse_stale_ranks,
 )
-from ckptkit.formats.parsing import group_by_folder, read_from
 from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef

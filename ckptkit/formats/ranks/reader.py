@@ -33,7 +33,6 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.file_sets import MIXED_SAVES, TWO_SAVES, refuse_mixed_sizes
 from ckptkit.formats.optimizer_names import (
     NUMBERED,
     OPTIMIZER,
@@ -41,7 +40,14 @@ from ckptkit.formats.optimizer_names import (
     rename_path,
     rename_values,
 )
-from ckptkit.formats.parsing import group_by_folder, list_first, stat_or_missing
+from ckptkit.formats.parsing import (
+    MIXED_SAVES,
+    TWO_SAVES,
+    group_by_folder,
+    list_first,
+    refuse_mixed_sizes,
+    stat_or_missing,
+)
 from ckptkit.formats.ranks.fairscale import find_fairscale_shards
 from ckptkit.formats.ranks.flat import (
     SLICES,

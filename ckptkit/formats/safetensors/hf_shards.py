@@ -47,8 +47,14 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.file_sets import INDEX_ENDING, read_weight_map
-from ckptkit.formats.parsing import group_by_folder, list_first, overflows, read_limited
+from ckptkit.formats.parsing import (
+    INDEX_ENDING,
+    group_by_folder,
+    list_first,
+    overflows,
+    read_limited,
+    read_weight_map,
+)
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header, read_shard_offsets
 from ckptkit.formats.trees import classify
 from ckptkit.storage.base import Source, is_there

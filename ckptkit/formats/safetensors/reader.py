@@ -38,15 +38,13 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.file_sets import (
+from ckptkit.formats.parsing import (
     INDEX_ENDING,
+    MAX_BYTES,
+    MAX_DIMENSIONS,
     check_weight_map,
     find_data_files,
     group_model_files,
-)
-from ckptkit.formats.parsing import (
-    MAX_BYTES,
-    MAX_DIMENSIONS,
     is_count,
     overflows,
     parse_json,

@@ -1,26 +1,33 @@
-"""The slices of flat vectors, one vector per rank and group, that hold each parameter.
+"""The flat vectors of ranks and groups: parameters in slices of them, and the optimizer's states.
 
 Stages 1 and 2 concatenate the parameters of a group and cut the vector into equal parts, one for
 each rank; each rank stores which slices of which parameters it has. Stage 3 cuts every parameter by
 itself, into parts that are padded to one length, and concatenates the parts of a rank in a few
 vectors.
 
+The optimizer that DeepSpeed wraps knows only the vectors: its element-wise states of a vector
+belong to the parameters in it, at the same positions; a single number belongs to each of them.
+
 Source: deepspeed/utils/zero_to_fp32.py, deepspeed/runtime/zero/stage_1_and_2.py
-(`_create_param_mapping`), deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`), 0.19.
+(`_create_param_mapping`, `state_dict`, `_get_base_optimizer_state`),
+deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`), deepspeed/runtime/bf16_optimizer.py, 0.19.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
-from ckptkit.core.index import Chunk, ChunkTable, Shape, Span
+from ckptkit.core.errors import FormatError, IncompleteCheckpointError, LimitError, UnsupportedError
+from ckptkit.core.index import Chunk, ChunkTable, Fqn, KeyPath, Shape, Span, TensorEntry
 from ckptkit.core.text import quote
-from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
+from ckptkit.formats.trees import Membership, join_path
 from ckptkit.formats.zero.tag_files import ZeroFile
 
 _SLICES = "param_slice_mappings"
@@ -251,3 +258,234 @@ def _join_slices(
         names = " and ".join(sorted(dtype.name for dtype in dtypes))
         raise FormatError(f"{quote(name)} is stored by the ranks as {names}", where=where)
     return FlatParameter(shape, dtypes.pop(), tuple(slices))
+
+
+OPTIMIZER = "optimizer"
+_STATE = "state"
+_STEP = "step"
+_GROUPS = "param_groups"
+_WHOLE = "base_optimizer_state"  # stages 1 and 2
+_PARTITIONED = "optimizer_state_dict"  # stage 3
+_MAX_KINDS = 64  # of states of one vector; each occurs again for every parameter in it
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """The optimizer's states in one rank's file.
+
+    Attributes:
+        file: The file.
+        vectors: The states of each vector, by its position.
+        groups: The parameter groups; empty if the file has none.
+    """
+
+    file: ZeroFile
+    vectors: Mapping[int, PickledDict]
+    groups: Sequence[PickledDict]
+
+
+def find_rank_states(file: ZeroFile, state: PickledDict) -> RankStates:
+    """Finds the optimizer's states in the file of a rank."""
+    base = state.values.get(_WHOLE)
+    if isinstance(base, (list, tuple)):  # with `elastic_checkpoint`
+        states = RankStates(file, dict(enumerate(state.inner_list(_WHOLE))), ())
+    else:
+        inner = state.inner(_WHOLE if _WHOLE in state.values else _PARTITIONED)
+        held = inner.inner(_STATE)
+        vectors = {number: held.inner(number) for number in held.values if type(number) is int}
+        states = RankStates(file, vectors, inner.inner_list(_GROUPS))
+    for vector in states.vectors.values():
+        if len(vector.values) > _MAX_KINDS:
+            raise LimitError(
+                f"keeps {len(vector.values):,} kinds of states of one vector, more than"
+                f" {_MAX_KINDS}",
+                where=vector.where,
+            )
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroStates:
+    """The whole state of the optimizer: entries of an index, and values that are not tensors."""
+
+    entries: tuple[TensorEntry, ...]
+    values: Mapping[KeyPath, Any]
+    notes: tuple[str, ...]
+
+
+def collect_states(
+    table: ArchiveTable,
+    ranks: Sequence[RankStates],
+    parameters: Mapping[str, FlatParameter],
+    names: Mapping[str, Fqn],
+    groups: Sequence[Sequence[str]],
+) -> ZeroStates:
+    """Collects the states of every trained parameter under its name.
+
+    Args:
+        table: The files.
+        ranks: The states of the ranks.
+        parameters: The master copies of trained parameters, by name.
+        names: The names of parameters in the index, by name in the files.
+        groups: The names of parameters, vector by vector.
+    """
+    _check_steps(ranks)
+    collector = _StateCollector(table, {rank.file.info.path: rank for rank in ranks})
+    for name, parameter in parameters.items():
+        collector.add(names[name], parameter)
+    values = dict(collector.values)
+    if ranks:
+        values |= collect_group_values(ranks[0], [[names[n] for n in group] for group in groups])
+    return ZeroStates(tuple(collector.entries), values, tuple(collector.notes()))
+
+
+def _check_steps(ranks: Sequence[RankStates]) -> None:
+    """Refuses ranks whose vectors have different numbers of steps: two saves are mixed."""
+    seen: dict[int, tuple[object, str]] = {}
+    for rank in ranks:
+        for number, vector in rank.vectors.items():
+            step = fingerprint_step(rank.file.archive, vector.values.get(_STEP))
+            if step is None:
+                continue
+            before = seen.setdefault(number, (step, vector.where))
+            if before[0] != step:
+                raise FormatError(
+                    f"was stepped another number of times than {before[1]}: the files are of two"
+                    " saves",
+                    where=vector.where,
+                    hint="a save was cut short, or went into the folder of another one; take an"
+                    " earlier checkpoint",
+                )
+
+
+def fingerprint_step(file: TorchArchive, value: object) -> object:
+    """Returns a value that is equal for equal steps, or None if the step is unknown.
+
+    A step may be a tensor of one number, which its checksum identifies as well as its bytes.
+    """
+    if isinstance(value, TensorRef):
+        if value.shape != () or value.storage.elements != 1:
+            return None
+        crc32 = file.archive.extent(value.storage)[2]
+        return None if crc32 is None else (value.dtype.name, crc32)
+    return value if isinstance(value, (int, float)) else None
+
+
+class _StateCollector:
+    """Makes entries and values of one parameter after another.
+
+    Attributes:
+        entries: The tensors.
+        values: The numbers, by path.
+    """
+
+    def __init__(self, table: ArchiveTable, ranks: Mapping[str, RankStates]) -> None:
+        self.entries: list[TensorEntry] = []
+        self.values: dict[KeyPath, Any] = {}
+        self._table = table
+        self._ranks = ranks
+        self._left_out: dict[str, str] = {}  # kinds of states, each with an example
+
+    def add(self, name: Fqn, parameter: FlatParameter) -> None:
+        """Adds the states of a parameter."""
+        states = []
+        for part in parameter.slices:
+            rank = self._ranks[part.file.info.path]
+            empty = PickledDict({}, rank.file.content.where)
+            states.append(rank.vectors.get(part.group) or empty)
+        kinds = [set(state.values) for state in states]
+        if any(of_state != kinds[0] for of_state in kinds):
+            odd = next(s for s, of_state in zip(states, kinds, strict=True) if of_state != kinds[0])
+            raise odd.error(f"does not keep the states of {quote(name)} that other ranks keep")
+        for kind in states[0].values if states else ():
+            self._add(name, str(kind), parameter, [state.values[kind] for state in states])
+
+    def notes(self) -> Iterator[str]:
+        """Yields a note for each kind of state that cannot be assigned to parameters."""
+        for kind, name in self._left_out.items():
+            yield (
+                f"the optimizer keeps {kind!r} of each rank's own part of {name!r} and others,"
+                " which means nothing for the whole: it is left out"
+            )
+
+    def _add(
+        self, name: Fqn, kind: str, parameter: FlatParameter, values: Sequence[object]
+    ) -> None:
+        path = (OPTIMIZER, _STATE, name, kind)
+        first = values[0]
+        if isinstance(first, TensorRef) and first.shape == ():
+            file = parameter.slices[0].file
+            chunk = self._table.chunk(file.archive, first, rank=file.info.rank)
+            self.entries.append(make_state_entry(path, first, (), ChunkTable.of([chunk], 0)))
+        elif all(map(_is_elementwise, values, parameter.slices)):
+            tensors = [tensor for tensor in values if isinstance(tensor, TensorRef)]
+            dtypes = {tensor.dtype for tensor in tensors}
+            if len(dtypes) != 1:
+                where = parameter.slices[0].file.content.where
+                raise FormatError(f"{quote(kind)} has several element types", where=where)
+            parts = zip(parameter.slices, tensors, strict=True)
+            slices = tuple(replace(part, tensor=tensor) for part, tensor in parts)
+            state = replace(parameter, dtype=dtypes.pop(), slices=slices)
+            chunks = make_chunks(self._table, state)
+            self.entries.append(make_state_entry(path, tensors[0], parameter.shape, chunks))
+        elif isinstance(first, _PLAIN):
+            self.values[path] = first
+        else:
+            self._left_out.setdefault(kind, name)
+
+
+def make_state_entry(
+    path: KeyPath, like: TensorRef, shape: Shape, chunks: ChunkTable
+) -> TensorEntry:
+    """Returns the entry of a tensor in an optimizer's state.
+
+    Args:
+        path: `optimizer`, `state`, the parameter's name, and the kind of state.
+        like: A tensor of its element type.
+        shape: Its whole shape.
+        chunks: Its chunks.
+    """
+    membership = Membership(OPTIMIZER, "optimizer", Fqn(join_path(path[1:])))
+    return membership.entry(path, like.dtype, shape, chunks)
+
+
+def _is_elementwise(tensor: object, part: VectorSlice) -> bool:
+    """Returns whether a state has a value for each element of a slice's vector."""
+    return (
+        isinstance(tensor, TensorRef)
+        # The codes of a quantized state mean nothing without their scales.
+        and tensor.dtype.kind == "float"
+        and len(tensor.shape) == 1
+        and tensor.row_major
+        and tensor.shape[0] >= max(part.tensor.shape[0], part.first + part.count)
+    )
+
+
+def collect_group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
+    """Returns the settings of groups, with vectors replaced by the names of their parameters."""
+    values: dict[KeyPath, Any] = {}
+    seen: set[int] = set()
+    # Groups may share values over and over; every real setting takes bytes of its own.
+    limit = rank.file.archive.pickle_bytes
+    counts = (len(group.values) + len(group.sequence("params")) for group in rank.groups)
+    if any(count > limit for count in accumulate(counts)):
+        raise LimitError(
+            f"groups of the optimizer unfold into more than {limit:,} values",
+            where=rank.file.archive.where,
+        )
+    for number, group in enumerate(rank.groups):
+        for key, value in group.values.items():
+            if key == "params" or not isinstance(key, str):
+                continue
+            values[OPTIMIZER, _GROUPS, number, key] = value
+        members: list[Fqn] = []
+        for vector in group.sequence("params"):
+            if type(vector) is not int or not 0 <= vector < len(groups):
+                continue
+            if vector in seen:
+                raise group.error(f"has vector {vector}, which is in two groups")
+            seen.add(vector)
+            members += groups[vector]
+        values[OPTIMIZER, _GROUPS, number, "params"] = members
+    return values

@@ -55,8 +55,8 @@ class ZeroReader:
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         # Imported late: every source is searched for this format, and few are of it.
         from ckptkit.formats.pickle.torch_archives import ArchiveTable
-        from ckptkit.formats.zero.states import collect_states, find_rank_states
-        from ckptkit.formats.zero.weights import WeightEntries, ZeroSave, make_index
+        from ckptkit.formats.zero.flat_vectors import collect_states, find_rank_states
+        from ckptkit.formats.zero.saves import WeightEntries, ZeroSave, make_index
 
         where = posixpath.join(source.location, candidate.folder)
         files = sort_tag_files(candidate.files, where)
@@ -102,8 +102,7 @@ class UniversalReader:
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         from ckptkit.formats.pickle.torch_archives import ArchiveTable
-        from ckptkit.formats.zero.universal import UniversalSave
-        from ckptkit.formats.zero.weights import WeightEntries, make_index
+        from ckptkit.formats.zero.saves import UniversalSave, WeightEntries, make_index
 
         where = posixpath.join(source.location, candidate.folder)
         table = ArchiveTable()

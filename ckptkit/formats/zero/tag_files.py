@@ -15,11 +15,7 @@ from typing import Literal
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
-from ckptkit.formats.file_sets import (
-    MIXED_SAVES,
-    refuse_missing_ranks,
-    refuse_stale_ranks,
-)
+from ckptkit.formats.parsing import MIXED_SAVES, refuse_missing_ranks, refuse_stale_ranks
 from ckptkit.formats.pickle.machine import Global
 from ckptkit.formats.pickle.pickles import Builder, inert_class
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive

@@ -36,7 +36,7 @@ from ckptkit.hub_names.transformers.model_classes import (
     unsaved_names,
 )
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
-from ckptkit.plan.packed_weights import find_dense_name
+from ckptkit.plan.weight_kinds import find_dense_name
 
 _META = {"": "meta"}
 _MOST_CLASSES = 12  # that are tried for one that takes all names

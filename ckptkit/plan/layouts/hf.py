@@ -223,17 +223,22 @@ def distribute(
             added[name] = file
         groups.setdefault(file, []).append(product)
     named = tuple((name, tuple(groups[name])) for name in sorted(groups))
-    other = file_map.location
-    notes = [
-        f"{other} has no tensor {name!r}: it is in {file!r}"
-        for name, file in list(added.items())[:_LISTED]
-    ]
+    return Distribution(named, tuple(_notes(added, file_map, groups)))
+
+
+def _notes(added: Mapping[str, str], file_map: FileMap, written: Collection[str]) -> Sequence[str]:
+    notes = []
+    for name, file in list(added.items())[:_LISTED]:
+        notes.append(f"{file_map.location} has no tensor {name!r}: it is in {file!r}")
     if len(added) > _LISTED:
         notes.append(
-            f"{len(added) - _LISTED:,} more tensors that {other} lacks are in the files of the"
-            " tensors before them"
+            f"{len(added) - _LISTED:,} more tensors that {file_map.location} lacks are in the files"
+            " of the tensors before them"
         )
-    left = ", ".join(sorted(set(file_map.files.values()) - set(groups)))
+    left = sorted(set(file_map.files.values()) - set(written))
     if left:
-        notes.append(f"files of {other} that would hold nothing are not written: {left}")
-    return Distribution(named, tuple(notes))
+        notes.append(
+            f"files of {file_map.location} that would hold nothing are not written:"
+            f" {', '.join(left)}"
+        )
+    return notes

@@ -46,7 +46,6 @@ from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.lora.dialects import AdapterNames
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.layouts.hf import layout_adapter, layout_hf_weights
-from ckptkit.plan.packed_weights import refuse_random_weights
 from ckptkit.plan.plan import (
     SOURCE,
     Copy,
@@ -72,6 +71,7 @@ from ckptkit.plan.ties import (
     find_tie_conflicts,
     untie_config,
 )
+from ckptkit.plan.weight_kinds import refuse_random_weights
 from ckptkit.training.sidecar import collect_sidecar
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.dtensors import Copies, has_data

@@ -40,12 +40,10 @@ from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Starte
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems
-from ckptkit.plan.layouts.dcp import layout_dcp
 from ckptkit.plan.layouts.hf import layout_hf_weights
-from ckptkit.plan.layouts.torch import layout_torch_full
-from ckptkit.plan.plan import SOURCE, Plan
+from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
+from ckptkit.plan.plan import SOURCE, Plan, Share, tasks_of
 from ckptkit.plan.selection import make_products
-from ckptkit.plan.shares import Share, tasks_of
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 

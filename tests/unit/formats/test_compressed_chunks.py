@@ -54,8 +54,7 @@ from ckptkit.engine import decompress as streams
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.formats.dcp.compression import ZstdContent, decompress
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.plan import TASK_BYTES
-from ckptkit.plan.shares import Share
+from ckptkit.plan.plan import TASK_BYTES, Share
 from tests.contract.fault_bench import hostile_pickles, room_for_pickle, with_pickle
 
 DESCRIPTOR = "stream.zstd/1"

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from ckptkit.plan.packed_weights import explain_random_weights, looks_packed
-from ckptkit.plan.peft_names import (
+from ckptkit.plan.weight_kinds import (
     METHODS,
     AdapterSign,
+    explain_random_weights,
     find_adapter,
+    looks_packed,
     own_adapters,
     title_of,
 )

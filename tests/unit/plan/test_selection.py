@@ -30,7 +30,6 @@ from ckptkit.core.index import (
 )
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.packed_weights import looks_packed, refuse_random_weights
 from ckptkit.plan.plan import SOURCE, Compute, Copy
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -39,6 +38,7 @@ from ckptkit.plan.selection import (
     refuse_casting_quantized,
     select_model,
 )
+from ckptkit.plan.weight_kinds import looks_packed, refuse_random_weights
 
 EMPTY = np.zeros(0, np.int64)
 

@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from ckptkit.core.errors import UsageError
 from ckptkit.core.object_parts import MIN_PART_BYTES, MOST_PARTS
 from ckptkit.core.threads import Throttle
-from ckptkit.plan.plan import TASK_BYTES, Literal, OutputFile, Plan, RawCopy, lay_out_file
-from ckptkit.plan.shares import (
+from ckptkit.plan.plan import (
     SHARE_BYTES,
+    TASK_BYTES,
+    Literal,
+    OutputFile,
+    Plan,
+    RawCopy,
     Share,
     cut_object_parts,
+    lay_out_file,
     parse_slice,
     split_plan,
     tasks_of,
