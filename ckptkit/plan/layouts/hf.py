@@ -194,12 +194,8 @@ def distribute(
     Returns:
         The files that hold something, by name.
     """
-    written = {product.spec.name for product in products}
-    lacking = [
-        name
-        for name in file_map.files
-        if name not in written and name not in tied and is_wanted(name)
-    ]
+    there = {*tied, *(product.spec.name for product in products)}
+    lacking = [name for name in file_map.files if name not in there and is_wanted(name)]
     if lacking:
         more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
         pattern = re.sub(r"\.\d+\.", ".*.", lacking[0])
