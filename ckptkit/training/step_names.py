@@ -96,7 +96,9 @@ def clean_fqn(name: str, parallel: Sequence[str] = ()) -> str:
     >>> clean_fqn("module.module.weight", ("",))
     'module.weight'
     """
-    clean = _without_wrappers(name)
+    clean = name
+    if "._" in name or name.startswith("_"):
+        clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
     for prefix in parallel:
         if clean == f"{prefix}module":
             return prefix.removesuffix(".")
@@ -111,9 +113,7 @@ def parallel_prefixes(model: nn.Module) -> tuple[str, ...]:
     A module of the user may be called `module` too, so that the name alone is not enough.
     """
     names = [
-        _without_wrappers(name)
-        for name, module in model.named_modules()
-        if isinstance(module, _PARALLEL)
+        clean_fqn(name) for name, module in model.named_modules() if isinstance(module, _PARALLEL)
     ]
     return tuple(sorted((f"{name}." if name else "" for name in names), key=len, reverse=True))
 
@@ -136,12 +136,6 @@ def innermost(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def _without_wrappers(name: str) -> str:
-    if "._" not in name and not name.startswith("_"):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES

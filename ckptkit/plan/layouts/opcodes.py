@@ -6,7 +6,7 @@ Source: CPython's Lib/pickletools.py, which specifies every opcode.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 _PROTOCOL_2 = b"\x80\x02"
 _STOP = b"."
@@ -50,10 +50,6 @@ def push_scalar(value: object) -> bytes:
 
 def push_list(values: Iterable[bytes]) -> bytes:
     return b"](" + b"".join(values) + b"e"
-
-
-def push_ints(values: Sequence[int]) -> bytes:
-    return push_tuple(map(push_int, values))
 
 
 def push_tuple(values: Iterable[bytes]) -> bytes:

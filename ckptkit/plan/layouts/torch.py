@@ -32,7 +32,6 @@ from ckptkit.plan.layouts.opcodes import (
     push_dict,
     push_global,
     push_int,
-    push_ints,
     push_list,
     push_scalar,
     push_text,
@@ -41,8 +40,6 @@ from ckptkit.plan.layouts.opcodes import (
 from ckptkit.plan.optimizer_states import OPTIMIZER, OptimizerStates
 from ckptkit.plan.plan import (
     Body,
-    Compute,
-    Copy,
     Literal,
     OutputFile,
     Product,
@@ -89,18 +86,43 @@ class ZipParts:
         self._first = first_segment
         self._entries: list[_Entry] = []
 
+    def add(
+        self,
+        name: str,
+        size: int,
+        body: Body,
+        *,
+        crc: int | None = None,
+        spec: TensorSpec | None = None,
+    ) -> None:
+        """Adds a record: its header, its bytes, and the descriptor that follows them.
+
+        Args:
+            name: Of the record.
+            size: Length of its bytes.
+            body: What they are.
+            crc: Their CRC-32, None where it is known once they are written.
+            spec: The tensor that they are, if they are one.
+        """
+        start = self.size_bytes
+        full = f"{self._prefix}/{name}".encode()
+        fixed = start + 30 + len(full)
+        padding = -(fixed + 4) % ALIGNMENT
+        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        header = _LOCAL + struct.pack(
+            "<5H3I2H", _VERSION, _FLAGS, 0, 0, _DOS_DATE, 0, 0, 0, len(full), len(extra)
+        )
+        self._put(fixed + len(extra) - start, Literal(header + full + extra))
+        segment = self._put(size, body, spec)
+        self._entries.append(_Entry(full, start, size, crc, segment))
+        sizes = struct.pack("<2Q" if size > _ZIP64_LIMIT else "<2I", size, size)
+        template = _DESCRIPTOR + struct.pack("<I", crc or 0) + sizes
+        fields = () if crc is not None else ((4, segment),)
+        self._put(len(template), Trailer(template, fields) if fields else Literal(template))
+
     def add_bytes(self, name: str, data: bytes) -> None:
         """Adds a record whose content is known."""
-        crc = crc32(data)
-        start = self._open(name)
-        segment = self._put(len(data), Literal(data))
-        self._close(name, start, len(data), crc, segment)
-
-    def add_tensor(self, name: str, spec: TensorSpec, body: Copy | Compute) -> None:
-        """Adds a record with the bytes of a tensor."""
-        start = self._open(name)
-        segment = self._put(spec.size_bytes, body, spec)
-        self._close(name, start, spec.size_bytes, None, segment)
+        self.add(name, len(data), Literal(data), crc=crc32(data))
 
     def finish(self) -> None:
         """Adds the central directory."""
@@ -113,26 +135,6 @@ class ZipParts:
             template += record
         template += _end(len(self._entries), start, len(template))
         self._put(len(template), Trailer(template, tuple(fields)))
-
-    def _open(self, name: str) -> int:
-        start = self.size_bytes
-        full = f"{self._prefix}/{name}".encode()
-        fixed = start + 30 + len(full)
-        padding = -(fixed + 4) % ALIGNMENT
-        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
-        header = _LOCAL + struct.pack(
-            "<5H3I2H", _VERSION, _FLAGS, 0, 0, _DOS_DATE, 0, 0, 0, len(full), len(extra)
-        )
-        self._put(fixed + len(extra) - start, Literal(header + full + extra))
-        return start
-
-    def _close(self, name: str, start: int, size: int, crc: int | None, segment: int) -> None:
-        full = f"{self._prefix}/{name}".encode()
-        self._entries.append(_Entry(full, start, size, crc, segment))
-        sizes = struct.pack("<2Q" if size > _ZIP64_LIMIT else "<2I", size, size)
-        template = _DESCRIPTOR + struct.pack("<I", crc or 0) + sizes
-        fields = () if crc is not None else ((4, segment),)
-        self._put(len(template), Trailer(template, fields) if fields else Literal(template))
 
     def _put(self, size: int, body: Body, spec: TensorSpec | None = None) -> int:
         self.rows.append((size, body, spec))
@@ -206,8 +208,8 @@ def push_tensor(spec: TensorSpec, storage: str) -> bytes:
     arguments = [
         identity + b"Q",
         push_int(0),
-        push_ints(spec.shape),
-        push_ints(row_major_strides(spec.shape)),
+        push_tuple(map(push_int, spec.shape)),
+        push_tuple(map(push_int, row_major_strides(spec.shape))),
         b"\x89",
         push_call(push_global("collections", "OrderedDict"), b")"),
     ]
@@ -266,7 +268,8 @@ def _build(parts: ZipParts, content: bytes, products: Sequence[Product]) -> ZipP
     parts.add_bytes("data.pkl", make_pickle(content))
     parts.add_bytes("byteorder", b"little")
     for number, product in enumerate(products):
-        parts.add_tensor(f"data/{number}", product.spec, product.body)
+        spec = product.spec
+        parts.add(f"data/{number}", spec.size_bytes, product.body, spec=spec)
     parts.add_bytes("version", b"3\n")
     parts.finish()
     return parts

@@ -245,10 +245,11 @@ class _Waves:
         Returns:
             Their start, and whether they start a new image.
         """
-        start = _up(self._end, IMAGE_ALIGNMENT) if image is None else self._end
-        full = self.limit_bytes is not None and _up(start + size_bytes, IMAGE_ALIGNMENT) > (
-            self.limit_bytes // IMAGE_ALIGNMENT * IMAGE_ALIGNMENT
-        )
+        start = self._end
+        if image is None:
+            start = -(-start // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT
+        limit = self.limit_bytes
+        full = limit is not None and start + size_bytes > limit - limit % IMAGE_ALIGNMENT
         if full and self._end:
             start = 0
             self.images.append([])
@@ -289,7 +290,7 @@ class _Waves:
                 Fixed(chain.from_iterable(sample.ranges() for sample in wave)) for wave in samples
             ),
             frozen_bytes=self.data_bytes - self.trained_bytes,
-            buffer_bytes=_up(self._largest, IMAGE_ALIGNMENT),
+            buffer_bytes=-(-self._largest // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT,
             data_bytes=self.data_bytes,
             record_units={name: unit.record() for name, unit in units.items()},
             devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
@@ -436,10 +437,6 @@ def check_storable(tensor: torch.Tensor, where: str) -> DType:
         return dtype_named(str(tensor.dtype))
     except UnsupportedError as error:
         raise UnsupportedError(error.message, where=where, hint=_SAVE_HINT) from error
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 Signature = tuple[object, ...]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.index import KeyPath
@@ -21,7 +22,6 @@ from ckptkit.training.state.fsdp1 import (
     cast_buffers,
     flat_shards,
     flat_units,
-    has_flat_parameters,
     layout_facts,
     managed_parameters,
     strategy_of,
@@ -147,11 +147,13 @@ class _Structure:
 
     @classmethod
     def of(cls, model: nn.Module, places: TensorPlaces, world: Copies, where: str) -> _Structure:
+        flat = False
         group: Copies | None = None
         ranks: Sequence[int] = ()
         equal: set[int] = set()
         reshards: list[Callable[[], None]] = []
         for module in model.modules():
+            flat = flat or isinstance(module, FullyShardedDataParallel)
             if isinstance(module, DistributedDataParallel):
                 ranks = dist.get_process_group_ranks(module.process_group)
                 group = Copies(len(ranks), dist.get_rank(module.process_group))
@@ -164,7 +166,7 @@ class _Structure:
         return cls(
             *_outline(model),
             parallel_prefixes(model),
-            has_flat_parameters(model),
+            flat,
             tuple(reshards),
             places,
             world,
