@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,30 +89,6 @@ def detach_local(tensor: torch.Tensor) -> torch.Tensor:
     """
     local = local_part(tensor)
     return local.detach() if local is tensor else local
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class ModelView:
-    """What this rank holds of a model at one moment.
-
-    Attributes:
-        pieces: Parameters and persistent buffers.
-        objects: What modules save besides tensors, on the rank that writes it.
-        slots: By the identity of the object that an optimizer has as a parameter: the original
-            parameters that it stands for, several for a flat parameter of FSDP1.
-        meshes: The device meshes of the model.
-        values: Which ranks hold what there is once per model.
-        managed: The identities of the parameters that flat ones of FSDP1 stand for.
-        structures: Of the objects, where these do not follow from their leaves.
-    """
-
-    pieces: tuple[Piece, ...]
-    objects: tuple[ObjectValue, ...]
-    slots: Mapping[int, tuple[ShardLayout, ...]]
-    meshes: Meshes
-    values: Replicas
-    managed: frozenset[int] = frozenset()
-    structures: tuple[Structure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,20 +216,11 @@ class ModelWalk:
         packed = packed_weights(self._model, parallel)
         if keep:
             entries += lost_scales(packed, {name for name, _ in entries})
-        look = _Look(self._structure, units, entries, lasting_scales(packed), for_save=keep)
+        view = ModelView(self._structure, units, entries, lasting_scales(packed), for_save=keep)
         for raw, parameter in self._model.named_parameters():
-            if id(parameter) not in look.slots:  # state_dict() lacks it, an optimizer may have it
+            if id(parameter) not in view.slots:  # state_dict() lacks it, an optimizer may have it
                 fqn = clean_fqn(raw, parallel)
-                look.slots[id(parameter)] = (look.slot(fqn, parameter),)
-        view = ModelView(
-            tuple(look.pieces),
-            tuple(look.objects),
-            look.slots,
-            self._structure.meshes,
-            look.values,
-            managed_parameters(units),
-            tuple(look.structures),
-        )
+                view.slots[id(parameter)] = (view.slot(fqn, parameter),)
         return view, {id(value) for _, value in entries}
 
     def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
@@ -335,8 +302,19 @@ class ModelWalk:
         return restored
 
 
-class _Look:
-    """One walk over a model."""
+class ModelView:
+    """What this rank holds of a model at one moment; not changed once a walk has returned it.
+
+    Attributes:
+        pieces: Parameters and persistent buffers.
+        objects: What modules save besides tensors, on the rank that writes it.
+        structures: Of the objects, where these do not follow from their leaves.
+        slots: By the identity of the object that an optimizer has as a parameter: the original
+            parameters that it stands for, several for a flat parameter of FSDP1.
+        meshes: The device meshes of the model.
+        values: Which ranks hold what there is once per model.
+        managed: The identities of the parameters that flat ones of FSDP1 stand for.
+    """
 
     def __init__(
         self,
@@ -350,17 +328,18 @@ class _Look:
         meshes, group = structure.meshes, structure.group
         meshes.learn(value for _, value in entries)
         extent = units[0].extent if units else meshes.extent() or group or structure.world
-        self.structure = structure
-        self.copies = Replicas(*(group or extent))
-        self.values = Replicas(*extent, spread=False)
-        self.slots: dict[int, tuple[ShardLayout, ...]] = {}
+        self._structure = structure
+        self._copies = Replicas(*(group or extent))
         self.pieces: list[Piece] = []
         self.objects: list[ObjectValue] = []
         self.structures: list[Structure] = []
-        self.parameters: dict[str, torch.Tensor] = {}
-        for unit in units:
-            self.take_unit(unit)
-        self.parameters |= {n: value for n, value in entries if isinstance(value, nn.Parameter)}
+        self.slots: dict[int, tuple[ShardLayout, ...]] = {}
+        self.meshes = meshes
+        self.values = Replicas(*extent, spread=False)
+        self.managed = managed_parameters(units)
+        # Not an attribute, since a view must not keep parameters alive.
+        parameters = {fqn: own for unit in units for fqn, own in self._take_unit(unit)}
+        parameters |= {n: value for n, value in entries if isinstance(value, nn.Parameter)}
         for names, tensor, tied in _without_ties(entries):
             slot = self.slot(names[0], tensor)
             self.slots[id(tensor)] = (slot,)
@@ -369,15 +348,16 @@ class _Look:
             further = [local] if isinstance(tensor, DTensor) else []
             watched = watched_by(tensor, *further, tied=tied)
             if id(tensor) in scales:  # frozen if the packed weight is
-                owner = self.parameters.get(names[0].rpartition(".")[0])
+                owner = parameters.get(names[0].rpartition(".")[0])
                 watched = () if owner is None else watched_by(owner, tensor)
             self._add(slot, names, local, watched)
-        take = self.take_other if for_save else self.take_live
+        take = self._take_other if for_save else self._take_live
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
                 take(name, value)
 
-    def take_unit(self, unit: FlatUnit) -> None:
+    def _take_unit(self, unit: FlatUnit) -> Iterator[tuple[str, nn.Parameter]]:
+        """Adds a flat parameter, and yields what holds each of its original ones."""
         self.slots[id(unit.parameter)] = tuple(part.in_shard for part in unit.parts)
         for part in unit.parts:
             own = part.assigned if part.assigned is not None else part.parameter
@@ -389,11 +369,11 @@ class _Look:
                 self._add(part.on_its_own, part.names, detach_local(part.assigned), watched)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
-            self.parameters[part.fqn] = own
+            yield part.fqn, own
 
-    def take_other(self, name: str, value: object) -> None:
-        unit, start = self.structure.places.of(name)
-        leaves, nodes = take_apart(value, self.structure.where + step_of(name))
+    def _take_other(self, name: str, value: object) -> None:
+        unit, start = self._structure.places.of(name)
+        leaves, nodes = take_apart(value, self._structure.where + step_of(name))
         if nodes is not None and self.values.own == 0:
             self.structures.append(Structure(unit, start, nodes))
         for leaf in leaves:
@@ -404,9 +384,9 @@ class _Look:
             elif self.values.own == 0:
                 self.objects.append(make_object(unit, path, leaf.value, leaf.where))
 
-    def take_live(self, name: str, value: object) -> None:
+    def _take_live(self, name: str, value: object) -> None:
         """Adds values that a resume replaces, which need not all be fit to be saved."""
-        unit, start = self.structure.places.of(name)
+        unit, start = self._structure.places.of(name)
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf)
@@ -419,14 +399,15 @@ class _Look:
     ) -> None:
         paths: dict[str, list[KeyPath]] = {}
         for name in names:
-            unit, key_path = self.structure.places.of(name)
+            unit, key_path = self._structure.places.of(name)
             paths.setdefault(unit, []).append(key_path)
         for unit, (path, *aliases) in paths.items():
             self.pieces.extend(slot.pieces(unit, path, local, aliases, watched))
 
     def slot(self, fqn: str, tensor: torch.Tensor) -> ShardLayout:
-        copies = self.copies if id(tensor) in self.structure.equal else self.values
-        return self.structure.meshes.slot(fqn, tensor, self.values, copies)
+        """Returns where the elements of a tensor belong."""
+        copies = self._copies if id(tensor) in self._structure.equal else self.values
+        return self._structure.meshes.slot(fqn, tensor, self.values, copies)
 
 
 def members_of(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,7 @@ class OptimizerWalk:
             where: The optimizer's path in the user's state, for messages.
         """
         self._optimizer = optimizer
-        self._place = _Place(unit, path, world, where)
+        self._place = unit, path, world, where
         self._kept: tuple[_States, tuple[Any, ...], Stamp] | None = None
 
     def states(self, views: Sequence[ModelView]) -> list[Piece]:
@@ -156,15 +156,6 @@ class OptimizerWalk:
 
     def _forget(self) -> None:
         self._kept = None
-
-
-class _Place(NamedTuple):
-    """Where an optimizer's state is in a step, the ranks, and its name in messages."""
-
-    unit: str
-    path: KeyPath
-    world: Copies
-    where: str
 
 
 class _Group(NamedTuple):
@@ -250,7 +241,13 @@ def _wait_for_pages(values: Sequence[object]) -> None:
 class _Walk:
     """One walk over an optimizer."""
 
-    def __init__(self, views: Sequence[ModelView], place: _Place, *, for_save: bool) -> None:
+    def __init__(
+        self,
+        views: Sequence[ModelView],
+        place: tuple[str, KeyPath, Copies, str],
+        *,
+        for_save: bool,
+    ) -> None:
         self.collected = CollectedState()
         self._views = views
         self._for_save = for_save
@@ -311,18 +308,18 @@ class _Walk:
         values = {key: value for key, value in group.items() if key != PARAMS}
         if view.values.count < self._world.number:
             for name in names.names:
-                self._take_shared((*path, name), values, view, where)
+                self._take_shared((*path, name), values, where, view.meshes, view.values)
             return
-        self._take_shared((*path, index), values, view, where)
+        self._take_shared((*path, index), values, where, view.meshes, view.values)
         if view.values.own == 0:
             key = (*path, index, PARAMS)
             self.collected.objects.append(ObjectValue(self._unit, key, names.names))
 
     def take_unbound(self, values: Mapping[Any, Any]) -> None:
         """Adds what an optimizer keeps besides the states of its parameters: that of rank 0."""
-        view = replace(self._views[0], values=Replicas(*self._world, spread=False))
-        where = f"{self._where}.state"
-        self._take_shared((*self._path, STATE), values, view, where, taken=self._seen)
+        path, where = (*self._path, STATE), f"{self._where}.state"
+        ranks, meshes = Replicas(*self._world, spread=False), self._views[0].meshes
+        self._take_shared(path, values, where, meshes, ranks, taken=self._seen)
 
     def _find(self, parameter: torch.Tensor) -> tuple[int, tuple[ShardLayout, ...]]:
         for number, view in enumerate(self._views):
@@ -398,21 +395,22 @@ class _Walk:
         self,
         path: KeyPath,
         value: object,
-        view: ModelView,
         where: str,
+        meshes: Meshes,
+        ranks: Replicas,
         *,
         taken: Collection[str] = (),
     ) -> None:
         with _of_optimizer():
             leaves, nodes = take_apart(value, where, taken=taken)
-        if nodes is not None and view.values.own == 0:
+        if nodes is not None and ranks.own == 0:
             self.collected.structures.append(Structure(self._unit, path, nodes))
         for leaf in leaves:
             names = (*path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
-                slot = view.meshes.slot(".".join(map(str, names)), leaf.value, view.values)
+                slot = meshes.slot(".".join(map(str, names)), leaf.value, ranks)
                 self.collected.pieces += slot.pieces(self._unit, names, local_part(leaf.value))
-            elif view.values.own == 0:
+            elif ranks.own == 0:
                 self._keep(names, leaf)
 
 
