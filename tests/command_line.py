@@ -1,7 +1,8 @@
 """Runs commands as a shell would, as forks of a process that has imported what they import.
 
-Started as a program, this module is that process. Tests of how a command starts, ends on signals
-or imports start commands themselves.
+Started as a program, this module is that process. What a command asks transformers is answered by
+the process that runs the tests, which has imported it. Tests of how a command starts, ends on
+signals, imports or asks start commands themselves.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ import subprocess
 import sys
 import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ckptkit.conversion.naming_program import NamingProgram
+
 _ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = ("numpy", "s3fs", "ckptkit.api")
 _PACKAGES = ("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats")
+ENTRIES = ("main", "parameters")  # of the program that is asked for names
 Result = subprocess.CompletedProcess[str]
 
 
@@ -67,14 +72,17 @@ class _CommandHost:
         (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (
             os.pipe() for _ in range(3)
         )
+        questions, asker = socket.socketpair()
         try:
-            socket.send_fds(self._socket, [b"\n"], [stdin, stdout, stderr])
+            socket.send_fds(self._socket, [b"\n"], [stdin, stdout, stderr, asker.fileno()])
             self._socket.sendall(json.dumps(command).encode() + b"\n")
         finally:
+            asker.close()
             for descriptor in (stdin, stdout, stderr):
                 os.close(descriptor)
         process = int(self._answers.readline())
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(4) as pool:
+            pool.submit(_answer_questions, questions)
             pool.submit(_write, to_stdin, given)
             said = [pool.submit(_read, descriptor) for descriptor in (from_stdout, from_stderr)]
             try:
@@ -97,6 +105,42 @@ def _read(descriptor: int) -> str:
         return pipe.read()
 
 
+def answer_question(entry: str, question: bytes) -> bytes:
+    """Answers what a `NamingProgram` is asked, without the import of transformers in another."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ckptkit.hub_names.transformers import program
+
+        answer = program._parameters if entry == "parameters" else program.answer_question
+        return json.dumps(answer(json.loads(question))).encode()
+
+
+def _answer_questions(questions: socket.socket) -> None:
+    """Answers what a command asks until it has ended."""
+    with questions, questions.makefile("r") as lines:
+        for line in lines:
+            answer = b""
+            with suppress(Exception):  # the command sees that there is none
+                answer = answer_question(*json.loads(line))
+            questions.sendall(answer + b"\n")
+
+
+def _ask_worker(questions: socket.socket) -> None:
+    """Has `NamingProgram` ask the process that runs the tests."""
+    start = NamingProgram.ask
+    answers = questions.makefile("rb")
+
+    def ask(program: NamingProgram, question: bytes) -> Future[bytes]:
+        if program._entry not in ENTRIES:
+            return start(program, question)
+        questions.sendall(json.dumps([program._entry, question.decode()]).encode() + b"\n")
+        future: Future[bytes] = Future()
+        future.set_result(answers.readline().rstrip())
+        return future
+
+    NamingProgram.ask = ask  # type: ignore[method-assign]
+
+
 _HOST = _CommandHost()
 
 
@@ -117,10 +161,13 @@ def close_host() -> None:
     _HOST.close()
 
 
-def _become_command(command: dict[str, Any], streams: list[int]) -> NoReturn:
+def _become_command(
+    command: dict[str, Any], streams: list[int], questions: socket.socket
+) -> NoReturn:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    _ask_worker(questions)
     os.environ.clear()
     os.environ |= command["environment"]
     os.chdir(command["folder"])
@@ -144,11 +191,14 @@ def _become_command(command: dict[str, Any], streams: list[int]) -> NoReturn:
 
 def _serve(commands: socket.socket) -> None:
     with commands.makefile("r") as lines:
-        while streams := socket.recv_fds(commands, 1, 3)[1]:
+        while found := socket.recv_fds(commands, 1, 4)[1]:
+            *streams, asker = found
+            os.set_inheritable(asker, False)
             command = json.loads(lines.readline())
-            process = os.fork()
-            if process == 0:
-                _become_command(command, streams)
+            with socket.socket(fileno=asker) as questions:
+                process = os.fork()
+                if process == 0:
+                    _become_command(command, streams, questions)
             commands.sendall(f"{process}\n".encode())
             for stream in streams:
                 os.close(stream)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +17,7 @@ from hypothesis import settings
 
 from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import NamingProgram
-from tests.command_line import close_host
+from tests.command_line import ENTRIES, answer_question, close_host
 from tests.object_store import ObjectStore, running_object_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,29 +62,25 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield shared / "cache"
 
 
-@pytest.fixture(autouse=True)
-def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def asked_here() -> Iterator[None]:
     """Answers what transformers is asked in this process, which saves its import each time.
 
-    Tests that replace the program, and commands that tests start, have processes of their own.
+    Tests that replace the program have processes of their own.
     """
     start = NamingProgram.ask
     usual = naming_program._PROGRAM
 
     def ask(program: NamingProgram, question: bytes) -> Future[bytes]:
-        if usual != naming_program._PROGRAM or program._entry not in ("main", "parameters"):
+        if usual != naming_program._PROGRAM or program._entry not in ENTRIES:
             return start(program, question)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from ckptkit.hub_names.transformers.program import _parameters, answer_question
-
-            answer = _parameters if program._entry == "parameters" else answer_question
-            reply = answer(json.loads(question))
         future: Future[bytes] = Future()
-        future.set_result(json.dumps(reply).encode())
+        future.set_result(answer_question(program._entry, question))
         return future
 
-    monkeypatch.setattr(NamingProgram, "ask", ask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NamingProgram, "ask", ask)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

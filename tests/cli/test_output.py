@@ -17,6 +17,7 @@ from ckptkit.core.manifest import FileRecord, Manifest, TensorRecord
 from ckptkit.core.text import size_text
 from ckptkit_cli._output import cells, escaped, first_of, shortened, table, wrapped
 from ckptkit_cli._pages import Consolidated, loading_line
+from tests.command_line import run_command
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -40,19 +41,30 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+@pytest.fixture(autouse=True)
+def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def run(*words: str | Path, **variables: str) -> str:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
-    inherited = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "COLUMNS"}}
     given_here = {"OMP_NUM_THREADS": "1", "TERM": "xterm"} | variables
     given_here["PYTHONPATH"] = os.pathsep.join([variables.get("PYTHONPATH", ""), paths])
     return subprocess.run(
         [sys.executable, *map(str, words)],
-        env=inherited | given_here,
+        env=os.environ | given_here,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         timeout=60,
         check=True,
     ).stdout.decode()
+
+
+def into_pipe(*words: str | Path) -> str:
+    result = run_command(*words, TERM="xterm")
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def on_terminal(columns: int, *arguments: str | Path, **variables: str) -> str:
@@ -127,13 +139,13 @@ def test_other_commands_escape_too(hostile: Path, tmp_path: Path) -> None:
         ("consolidate", hostile, out, "--dry-run"),
         ("consolidate", hostile, out),
     ):
-        shown = run("-m", "ckptkit_cli", *arguments)
+        shown = into_pipe(*arguments)
         assert not FORBIDDEN.search(shown), arguments
         assert r"\x1b[31m\u202e" in shown or r"out\x07" in shown, arguments
 
 
 def test_json_is_ascii_and_keeps_the_name(hostile: Path) -> None:
-    text = run("-m", "ckptkit_cli", "inspect", hostile, "--json")
+    text = into_pipe("inspect", hostile, "--json")
     assert text.isascii()
     assert not FORBIDDEN.search(text)
     assert json.loads(text)["tensors"][0]["name"] == HOSTILE
@@ -152,11 +164,11 @@ def test_colours_are_for_terminals_that_want_them() -> None:
     assert "\x1b[1m" in on_terminal(80, "inspect", LLAMA)
     assert "\x1b" not in on_terminal(80, "inspect", LLAMA, NO_COLOR="1")
     assert "\x1b" not in on_terminal(80, "inspect", LLAMA, TERM="dumb")
-    assert "\x1b" not in run("-m", "ckptkit_cli", "inspect", LLAMA)
+    assert "\x1b" not in into_pipe("inspect", LLAMA)
 
 
 def test_a_pipe_gets_whole_names_and_one_line_for_each_fact() -> None:
-    text = run("-m", "ckptkit_cli", "inspect", TWO_MODELS)
+    text = into_pipe("inspect", TWO_MODELS)
     assert "..." not in text
     assert "checkpoint: " not in text
     assert "  pytorch_model_fsdp_1  model " in text
