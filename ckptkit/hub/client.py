@@ -142,9 +142,7 @@ class Hub:
         token: What is sent; None where the client knows none. Not shown anywhere.
     """
 
-    def __init__(
-        self, repo_id: str, *, token: str | None = None, endpoint: str | None = None
-    ) -> None:
+    def __init__(self, repo_id: str, *, token: str | None, endpoint: str | None) -> None:
         """Prepares the client; nothing is sent.
 
         Args:

@@ -185,7 +185,7 @@ class LargeFileUploader:
         revision: str,
         create_pr: bool,
         listener: Listener,
-        secrets: Sequence[str] = (),
+        secrets: Sequence[str],
     ) -> None:
         self._hub = hub
         self._folder = folder

@@ -195,13 +195,13 @@ def _metric(
 class MetricsServer:
     """Serves `/metrics` until it is closed."""
 
-    def __init__(self, metrics: WatchMetrics, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, metrics: WatchMetrics, port: int, host: str) -> None:
         """Binds the port, and serves in a thread of its own.
 
         Args:
             metrics: The metrics to serve.
             port: Of TCP; 0 takes a free one.
-            host: The address to listen on; by default only this machine can connect.
+            host: The address to listen on.
         """
         try:
             self._server = ThreadingHTTPServer((host, port), _handler(metrics))

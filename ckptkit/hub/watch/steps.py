@@ -178,7 +178,7 @@ class PushedSteps:
     """
 
     def __init__(
-        self, hub: Hub, settings: BranchSettings, tag_prefix: str, listener: Listener | None = None
+        self, hub: Hub, settings: BranchSettings, tag_prefix: str, listener: Listener
     ) -> None:
         self._hub = hub
         self._settings = settings
