@@ -1,4 +1,4 @@
-"""Access to the Hub through `huggingface_hub`: retries, errors, and settings of the client.
+"""Access to the Hub through `huggingface_hub`: retries, errors, files, tags, client settings.
 
 The settings are global to the process; `quiet_client` restores them.
 """
@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import quote
 
 from ckptkit.core.errors import (
@@ -33,12 +33,13 @@ HUB_RETRIES = RetryPolicy(attempts=7, first_wait_seconds=0.5, longest_wait_secon
 FIRST_ATTEMPTS = 3
 """While the Hub has never been reached: most likely this machine is offline."""
 UNAUTHORIZED, NOT_FOUND = 401, 404
-_CONFLICT = 412
+_EXISTS, _CONFLICT = 409, 412
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
 _LONGEST_ASKED = 900.0  # no retry if the Hub asks for more
 _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/]|~|\.{1,2}(?:[\\/]|$)|[A-Za-z][A-Za-z0-9+.-]*://")
 _REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
+_NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^@$|^[/.-]|/\.|[/.]$|\.lock(/|$)")
 logger = logging.getLogger("ckptkit.hub")
 
 
@@ -329,6 +330,55 @@ def _offline(repo_id: str) -> HubError:
         where=repo_id,
         hint="unset HF_HUB_OFFLINE (and TRANSFORMERS_OFFLINE), then run it again",
     )
+
+
+def list_files(hub: Hub, revision: str) -> list[Any]:
+    """Returns the files of a commit as the client has them; their folders are left out."""
+    list_tree = hub.api.list_repo_tree
+    entries = hub.call(
+        lambda: list(list_tree(hub.repo_id, recursive=True, revision=revision))  # asks page by page
+    )
+    return [entry for entry in entries if hasattr(entry, "blob_id")]
+
+
+def tree_of(hub: Hub, revision: str) -> dict[str, str]:
+    return {
+        file.path: file.lfs.sha256 if file.lfs else file.blob_id
+        for file in list_files(hub, revision)
+    }
+
+
+def commit_of(hub: Hub, revision: str) -> str:
+    return str(hub.call(hub.api.repo_info, hub.repo_id, revision=revision).sha)
+
+
+def check_tag(tag: str) -> None:
+    """Refuses invalid names of tags before anything is uploaded.
+
+    Source: git-check-ref-format(1).
+    """
+    if not tag or _NO_TAG.search(tag):
+        raise UsageError(
+            f"{tag!r:.200} is not a valid name of a tag",
+            hint="write it with letters, digits, '-', '_' and '.', such as step-500",
+        )
+
+
+def tag_commit(hub: Hub, tag: str, commit: str) -> None:
+    """Tags a commit; the tag may exist already if it points to the same commit."""
+    try:
+        hub.call(hub.api.create_tag, hub.repo_id, tag=tag, revision=commit)
+    except HubError as error:
+        cause = error.__cause__
+        if cause is None or status_of(cause) != _EXISTS:
+            raise
+        other = commit_of(hub, tag)
+        if other != commit:
+            raise HubError(
+                f"the tag {tag!r} points to commit {other[:10]} and not to {commit[:10]}",
+                where=hub.repo_id,
+                hint="delete the tag on the Hub, or choose another name",
+            ) from error
 
 
 _NO_XET = "HF_HUB_DISABLE_XET"

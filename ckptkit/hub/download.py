@@ -29,8 +29,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
-from ckptkit.hub.client import Hub, quiet_client
-from ckptkit.hub.hub_commit import commit_of, list_files
+from ckptkit.hub.client import Hub, commit_of, list_files, quiet_client
 from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -17,26 +18,25 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Planned, Started, ignore
-from ckptkit.hub.client import Hub, is_absent, quiet_client
+from ckptkit.hub.client import (
+    Hub,
+    check_tag,
+    commit_of,
+    is_absent,
+    is_conflict,
+    is_lost,
+    pause_before,
+    quiet_client,
+    status_of,
+    tag_commit,
+    tree_of,
+)
 from ckptkit.hub.contents import is_ours
 from ckptkit.hub.folder_files import (
     CARD,
     Skipped,
     find_stale_files,
     local_folder,
-)
-from ckptkit.hub.hub_commit import (
-    CommitChange,
-    Hashes,
-    HeadMovedError,
-    HubCommit,
-    check_tag,
-    commit_of,
-    differing,
-    find_tag,
-    make_commit,
-    tag_commit,
-    tree_of,
 )
 from ckptkit.hub.large_files import LargeFileUploader, add_large
 from ckptkit.hub.package import Package, PushOptions, prepare_package
@@ -56,6 +56,54 @@ logger = logging.getLogger(__name__)
 _MAIN = "main"
 _PRIVATE, _PUBLIC = "private", "public"
 _RACES = 5  # attempts to commit to a head that other commits keep moving
+
+
+Tree = Mapping[str, str]
+"""Files of a commit: the SHA-256 of large ones and git's id of others, by path."""
+Hashes = Mapping[str, frozenset[str]]
+"""The hashes that the Hub may report for each file: it decides which files are large."""
+_MOST_COMMITS = 50  # to look through for a commit whose answer was lost
+
+
+@dataclass(frozen=True, slots=True)
+class _CommitChange:
+    """The changes of one commit.
+
+    Attributes:
+        message: Its title.
+        description: What follows the title; may be empty.
+        operations: Files to add.
+        added: Their hashes.
+        deleted: Files to remove.
+    """
+
+    message: str
+    description: str
+    operations: Sequence[CommitOperationAdd]
+    added: Hashes
+    deleted: Sequence[str]
+
+    def is_in(self, tree: Tree) -> bool:
+        """Returns whether a tree has these changes."""
+        here = not _differing(tree, self.added)
+        return here and not any(path in tree for path in self.deleted)
+
+
+@dataclass(frozen=True, slots=True)
+class _HubCommit:
+    """A commit on the Hub, and the pull request that holds it."""
+
+    commit: str
+    pull_request: str = ""
+
+
+def _differing(tree: Tree, expected: Hashes) -> list[str]:
+    """Returns the files that a tree does not hold as they are expected."""
+    return [path for path, hashes in expected.items() if tree.get(path) not in hashes]
+
+
+class _HeadMovedError(Exception):
+    """Another commit was made to the revision meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +209,10 @@ class _Push:
                 raise
             tree = {}  # the branch does not exist
         self._choose_card(tree)
-        changed = differing(tree, self._small)
+        changed = _differing(tree, self._small)
         large = [file.path for file in self._package.large]
         deleted = find_stale_files(tree, [*self._small, *large], self._package.whole)
-        return self._report(HubCommit(""), [*changed, *large], deleted)
+        return self._report(_HubCommit(""), [*changed, *large], deleted)
 
     def run(self) -> Pushed:
         hub, revision = self._hub, self._revision
@@ -178,20 +226,23 @@ class _Push:
         tree = tree_of(hub, head)
         # Where the tag exists, nothing is committed, only compared; a manifest that differs is
         # refused before anything is uploaded.
-        tagged = find_tag(hub, self._tag) if self._tag else None
-        if tagged is not None and MANIFEST_NAME in self._small:
-            tagged.check(hub, {MANIFEST_NAME: self._small[MANIFEST_NAME]})
+        tags = hub.call(hub.api.list_repo_refs, hub.repo_id).tags if self._tag else ()
+        tagged = commit_of(hub, self._tag or "") if self._tag in {t.name for t in tags} else ""
+        tagged_tree = tree_of(hub, tagged) if tagged else {}
+        if tagged and MANIFEST_NAME in self._small:
+            self._check_tagged(tagged_tree, {MANIFEST_NAME: self._small[MANIFEST_NAME]})
         self._choose_card(tree)
         if CARD in self._contents:
             hub.check_card(self._contents[CARD].decode(errors="replace"))
-        hashes, sent = self._send(tree if tagged is None else tagged.tree)
+        hashes, sent = self._send(tagged_tree if tagged else tree)
         expected = self._small | {path: frozenset([sha256]) for path, sha256 in hashes.items()}
-        if tagged is not None:
-            tagged.check(hub, {path: expected[path] for path in expected if path != CARD})
-            return self._report(HubCommit(tagged.commit), [], [])
+        if tagged:
+            own = {path: hashes for path, hashes in expected.items() if path != CARD}
+            self._check_tagged(tagged_tree, own)
+            return self._report(_HubCommit(tagged), [], [])
         landed, uploaded, deleted = self._commit(head, expected, sent)
         tree = tree_of(hub, landed.commit)
-        for path in differing(tree, expected):
+        for path in _differing(tree, expected):
             state = "has another hash on the Hub than here"
             raise VerificationError(
                 f"{path} {state if path in tree else 'is missing on the Hub'}",
@@ -213,6 +264,15 @@ class _Push:
             return False
         self._check_visibility(info)
         return True
+
+    def _check_tagged(self, tree: Tree, expected: Hashes) -> None:
+        """Refuses a tag that exists if its files differ from those that are pushed."""
+        for path in _differing(tree, expected):
+            raise HubError(
+                f"the tag {self._tag!r} exists already with other files, such as {path}",
+                where=self._hub.repo_id,
+                hint="delete the tag on the Hub, or choose another name",
+            )
 
     def _check_visibility(self, info: Any) -> None:
         actual = info.private
@@ -262,25 +322,22 @@ class _Push:
 
     def _commit(
         self, head: str, expected: Hashes, sent: Additions
-    ) -> tuple[HubCommit, list[str], list[str]]:
+    ) -> tuple[_HubCommit, list[str], list[str]]:
         """Commits what differs from the head, again where another commit moved it."""
-        create_pr = self._options.get("create_pr", False)
         step = "a model" if self._package.step is None else f"step {self._package.step}"
         message = (self._options.get("message") or "").strip() or f"Push {step} with ckptkit"
         title, _, rest = message.partition("\n")
         for _ in range(_RACES):
             tree = tree_of(self._hub, head)
-            added = {path: expected[path] for path in differing(tree, expected)}
+            added = {path: expected[path] for path in _differing(tree, expected)}
             deleted = find_stale_files(tree, expected, self._package.whole)
             if not added and not deleted:
-                return HubCommit(head), [], []
+                return _HubCommit(head), [], []
             operations = self._operations(added, sent)
-            change = CommitChange(
-                self._revision, create_pr, title, rest.strip(), operations, added, deleted
-            )
+            change = _CommitChange(title, rest.strip(), operations, added, deleted)
             try:
-                return make_commit(self._hub, change, head), list(added), deleted
-            except HeadMovedError:
+                return self._commit_once(change, head), list(added), deleted
+            except _HeadMovedError:
                 logger.info("%s has a new commit; comparing with it", self._hub.repo_id)
                 head = commit_of(self._hub, self._revision)
         raise HubError(
@@ -288,6 +345,66 @@ class _Push:
             where=self._hub.repo_id,
             hint="push again when nothing else is committed there",
         )
+
+    def _commit_once(self, change: _CommitChange, parent: str) -> _HubCommit:
+        """Makes a commit on top of `parent`, exactly once, although answers may get lost."""
+        from huggingface_hub import CommitOperationDelete
+
+        hub, create_pr = self._hub, self._options.get("create_pr", False)
+        deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
+        requests = self._pull_requests() if create_pr else {}
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                commit = hub.api.create_commit(
+                    hub.repo_id,
+                    operations=[*change.operations, *deletions],
+                    commit_message=change.message,
+                    commit_description=change.description,
+                    revision=self._revision,
+                    parent_commit=parent,
+                    create_pr=create_pr,
+                )
+                return _HubCommit(str(commit.oid), str(commit.pr_url or ""))
+            except Exception as error:
+                # Also where the client stumbles over an answer, as old ones do away from the Hub.
+                unknown = is_lost(error) or is_conflict(error) or status_of(error) is None
+                landed = self._look(change, parent, requests) if unknown else None
+                if landed is not None:
+                    return landed
+                if is_conflict(error):
+                    raise _HeadMovedError from error
+                pause = pause_before(error, attempt)
+                if pause is None:
+                    raise hub.translate_error(error) from error
+            time.sleep(pause)
+
+    def _look(
+        self, change: _CommitChange, parent: str, requests: Mapping[str, str]
+    ) -> _HubCommit | None:
+        """Returns the commit if it was made although its answer got lost."""
+        hub = self._hub
+        if self._options.get("create_pr", False):
+            for ref, target in self._pull_requests().items():
+                if ref not in requests and change.is_in(tree_of(hub, target)):
+                    number = ref.rsplit("/", 1)[-1]
+                    return _HubCommit(target, f"{hub.url}/discussions/{number}")
+            return None
+        if commit_of(hub, self._revision) == parent:
+            return None
+        commits = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=self._revision)
+        for commit in commits[:_MOST_COMMITS]:
+            if commit.commit_id == parent:
+                return None
+            if commit.title == change.message and change.is_in(tree_of(hub, commit.commit_id)):
+                return _HubCommit(commit.commit_id)
+        return None
+
+    def _pull_requests(self) -> dict[str, str]:
+        list_refs: Callable[..., Any] = self._hub.api.list_repo_refs
+        refs = self._hub.call(list_refs, self._hub.repo_id, include_pull_requests=True)
+        return {ref.ref: ref.target_commit for ref in refs.pull_requests or ()}
 
     def _operations(self, added: Hashes, sent: Additions) -> list[CommitOperationAdd]:
         from huggingface_hub import CommitOperationAdd
@@ -304,7 +421,9 @@ class _Push:
                 additions.append(operation)
         return additions
 
-    def _report(self, landed: HubCommit, uploaded: Sequence[str], deleted: Sequence[str]) -> Pushed:
+    def _report(
+        self, landed: _HubCommit, uploaded: Sequence[str], deleted: Sequence[str]
+    ) -> Pushed:
         hub, package = self._hub, self._package
         sizes = {path: len(data) for path, data in self._contents.items()}
         sizes |= {file.path: file.size_bytes for file in package.large}

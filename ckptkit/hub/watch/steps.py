@@ -26,9 +26,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.discovery import parse_step
-from ckptkit.hub.client import NOT_FOUND, Hub, status_of
+from ckptkit.hub.client import NOT_FOUND, Hub, status_of, tag_commit
 from ckptkit.hub.folder_files import Skipped
-from ckptkit.hub.hub_commit import tag_commit
 from ckptkit.hub.publish import push as push_folder
 from ckptkit.runs.listing import list_run
 from ckptkit.runs.push_journal import StepPush

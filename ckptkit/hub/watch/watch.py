@@ -31,9 +31,8 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.engine.outcome import Listener
-from ckptkit.hub.client import Hub, quiet_client
+from ckptkit.hub.client import Hub, check_tag, quiet_client
 from ckptkit.hub.folder_files import NEVER
-from ckptkit.hub.hub_commit import check_tag
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
 from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
