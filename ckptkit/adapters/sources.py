@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.conversion.source.adapters import (
     AdapterRecord,
-    AdapterRecords,
     Choice,
     choose_adapter,
     find_base,
+    find_record,
+    list_recorded,
     read_record,
     sort_trees,
 )
@@ -231,13 +232,13 @@ class _Opening:
 
     def _choose(self) -> tuple[Mapping[str, SortedTensors], Choice, AdapterRecord | None]:
         """Finds the adapter and its configuration; `module` in names may be the model's own."""
-        request, records = self._request, AdapterRecords(self._folders)
+        request, folders = self._request, self._folders
         own = None if request.config is None else read_record(request.config)
         # A configuration is the best sign of other methods than LoRA.
-        recorded = records.names()
+        recorded = list_recorded(folders)
         names = (*recorded, request.adapter or "default")
         sign = own or next(
-            filter(None, (records.find(name, is_only_one=True) for name in names)), None
+            filter(None, (find_record(folders, name, is_only_one=True) for name in names)), None
         )
         if sign is not None and sign.document.get("peft_type", LORA) != LORA:
             LoraSettings.parse(sign.document, where=sign.path)  # refuses it by name
@@ -251,7 +252,7 @@ class _Opening:
         counts = (len(tree.live) + bool(tree.stripped) for tree in trees.values())
         is_only_one = sum(counts) == 1
         others = {posixpath.basename(tree) for tree in trees if tree != choice.tree}
-        record = own or records.find(choice.name, is_only_one=is_only_one, others=others)
+        record = own or find_record(folders, choice.name, is_only_one=is_only_one, others=others)
         if not trees:
             return trees, choice, record
         named = (

@@ -172,14 +172,14 @@ class _Comparison:
 
     def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
         named = {name: replace(entry, name=name) for name, entry in self._first.items()}
-        result = scan(
+        errors = scan(
             origin,
             list(named.values()),
             self._visit,
             workers=usable_cores() + 1,
             listener=listener,
         )
-        for error in result.failures.values():
+        for error in errors.values():
             raise error
         self._origin.checksums.finish()
         return tuple(self._differences[name] for name in named if name in self._differences)

@@ -335,33 +335,24 @@ def _equal_checksums(locator: Locator, entries: Sequence[TensorEntry]) -> bool |
         chunks = [_contents(locator, entry) for entry in entries]
     except CkptkitError:
         return None  # reported as a problem already, or found when it is read
-    if any(content.crc32 is None for contents in chunks for content in contents.values()):
+    if any(crc32 is None for contents in chunks for crc32, _, _ in contents.values()):
         return None
     return all(contents == chunks[0] for contents in chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """A chunk's content by its checksum.
+def _contents(
+    locator: Locator, entry: TensorEntry
+) -> dict[bytes, tuple[int | None, int, Shape | None]]:
+    """Returns the content of each chunk by its box.
 
-    Attributes:
-        crc32: CRC-32 of the whole record that the chunk is a view of.
-        origin: First byte of the chunk in the record's data.
-        strides: Strides of the view.
+    It is the CRC-32 of the whole record that the chunk is a view of, the chunk's first byte in the
+    record's data, and the strides of the view.
     """
-
-    crc32: int | None
-    origin: int
-    strides: Shape | None
-
-
-def _contents(locator: Locator, entry: TensorEntry) -> dict[bytes, _Content]:
     boxes = np.hstack([entry.chunks.offsets, entry.chunks.sizes])
     contents = {}
     for row in np.flatnonzero(entry.chunks.elements() > 0).tolist():
         at = locator.locate(entry, entry.chunks, row)
-        content = _Content(at.crc32, at.origin - at.start, at.strides)
-        contents[boxes[row].tobytes()] = content
+        contents[boxes[row].tobytes()] = (at.crc32, at.origin - at.start, at.strides)
     return contents
 
 

@@ -262,11 +262,11 @@ class _Planner:
                 f"python files were left out: {', '.join(code)}; pass --allow-code to copy them"
             )
         comparison = self._compare_names(config, side, products, names)
-        states = plan_optimizer_files(checkpoint, request, entries)
-        self._notes += (*names.notes, *self._option_notes, *states.notes)
-        plan = Plan((*weights, *states.files, *files), names.dropped, tuple(self._notes))
+        states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
+        self._notes += (*names.notes, *self._option_notes, *state_notes)
+        plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
-        return self._planned(plan, names, comparison, read + states.bytes_read)
+        return self._planned(plan, names, comparison, read + states_bytes)
 
     def _planned(
         self, plan: Plan, names: NamedProducts, comparison: Comparison | None, bytes_read: int

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,36 +98,38 @@ class Resumable(SingleProcess):
         """
         super().__init__(LocalTarget(out, overwrite=overwrite, resume=resume), listener)
         self._resume = resume
-        self._finished = _FinishedFiles()
+        self._finished = frozenset[str]()  # files of an interrupted run that are as it wrote them
+        self._outcome = Outcome()  # their digests, and which records were not verified
 
     def start(self, planned: PlannedOutput) -> None:
         refuse_full_disk(planned, self._target)
         self._planned = planned
         self._fingerprint = planned.fingerprint()
+        notes: tuple[str, ...] = ()
         if self._resume:
-            self._finished = _find_finished_files(
-                planned, self._target, self._fingerprint, self._listener
-            )
-        self._listener(Planned((*planned.plan.notes, *self._finished.notes)))
+            found = _find_finished_files(planned, self._target, self._fingerprint, self._listener)
+            self._finished, self._outcome, notes = found
+        self._listener(Planned((*planned.plan.notes, *notes)))
 
     def execute(self) -> None:
-        planned, target, finished = self._planned, self._target, self._finished
-        target.keep(finished.paths)
+        planned, target = self._planned, self._target
+        finished, outcome = self._finished, self._outcome
+        target.keep(finished)
         with translate_errors(Path(target.location)):
             head = {_PLAN: self._fingerprint}
-            journal = Journal(target.journal, head, is_new=not finished.paths)
+            journal = Journal(target.journal, head, is_new=not finished)
         with closing(journal):
             for name, origin in planned.inputs.origins.items():
-                origin.unverified.update(map(Key, finished.outcome.unverified.get(name, ())))
-                origin.adopt(finished.outcome.open_records.get(name, {}))
-            files = tuple(f for f in planned.plan.files if f.path not in finished.paths)
+                origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
+                origin.adopt(outcome.open_records.get(name, {}))
+            files = tuple(f for f in planned.plan.files if f.path not in finished)
             plan = replace(planned.plan, files=files)
             sink = _JournaledSink(planned, target, journal)
             executor = Executor(plan, planned.inputs, sink, planned.settings, self._listener)
             sink.digests = executor.digests
             self._digests = executor.run()
             refuse_changed_sources(planned)
-            self._digests.update(finished.outcome.digests)
+            self._digests.update(outcome.digests)
 
     def reject(self, error: CkptkitError) -> None:
         if isinstance(error, RefusedError):
@@ -141,30 +143,19 @@ class Resumable(SingleProcess):
         target.abandon()
 
 
-@dataclass(frozen=True, slots=True)
-class _FinishedFiles:
-    """Files of an interrupted run that are as it wrote them.
-
-    Attributes:
-        paths: Their paths in the output.
-        outcome: Their digests, and which records of the sources were not verified yet.
-        notes: Notes for the user.
-    """
-
-    paths: frozenset[str] = frozenset()
-    outcome: Outcome = field(default_factory=Outcome)
-    notes: tuple[str, ...] = ()
-
-
 def _find_finished_files(
     planned: PlannedOutput, target: LocalTarget, fingerprint: str, listener: Listener
-) -> _FinishedFiles:
-    """Reads the files that an interrupted run recorded; returns those that are as it wrote them."""
+) -> tuple[frozenset[str], Outcome, tuple[str, ...]]:
+    """Reads the files that an interrupted run recorded.
+
+    Returns:
+        The paths of those that are as it wrote them, their outcome, and notes for the user.
+    """
     entries = read_journal(target.journal)
     if not entries:
-        return _FinishedFiles(notes=("--resume found no interrupted run: all is written",))
+        return frozenset(), Outcome(), ("--resume found no interrupted run: all is written",)
     if entries[0].get(_PLAN) != fingerprint:
-        return _FinishedFiles(notes=(_OTHER_PLAN,))
+        return frozenset(), Outcome(), (_OTHER_PLAN,)
     recorded = {entry[_FILE]: entry[_OUTCOME] for entry in entries if _FILE in entry}
     outcomes = {path: Outcome.from_json(value) for path, value in recorded.items()}
     files = [file for file in planned.plan.files if file.path in outcomes and can_be_proven(file)]
@@ -196,7 +187,7 @@ def _find_finished_files(
         for file in files
         if file.path not in intact
     )
-    return _FinishedFiles(frozenset(intact), joined, (proven, *damaged))
+    return frozenset(intact), joined, (proven, *damaged)
 
 
 def _is_intact(file: OutputFile, digests: Digests, target: LocalTarget) -> bool:

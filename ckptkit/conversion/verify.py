@@ -40,23 +40,12 @@ from ckptkit.storage.places import PathLike, is_url, local_path, open_source, pl
 _READ_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedObjects:
-    """The result of `check_objects`.
+def check_objects(source: Source, index: TensorIndex) -> tuple[int, int, list[Problem]]:
+    """Compares every object in a DCP directory with its stored CRC-32; does not parse it.
 
-    Attributes:
-        proven: The number of objects that match their stored checksums.
-        unverified: The number of objects without a stored checksum.
-        problems: The problems of the others.
+    Returns:
+        How many match their checksums, how many have none, and the problems of the others.
     """
-
-    proven: int
-    unverified: int
-    problems: tuple[Problem, ...]
-
-
-def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
-    """Compares every object in a DCP directory with its stored CRC-32; does not parse it."""
     summed: list[bool] = []
     problems = []
     for path, value in index.values.items():
@@ -67,7 +56,7 @@ def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
             summed.append(_is_proven(source, value, where))
         except InputError as error:
             problems.append(Problem(error.code, where, error.message))
-    return CheckedObjects(sum(summed), len(summed) - sum(summed), tuple(problems))
+    return sum(summed), len(summed) - sum(summed), problems
 
 
 def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
@@ -171,15 +160,16 @@ def _verify_source(
         problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]
         origin = Origin(SOURCE, checkpoint.source, index)
-        result = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
-        failed = [_problem_of(error, key) for key, error in result.failures.items()]
+        workers = usable_cores() + 1
+        errors = scan(origin, whole, lambda *_: None, workers=workers, listener=listener)
+        failed = [_problem_of(error, key) for key, error in errors.items()]
         files = [problem for problem in index.problems if problem.where not in index.tensors]
-        objects = check_objects(checkpoint.source, index)
+        match, unverified, damaged = check_objects(checkpoint.source, index)
         proven = []
-        if objects.proven:
-            proven.append(f"objects beside the tensors that have their CRC-32: {objects.proven:,}")
-        if objects.unverified:
-            proven.append(f"objects for which no checksum was stored: {objects.unverified:,}")
+        if match:
+            proven.append(f"objects beside the tensors that have their CRC-32: {match:,}")
+        if unverified:
+            proven.append(f"objects for which no checksum was stored: {unverified:,}")
         if manifest is not None:  # of a step that ckptkit saved
             folder = step_folder(checkpoint.units[0].candidate.folder)
             wrong = {problem.where for problem in files}
@@ -194,9 +184,9 @@ def _verify_source(
         return Verification(
             path=checkpoint.path,
             kind="source",
-            problems=(*problems.values(), *failed, *objects.problems, *files),
+            problems=(*problems.values(), *failed, *damaged, *files),
             tensors=len(whole),
-            size_bytes=result.size_bytes,
+            size_bytes=sum(entry.size_bytes for entry in whole),
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),
             proven=tuple(proven),
         )
@@ -233,7 +223,7 @@ class _Output:
                 problems += self._differences(indexes)
             for index in indexes:
                 of_digests, size_bytes = self._digest_problems(index, listener)
-                problems += [*of_digests, *check_objects(self._source, index).problems]
+                problems += [*of_digests, *check_objects(self._source, index)[2]]
                 read += size_bytes
         tensors = self._manifest.tensors
         return Verification(
@@ -271,16 +261,16 @@ class _Output:
             digests[entry.key].add(leaf, view)
 
         origin = Origin(SOURCE, self._source, index)
-        result = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
-        problems = [_problem_of(error, key) for key, error in result.failures.items()]
+        errors = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
+        problems = [_problem_of(error, key) for key, error in errors.items()]
         problems += [
             Problem(_MISMATCH, f"tensor {name!r}", "has another digest than the manifest")
             for entry in entries
-            if entry.key not in result.failures
+            if entry.key not in errors
             and digests[entry.key].value(entry.size_bytes)
             != expected[name := names[entry.key]].digest
         ]
-        return problems, result.size_bytes
+        return problems, sum(entry.size_bytes for entry in entries)
 
     def _indexes(self) -> list[TensorIndex]:
         wanted = _FORMATS.get(self._manifest.kind)

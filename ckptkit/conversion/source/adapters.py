@@ -395,7 +395,7 @@ def read_config(folders: SideFolders) -> Mapping[str, Any] | None:
 def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
     """Returns the method in the nearest configuration, and whether that is in a folder."""
     try:
-        record = AdapterRecords(folders).find(DEFAULT, is_only_one=True)
+        record = find_record(folders, DEFAULT, is_only_one=True)
     except CkptkitError:
         return "", False
     if record is None:
@@ -417,15 +417,14 @@ def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Ada
         return None
     try:
         trees = sort_trees(checkpoint)
-        records = AdapterRecords(folders)
-        adapters = list_adapters(trees, records.names())
+        adapters = list_adapters(trees, list_recorded(folders))
         names = sorted({choice.name for choice in adapters}, key=lambda n: (n != DEFAULT, n))
         holders = {adapter.tree for adapter in adapters}
         own = {tree.replace(_MODEL, _BASE_UNIT, 1) for tree in holders if tree.startswith(_MODEL)}
         # A model that neither has an adapter nor is the base of one is not handled.
         if not names or len(names) < len(adapters) or not (holders | own).issuperset(trees):
             return None
-        record = records.find(names[0], is_only_one=len(names) == 1)
+        record = find_record(folders, names[0], is_only_one=len(names) == 1)
         packing = read_record_of_base(checkpoint).quantization
     except CkptkitError:
         return None  # the commands report the error
@@ -491,46 +490,41 @@ class AdapterRecord:
     is_own: bool = False
 
 
-class AdapterRecords:
-    """The configurations of adapters in the side folders of a checkpoint."""
+def find_record(
+    folders: SideFolders, adapter: str, *, is_only_one: bool, others: Container[str] = ()
+) -> AdapterRecord | None:
+    """Returns the configuration of one adapter in side folders; None where there is none.
 
-    def __init__(self, folders: SideFolders) -> None:
-        self._folders = folders
+    Args:
+        folders: The side folders of its checkpoint.
+        adapter: Its name.
+        is_only_one: Whether a configuration without a name belongs to it.
+        others: The names of folders that belong to other adapters.
+    """
+    unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
+    named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]
+    for location, source in folders.sources.items():
+        own = [ADAPTER_CONFIG] if Path(location).name == adapter else []
+        own += [] if Path(location).name in others else unnamed
+        for path in dict.fromkeys([*named, *own]):
+            document = _read(source, path)
+            if document is not None:
+                is_own = Path(location).name == SIDE_FOLDER
+                return AdapterRecord(document, posixpath.join(location, path), is_own)
+    return None
 
-    def find(
-        self, adapter: str, *, is_only_one: bool, others: Container[str] = ()
-    ) -> AdapterRecord | None:
-        """Returns the configuration of one adapter; None where there is none.
 
-        Args:
-            adapter: Its name.
-            is_only_one: Whether a configuration without a name belongs to it.
-            others: The names of folders that belong to other adapters.
-        """
-        unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
-        named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]
-        for location, source in self._folders.sources.items():
-            own = [ADAPTER_CONFIG] if Path(location).name == adapter else []
-            own += [] if Path(location).name in others else unnamed
-            for path in dict.fromkeys([*named, *own]):
-                document = _read(source, path)
-                if document is not None:
-                    is_own = Path(location).name == SIDE_FOLDER
-                    return AdapterRecord(document, posixpath.join(location, path), is_own)
-        return None
-
-    def names(self) -> list[str]:
-        """Returns the names of the adapters that the run recorded, the default one first."""
-        names: dict[str, None] = {}
-        for location, source in self._folders.sources.items():
-            if Path(location).name == SIDE_FOLDER:
-                for path in source.walk(2):
-                    folder, _, name = path.rpartition("/")
-                    if name == ADAPTER_CONFIG and not folder:
-                        names[DEFAULT] = None
-                    elif name == ADAPTER_CONFIG and posixpath.dirname(folder) == _NAMED:
-                        names[posixpath.basename(folder)] = None
-        return sorted(names, key=lambda name: (name != DEFAULT, name))
+def list_recorded(folders: SideFolders) -> list[str]:
+    """Returns the names of the adapters that the run recorded, the default one first."""
+    names: set[str] = set()
+    for location, source in folders.sources.items():
+        for path in source.walk(2) if Path(location).name == SIDE_FOLDER else ():
+            folder, _, name = path.rpartition("/")
+            if name == ADAPTER_CONFIG and not folder:
+                names.add(DEFAULT)
+            elif name == ADAPTER_CONFIG and posixpath.dirname(folder) == _NAMED:
+                names.add(posixpath.basename(folder))
+    return sorted(names, key=lambda name: (name != DEFAULT, name))
 
 
 def read_record(path: PathLike) -> AdapterRecord:

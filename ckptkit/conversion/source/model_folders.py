@@ -8,7 +8,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, open_folder
@@ -179,33 +179,21 @@ _MAX_DEPTH = 20
 _LISTED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerOutput:
-    """The files of the optimizer in an output.
-
-    Attributes:
-        files: The files.
-        bytes_read: Bytes of the source that they are made from.
-        notes: Notes for the user.
-    """
-
-    files: tuple[OutputFile, ...] = ()
-    bytes_read: int = 0
-    notes: tuple[str, ...] = ()
-
-
 def plan_optimizer_files(
     checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
-) -> OptimizerOutput:
+) -> tuple[list[OutputFile], int, list[str]]:
     """Plans the files of the optimizer; none where they were not asked for.
 
     Args:
         checkpoint: The source.
         request: The options.
         model: The tensors of the model that is written.
+
+    Returns:
+        The files, the bytes of the source that they are made from, and notes for the user.
     """
     if not request.optimizer:
-        return OptimizerOutput()
+        return [], 0, []
     tree = model[0].tree if model else ""
     if next(checkpoint.index.of_part("optimizer"), None) is None:
         for unit in checkpoint.units:  # raises the error that is ignored without --optimizer
@@ -224,7 +212,7 @@ def plan_optimizer_files(
     else:
         files = [layout_optimizer_file(states)]
     notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
-    return OptimizerOutput(tuple(files), sum(entry.size_bytes for entry in entries), tuple(notes))
+    return files, sum(entry.size_bytes for entry in entries), notes
 
 
 def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from ckptkit.conversion.source.unite import LeftoverShards, join_indexes, unite
+from ckptkit.conversion.source.unite import compare_leftovers, join_indexes, unite
 from ckptkit.core.errors import (
     FormatError,
     InputError,
@@ -245,8 +245,9 @@ class _Search:
             read_step=self._step_inside,
             find_rolled_back=self._left_behind,
         )
-        shards = LeftoverShards(self._source, self._location, candidates, self._index)
-        found = shards.compare(found, select)
+        found = compare_leftovers(
+            self._source, self._location, candidates, self._index, found, select
+        )
         self._check_parts(found)
         index = join_indexes(found.units, [self._index(unit.candidate) for unit in found.units])
         index = name_states(index, in_order=index.format == TorchFileReader.name)

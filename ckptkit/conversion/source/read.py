@@ -158,19 +158,6 @@ class Checkpoint(Closing):
 Item = tuple[TensorEntry, int]  # a tensor and the number of one of its leaves
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """The result of a scan.
-
-    Attributes:
-        failures: The first error of each tensor that cannot be read, by its key.
-        size_bytes: Bytes that were read.
-    """
-
-    failures: dict[Key, InputError]
-    size_bytes: int
-
-
 def leaf_span(entry: TensorEntry, leaf: int) -> Span:
     step = LEAF_BYTES // entry.dtype.itemsize
     return Span(leaf * step, min((leaf + 1) * step, entry.elements))
@@ -190,14 +177,15 @@ def scan(
     *,
     workers: int,
     listener: Listener,
-) -> Scan:
+) -> dict[Key, InputError]:
     """Reads tensors leaf by leaf and passes each leaf to `visit`, from several threads.
 
-    A tensor that cannot be read is recorded, and the others are read all the same.
+    Returns:
+        The first error of each tensor that cannot be read, by its key; the others are read all the
+        same.
     """
     failures: dict[Key, InputError] = {}
-    total = sum(entry.size_bytes for entry in entries)
-    listener(Started(total))
+    listener(Started(sum(entry.size_bytes for entry in entries)))
 
     def work(items: Iterator[Item]) -> None:
         reader = TensorReader(origin)
@@ -216,7 +204,7 @@ def scan(
     run_crew(workers, _leaves(entries), work)
     for error in _late_failures(origin):
         failures.setdefault(Key(error.where), error)
-    return Scan(failures, total)
+    return failures
 
 
 def _late_failures(origin: Origin) -> Iterator[InputError]:

@@ -200,84 +200,78 @@ class _Step:
 Read = Callable[[Candidate], TensorIndex]
 
 
-@dataclass(frozen=True, slots=True)
-class LeftoverShards:
+def compare_leftovers(
+    source: Source,
+    location: str,
+    candidates: Sequence[Candidate],
+    read: Read,
+    found: ResolvedSource,
+    select: str | None,
+) -> ResolvedSource:
     """Compares the model of a step with the shards beside it.
 
-    Attributes:
+    Args:
         source: The folder of both.
         location: The path as the user typed it.
         candidates: All checkpoints that were recognised there.
         read: Parses a candidate.
+        found: The checkpoint that was chosen.
+        select: The user's selection, or None.
+
+    Returns:
+        The checkpoint, with a note of the shards that are ignored.
     """
-
-    source: Source
-    location: str
-    candidates: Sequence[Candidate]
-    read: Read
-
-    def compare(self, found: ResolvedSource, select: str | None) -> ResolvedSource:
-        """Returns the checkpoint, with a note of the shards that are ignored.
-
-        Args:
-            found: The checkpoint that was chosen.
-            select: The user's selection, or None.
-        """
-        notes = list(found.notes)
-        for unit in found.units:
-            is_named = select is not None and f"/{select}".endswith(f"/{unit.label}")
-            if unit.candidate.format != "safetensors" or is_named:
+    notes = list(found.notes)
+    for unit in found.units:
+        is_named = select is not None and f"/{select}".endswith(f"/{unit.label}")
+        if unit.candidate.format != "safetensors" or is_named:
+            continue
+        for shards in candidates:
+            if not is_leftover(shards, {unit.candidate.folder}):
                 continue
-            for shards in self.candidates:
-                if not is_leftover(shards, {unit.candidate.folder}):
-                    continue
-                # As `--select` names them.
-                name = posixpath.relpath(shards.folder or ".", found.folder or ".")
-                name = posixpath.basename(shards.files[0]) if name == "." else name
-                try:
-                    reason = next(self._differences(unit.candidate, shards), "")
-                except InputError as error:
-                    reason = f"it is not whole ({error.message})"
-                if reason:
-                    raise AmbiguousSourceError(
-                        f"holds the model {unit.label!r} and the shards in {name!r} that it was"
-                        f" made from, and {reason}",
-                        where=posixpath.join(self.location, found.folder),
-                        hint=f"pass --select {name} to have the model made anew, or"
-                        f" --select {unit.label} to take it as it is",
-                    )
-                notes.append(f"{name!r} holds the shards of the same model: left alone")
-        return replace(found, notes=tuple(notes))
-
-    def _differences(self, model: Candidate, shards: Candidate) -> Iterator[str]:
-        whole = self.read(model)
-        try:
-            parts = self.read(shards)
-        except InputError:
-            return  # some shards are missing, and the model is complete without them
-        for key in [*parts.tensors, *whole.tensors]:
-            mine, other = whole.tensors.get(key), parts.tensors.get(key)
-            if mine is None or other is None:
-                yield f"it {'lacks' if mine is None else 'alone has'} tensor {key!r}"
-            elif (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                yield (
-                    f"has tensor {key!r} as {mine.dtype.name} {list(mine.shape)} against"
-                    f" {other.dtype.name} {list(other.shape)}"
+            # As `--select` names them.
+            name = posixpath.relpath(shards.folder or ".", found.folder or ".")
+            name = posixpath.basename(shards.files[0]) if name == "." else name
+            try:
+                reason = next(_differences(source, read(unit.candidate), read, shards), "")
+            except InputError as error:
+                reason = f"it is not whole ({error.message})"
+            if reason:
+                raise AmbiguousSourceError(
+                    f"holds the model {unit.label!r} and the shards in {name!r} that it was made"
+                    f" from, and {reason}",
+                    where=posixpath.join(location, found.folder),
+                    hint=f"pass --select {name} to have the model made anew, or"
+                    f" --select {unit.label} to take it as it is",
                 )
-            elif not mine.shape and self._number(whole, mine) != self._number(parts, other):
+            notes.append(f"{name!r} holds the shards of the same model: left alone")
+    return replace(found, notes=tuple(notes))
+
+
+def _differences(
+    source: Source, whole: TensorIndex, read: Read, shards: Candidate
+) -> Iterator[str]:
+    try:
+        parts = read(shards)
+    except InputError:
+        return  # some shards are missing, and the model is complete without them
+    for key in [*parts.tensors, *whole.tensors]:
+        mine, other = whole.tensors.get(key), parts.tensors.get(key)
+        if mine is None or other is None:
+            yield f"it {'lacks' if mine is None else 'alone has'} tensor {key!r}"
+        elif (mine.dtype, mine.shape) != (other.dtype, other.shape):
+            yield (
+                f"has tensor {key!r} as {mine.dtype.name} {list(mine.shape)} against"
+                f" {other.dtype.name} {list(other.shape)}"
+            )
+        elif not mine.shape:
+            numbers = []  # the bytes of tensors without dimensions
+            for index, entry in ((whole, mine), (parts, other)):
+                record = index.records[int(entry.chunks.record[0])]
+                path = index.files[record.file].path
+                numbers.append(source.read(path, record.start, record.stop))
+            if numbers[0] != numbers[1]:
                 yield f"has another number in {key!r}, as torch's consolidation writes 0 there"
-
-    def _number(self, index: TensorIndex, entry: TensorEntry) -> bytes:
-        """Returns the bytes of a tensor without dimensions."""
-        record = index.records[int(entry.chunks.record[0])]
-        return self.source.read(index.files[record.file].path, record.start, record.stop)
-
-
-def _label(shards: Candidate, step: str) -> str:
-    """Names shards as `--select` does."""
-    relative = posixpath.relpath(shards.folder or ".", step or ".")
-    name = posixpath.basename(shards.files[0])
-    return name if relative == "." else relative
 
 
 def join_indexes(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> TensorIndex:
