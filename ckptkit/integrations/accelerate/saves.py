@@ -162,15 +162,22 @@ class AcceleratorSaves:
         states.check_layout(options)
         settings = check_options(options)
         self._end()  # waits for the last save, which may be loaded now
-        reason = states.stock_reason(accelerator)
-        if settings.local is not None and not reason:
-            target = states.source_of(accelerator, input_dir)
-            self._open(accelerator, target, options)  # copies steps from the nodes' own disks
-        chosen = reason or self._choose(accelerator, input_dir, settings)
-        if isinstance(chosen, str):
-            self._log(accelerator, f"accelerate itself loads: {chosen}")
+        choice: dict[str, Any] = {"stock": states.stock_reason(accelerator)}
+        if not choice["stock"]:
+            if settings.local is not None:
+                target = states.source_of(accelerator, input_dir)
+                self._open(accelerator, target, options)  # copies steps from the nodes' own disks
+            choice = self._meet()[0].agree(
+                "what to load",
+                self._misfit(accelerator),
+                lambda reasons: _choose(accelerator, input_dir, reasons),
+                timeout_seconds=settings.timeout_seconds,
+            )
+        if "stock" in choice:
+            self._log(accelerator, f"accelerate itself loads: {choice['stock']}")
             stock_method("load_state")(accelerator, input_dir, **stock)
             return
+        chosen = LoadSource(Path(choice["folder"]), choice["ours"], choice["newest"])
         folder = self._fill(chosen, accelerator, settings)
         rank = int(accelerator.process_index)
         _put_back(accelerator, folder, rank, loaders=not chosen.ours)
@@ -284,24 +291,6 @@ class AcceleratorSaves:
         )
         return handle
 
-    def _choose(
-        self,
-        accelerator: Accelerator,
-        input_dir: str | os.PathLike[str] | None,
-        settings: Settings,
-    ) -> LoadSource | str:
-        """Returns the folder to load, or why accelerate itself has to load."""
-        peers, _ = self._meet()
-        choice: dict[str, Any] = peers.agree(
-            "what to load",
-            self._misfit(accelerator),
-            lambda reasons: _choice(accelerator, input_dir, reasons),
-            timeout_seconds=settings.timeout_seconds,
-        )
-        if "stock" in choice:
-            return str(choice["stock"])
-        return LoadSource(Path(choice["folder"]), choice["ours"], choice["newest"])
-
     def _fill(self, chosen: LoadSource, accelerator: Accelerator, settings: Settings) -> Path:
         """Loads a folder, or the newest complete one of automatic naming."""
         peers, _ = self._meet()
@@ -330,7 +319,7 @@ def stock_method(name: str) -> Callable[..., Any]:
     return stock
 
 
-def _choice(
+def _choose(
     accelerator: Accelerator,
     input_dir: str | os.PathLike[str] | None,
     reasons: Sequence[str],

@@ -7,6 +7,7 @@ import posixpath
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -201,31 +202,29 @@ def _step_in(folder: Path | Place, requests: Sequence[Mapping[str, Any]]) -> int
     return step if isinstance(step, int) else parse_step(posixpath.basename(folder)) or 0
 
 
-def _below(run: Path | Place, name: str) -> Path | Place:
-    if isinstance(run, NearPlace):
-        return run.step(name)
-    return run / name if isinstance(run, Path) else run.beside(posixpath.join(run, name))
-
-
+@dataclass(frozen=True, slots=True)
 class _Attempt:
     """One try to load one step."""
 
-    def __init__(self, bound: BoundState, peers: Peers, timeout_seconds: float) -> None:
-        self._bound = bound
-        self._peers = peers
-        self._timeout_seconds = timeout_seconds
+    bound: BoundState
+    peers: Peers
+    timeout_seconds: float
 
     def load_from(self, run: Path | Place, name: str, step: int) -> InputError | None:
         """Does what `load` does with a step of a run, if need be without the nodes' own copies."""
-        problem = self.load(_below(run, name), step)
-        if problem is not None and isinstance(run, NearPlace):  # one of these may be damaged
-            return self.load(_below(Place(run, run.options), name), step)
-        return problem
+        if isinstance(run, Path):
+            return self.load(run / name, step)
+        folder = run.beside(posixpath.join(run, name))
+        if not isinstance(run, NearPlace):
+            return self.load(folder, step)
+        problem = self.load(run.step(name), step)
+        # A node's own copies may be damaged.
+        return None if problem is None else self.load(folder, step)
 
     def load(self, folder: Path | Place, step: int) -> InputError | None:
         """Returns what is damaged, the same on all ranks, or None where all is in place."""
         start = time.perf_counter()
-        with few_collections(), StepLoader(folder, self._bound) as opening:
+        with few_collections(), StepLoader(folder, self.bound) as opening:
 
             def look(_: Sequence[Any]) -> dict[str, bool]:
                 try:
@@ -254,7 +253,7 @@ class _Attempt:
             partial = {unit: report.partial for unit, report in loaded.reports.items()}
             value = {
                 "problem": _problem(error),
-                "partial": pack(partial, world_size=self._peers.world_size),
+                "partial": pack(partial, world_size=self.peers.world_size),
                 "untied": loaded.untied,
             }
             verdict = self._agree(
@@ -268,11 +267,11 @@ class _Attempt:
         return None
 
     def _agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        return self._peers.agree(topic, value, decide, timeout_seconds=self._timeout_seconds)
+        return self.peers.agree(topic, value, decide, timeout_seconds=self.timeout_seconds)
 
     def _starting_anew(self, opening: StepLoader) -> frozenset[str]:
         """Agrees on which optimizers start without their state, where the user allows that."""
-        if self._bound.unfit_optimizer != "reset":
+        if self.bound.unfit_optimizer != "reset":
             return frozenset()
         unfit: dict[str, str] = {}
         try:
@@ -282,7 +281,7 @@ class _Attempt:
         reasons: dict[str, str] = self._agree(
             "which optimizers start anew", unfit, lambda values: dict(ChainMap(*values))
         )
-        for name, reason in sorted(reasons.items() if self._peers.rank == 0 else ()):
+        for name, reason in sorted(reasons.items() if self.peers.rank == 0 else ()):
             logger.warning("%s starts anew, without the state in the step: %s", name, reason)
         return frozenset(reasons)
 
@@ -303,7 +302,7 @@ class _Attempt:
             raise error_from_json(problem["error"]) from error
 
     def _report(self, step: int, loaded: LoadedStep, seconds: float) -> None:
-        if self._peers.rank != 0:
+        if self.peers.rank != 0:
             return
         reports = loaded.reports.values()
         unverified = [key for report in reports for key in report.unverified]

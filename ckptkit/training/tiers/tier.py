@@ -58,6 +58,7 @@ class NodeCopy:
         return (self.path / _DRAINED).exists()
 
 
+@dataclass(frozen=True, slots=True)
 class LocalTier:
     """A node's own disk, from the view of one of its ranks.
 
@@ -65,35 +66,17 @@ class LocalTier:
         path: The directory.
         ranks: The ranks that share it, in order.
         run: The run that its steps are drained to.
-        leads: Whether this rank acts for all of them.
+        owner: Identifies the run.
+        leads: Whether this rank, the first of them, acts for all.
+        lock: Of the directory; None on other ranks, and on file systems without locks.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        ranks: tuple[int, ...],
-        run: TrainingRun[Any],
-        owner: RunIdentity,
-        *,
-        leads: bool,
-        lock: RunLock | None,
-    ) -> None:
-        """Takes over the lock of the directory, which the leading rank has.
-
-        Args:
-            path: The directory.
-            ranks: The ranks that share it, in order.
-            run: The run that is saved to.
-            owner: Identifies the run.
-            leads: Whether this rank is the first of them.
-            lock: None on other ranks, and on file systems without locks.
-        """
-        self.path = path
-        self.ranks = ranks
-        self.run = run
-        self.leads = leads
-        self._owner = owner
-        self._lock = lock
+    path: Path
+    ranks: tuple[int, ...]
+    run: TrainingRun[Any]
+    owner: RunIdentity
+    leads: bool
+    lock: RunLock | None
 
     def placed(self, attempt: SaveAttempt) -> SaveAttempt:
         """Returns an attempt whose files this rank writes to the node's own disk first."""
@@ -104,7 +87,7 @@ class LocalTier:
         return self.path / attempt.step_name
 
     def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        return {**manifest, "source": {**manifest["source"], NODE_RUN: self._owner._asdict()}}
+        return {**manifest, "source": {**manifest["source"], NODE_RUN: self.owner._asdict()}}
 
     def copies(self) -> Iterator[NodeCopy]:
         return _copies_in(self.path)
@@ -134,8 +117,8 @@ class LocalTier:
             logger.warning("%s: %s", self.path, note)
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def open_tier(
@@ -163,30 +146,22 @@ def open_tier(
         )
         opening.unmark()
         undo.pop_all()
-    ranks = opening.ranks
-    leads = ranks[0] == peers.rank
-    return LocalTier(opening.path, ranks, run, owner, leads=leads, lock=opening.lock)
+    leads = opening.ranks[0] == peers.rank
+    return LocalTier(opening.path, opening.ranks, run, owner, leads=leads, lock=opening.lock)
 
 
+@dataclass(slots=True)
 class _Opening:
     """The steps of opening a node's directory; an error of one rank is raised on all."""
 
-    def __init__(
-        self,
-        local: Path,
-        run: TrainingRun[Any],
-        owner: RunIdentity,
-        peers: Peers,
-        timeout_seconds: float,
-    ) -> None:
-        self.path = local
-        self.ranks: tuple[int, ...] = ()
-        self.lock: RunLock | None = None
-        self._run = run
-        self._owner = owner
-        self._peers = peers
-        self._timeout_seconds = timeout_seconds
-        self._folder: RunFolder | None = None
+    path: Path
+    run: TrainingRun[Any]
+    owner: RunIdentity
+    peers: Peers
+    timeout_seconds: float
+    ranks: tuple[int, ...] = ()
+    lock: RunLock | None = None
+    folder: RunFolder | None = None
 
     def run_on_all(self, topic: str, work: Any) -> None:
         """Calls a function on all ranks; raises the first error on all of them."""
@@ -197,8 +172,8 @@ class _Opening:
             problem = error.to_json()
         except OSError as error:
             problem = as_failure(error, str(self.path)).to_json()
-        problems: list[Mapping[str, Any] | None] = self._peers.agree(
-            topic, problem, lambda values: values, timeout_seconds=self._timeout_seconds
+        problems: list[Mapping[str, Any] | None] = self.peers.agree(
+            topic, problem, lambda values: values, timeout_seconds=self.timeout_seconds
         )
         for rank, document in enumerate(problems):
             if document is not None:
@@ -207,24 +182,24 @@ class _Opening:
     def mark(self) -> None:
         """Creates the directory, and leaves this rank's mark there."""
         self.path = self.path.absolute()
-        place = self._run.place
+        place = self.run.place
         if isinstance(place, Path) and self.path.resolve().is_relative_to(place.resolve()):
             raise UsageError(
                 f"is {str(self.path)!r}, which is the directory of the run, or inside of it",
                 where="local",
                 hint="pass a directory on the node's own disk",
             )
-        self._folder = RunFolder(self.path, prefix=self._run.prefix)
+        self.folder = RunFolder(self.path, prefix=self.run.prefix)
         self._own_mark().touch()
 
     def take(self, undo: ExitStack) -> None:
         """Finds the ranks that share the directory; the first of them locks and sweeps it."""
-        marks = self._own_mark().parent.glob(f"{_MARK}{self._peers.nonce}-*")
+        marks = self._own_mark().parent.glob(f"{_MARK}{self.peers.nonce}-*")
         self.ranks = tuple(sorted(int(mark.name.rpartition("-")[2]) for mark in marks))
-        if self.ranks[0] != self._peers.rank:
+        if self.ranks[0] != self.peers.rank:
             return
-        assert self._folder is not None  # noqa: S101  `mark` has set it
-        self.lock = self._folder.lock()
+        assert self.folder is not None  # noqa: S101  `mark` has set it
+        self.lock = self.folder.lock()
         if self.lock is not None:
             undo.callback(self.lock.close)
             for note in sweep(self.path):
@@ -232,7 +207,7 @@ class _Opening:
         # A step of another run, or of an earlier one in the same place, must not be taken for a
         # step of this run, and must not be removed before it is drained.
         for copy in _copies_in(self.path):
-            if copy.owner.identity == self._owner.identity:
+            if copy.owner.identity == self.owner.identity:
                 continue
             name, run = copy.path.name, copy.owner.path
             if self.lock is None or not copy.is_drained:
@@ -251,7 +226,7 @@ class _Opening:
             self._own_mark().unlink(missing_ok=True)
 
     def _own_mark(self) -> Path:
-        name = f"{_MARK}{self._peers.nonce}-{self._peers.rank}"
+        name = f"{_MARK}{self.peers.nonce}-{self.peers.rank}"
         return self.path / MARKS_FOLDER / name
 
 
