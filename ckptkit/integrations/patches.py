@@ -79,10 +79,7 @@ class ImportPatcher(importlib.abc.MetaPathFinder):
                 self._patch(sys.modules[name])
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Finds a library's module as the other finders do, and patches it once it has run."""
         if fullname not in self._libraries:

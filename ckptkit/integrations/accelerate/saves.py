@@ -13,12 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptkit.core.errors import (
-    OutputExistsError,
-    SaveError,
-    UnsupportedError,
-    UsageError,
-)
+from ckptkit.core.errors import OutputExistsError, SaveError, UnsupportedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.integrations.accelerate import accelerator_state as states
 from ckptkit.integrations.accelerate.accelerator_state import (
@@ -118,11 +113,7 @@ class AcceleratorSaves:
         return handle
 
     def save_model(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        out: Path,
-        options: ExportOptions,
+        self, accelerator: Accelerator, model: torch.nn.Module, out: Path, options: ExportOptions
     ) -> None:
         """Writes a sharded model; see `ckptkit.integrations.accelerate.save_model`."""
         if self._last is not None and self.folder in (out, *out.parents):
@@ -320,9 +311,7 @@ def stock_method(name: str) -> Callable[..., Any]:
 
 
 def _choose(
-    accelerator: Accelerator,
-    input_dir: str | os.PathLike[str] | None,
-    reasons: Sequence[str],
+    accelerator: Accelerator, input_dir: str | os.PathLike[str] | None, reasons: Sequence[str]
 ) -> dict[str, Any]:
     """Decides on rank 0 for all ranks which folder is loaded, and whether by accelerate."""
     reason = next(filter(None, reasons), "")

@@ -140,11 +140,7 @@ class _Memory:
 
     def share(self) -> str:
         """Gives all ranks the memory; returns the same reason on all ranks where that fails."""
-        own = {
-            "reason": self._held.reason,
-            "machine": _machine(),
-            "digest": self._held.digest,
-        }
+        own = {"reason": self._held.reason, "machine": _machine(), "digest": self._held.digest}
         answer = self._agree(own, self._allocate)
         if "reason" in answer:
             return str(answer["reason"])

@@ -256,10 +256,7 @@ class TrainerCheckpoints:
             self._best[step] = best
         remove_sentinel(self.folder(step))
         handle = checkpointer.save(
-            step,
-            state_of(trainer),
-            metrics=metrics_of(trainer),
-            files=own_state(trainer),
+            step, state_of(trainer), metrics=metrics_of(trainer), files=own_state(trainer)
         )
         self._handles = {s: h for s, h in self._handles.items() if not h.done() or h.unheard_error}
         self._handles[step] = handle

@@ -330,10 +330,7 @@ def _products(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _check_others(
-    table: Table,
-    starts: NDArray[np.intp],
-    counts: NDArray[np.intp],
-    name: Callable[[int], str],
+    table: Table, starts: NDArray[np.intp], counts: NDArray[np.intp], name: Callable[[int], str]
 ) -> int:
     """Checks records of which ranks read parts that overlap, or not all; returns what is left."""
     unproven = 0

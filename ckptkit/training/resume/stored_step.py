@@ -16,12 +16,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
-from ckptkit.core.manifest import (
-    MANIFEST_NAME,
-    RUN_FACTS,
-    Manifest,
-    check_manifest_size,
-)
+from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, Manifest, check_manifest_size
 from ckptkit.core.text import Closing
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
