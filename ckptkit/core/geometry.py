@@ -348,8 +348,14 @@ def contiguous_parts(box: Box, outer: Shape, most_elements: int) -> Iterator[Box
         return
     axis = next(axis for axis, size in enumerate(box.sizes) if size > 1)
     count = max(1, most_elements * box.sizes[axis] // elements) if whole else 1
+    for part in cut(box, axis, count):
+        yield from contiguous_parts(part, outer, most_elements)
+
+
+def cut(box: Box, axis: int, count: int) -> Iterator[Box]:
+    """Cuts a box across `axis` into boxes of `count` indexes, the last one thinner."""
     for low in range(0, box.sizes[axis], count):
         offsets, sizes = list(box.offsets), list(box.sizes)
         offsets[axis] += low
         sizes[axis] = min(count, sizes[axis] - low)
-        yield from contiguous_parts(Box(tuple(offsets), tuple(sizes)), outer, most_elements)
+        yield Box(tuple(offsets), tuple(sizes))

@@ -57,17 +57,6 @@ class Digests:
         """Returns the digest of a side file's bytes."""
         return join_leaves(self.files.get(path, {}))
 
-    def first_gap(self, sizes: Iterable[tuple[str, int]]) -> str | None:
-        """Returns the first tensor of which a leaf is missing, or None.
-
-        Args:
-            sizes: Of all tensors, in bytes, by name.
-        """
-        for name, size_bytes in sizes:
-            if len(self.tensors.get(name, {})) != -(-size_bytes // LEAF_BYTES):
-                return name
-        return None
-
     def first_difference(self, other: Digests) -> str | None:
         """Returns the first tensor or side file of which a leaf in `other` is another one here."""
         for mine, theirs in ((self.tensors, other.tensors), (self.files, other.files)):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ckptkit.core.geometry import (
     Overlap,
     contiguous_parts,
+    cut,
     flat_offset,
     hull,
     intersect,
@@ -387,7 +388,7 @@ class TensorReader:
                 axis = max(range(len(reach)), key=lambda i: reach[i])
                 rest = extent - reach[axis] * itemsize
                 count = max(1, (RUN_BYTES - rest) // (strides[axis] * itemsize) + 1)
-                parts = list(_cut(outer, axis, min(count, max(1, outer.sizes[axis] - 1))))
+                parts = list(cut(outer, axis, min(count, max(1, outer.sizes[axis] - 1))))
                 pending += reversed(parts)
                 continue
             scratch = self._scratch_of(extent)
@@ -468,15 +469,6 @@ def _moved(part: Box, overlap: Overlap) -> Box:
     inside = relative(part, overlap.source)
     offsets = zip(inside.offsets, overlap.target.offsets, strict=True)
     return Box(tuple(i + t for i, t in offsets), inside.sizes)
-
-
-def _cut(box: Box, axis: int, count: int) -> Iterator[Box]:
-    """Cuts a box across `axis` into boxes of `count` indexes, the last one thinner."""
-    for low in range(0, box.sizes[axis], count):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[axis] += low
-        sizes[axis] = min(count, sizes[axis] - low)
-        yield Box(tuple(offsets), tuple(sizes))
 
 
 def _block(view: memoryview, overlap: SpanOverlap, itemsize: int) -> ArrayMemory:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
-from ckptkit.core.geometry import flat_offset, intersect, relative, slabs
+from ckptkit.core.geometry import cut, flat_offset, intersect, relative, slabs
 from ckptkit.core.index import Box, Key, Shape, Span
 from ckptkit.engine.kernels import Operand
 from ckptkit.engine.reader import slices_of
@@ -167,9 +167,7 @@ def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
         yield first, box
         return
     axis = max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: steps[i])
-    for index in range(sizes[axis]):
-        offsets = (*box.offsets[:axis], box.offsets[axis] + index, *box.offsets[axis + 1 :])
-        part = Box(offsets, (*sizes[:axis], 1, *sizes[axis + 1 :]))
+    for index, part in enumerate(cut(box, axis, 1)):
         yield from _dense(first + index * steps[axis], part, steps)
 
 

@@ -160,21 +160,21 @@ def take_request(run: Path) -> Owner | None:
     return owner
 
 
-def run_identity(run: Path, disk: Disk = LOCAL_DISK) -> str:
+def run_identity(run: Path) -> str:
     """Returns the identity of a run; writes one, durably, if it has none.
 
     Only the process with the lock of the run may call this.
     """
-    return identity_in(run / MARKS_FOLDER, disk)
+    return identity_in(run / MARKS_FOLDER)
 
 
-def identity_in(folder: Path, disk: Disk) -> str:
+def identity_in(folder: Path) -> str:
     """Returns the identity in a folder; writes one, durably, if it has none."""
     path = folder / _IDENTITY
     identity = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
     if not identity:
         identity = secrets.token_hex(_IDENTITY_BYTES)
-        replace_file(path, identity.encode(), disk, draft=path.with_name(f".{_IDENTITY}"))
+        replace_file(path, identity.encode(), LOCAL_DISK, draft=path.with_name(f".{_IDENTITY}"))
     return identity
 
 

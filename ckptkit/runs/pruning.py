@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from ckptkit.runs.save_order import (
     steps_to_remove,
     unknown_metric,
 )
-from ckptkit.runs.steps import RunStep, StoredFile, abandoned
+from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import PathLike
 
 Action = Literal["keep", "remove", "failed"]
@@ -133,7 +133,14 @@ class _Verdicts:
         self._listing = listing
         self._retention = retention
         self._protected = protected
-        self._newest_files = frozenset(_with_newest_files(listing.steps))
+        # The step of each series with the newest files, if its order is unknown: it may be the
+        # current one, if training went back.
+        self._newest_files: set[str] = set()
+        for series in {step.series for step in listing.steps}:
+            complete = [step for step in listing.steps if step.complete and step.series == series]
+            if complete and not any(step.save_number for step in complete):
+                newest = max(complete, key=lambda step: (step.modified, step.step))
+                self._newest_files.add(newest.name)
 
     def all(self) -> list[PrunedStep]:
         if missing_metric(self._listing.steps, self._retention):
@@ -184,17 +191,6 @@ class _Verdicts:
             yield why, replace(wanted, keep_last=None, keep_every=None)
 
 
-def _with_newest_files(steps: Sequence[RunStep]) -> Iterator[str]:
-    """Yields the step of each series with the newest files, if its order is unknown.
-
-    It may be the current one, if training went back.
-    """
-    for series in {step.series for step in steps}:
-        complete = [step for step in steps if step.complete and step.series == series]
-        if complete and not any(step.save_number for step in complete):
-            yield max(complete, key=lambda step: (step.modified, step.step)).name
-
-
 class _Pruning:
     """Executes the verdicts."""
 
@@ -214,12 +210,18 @@ class _Pruning:
             cleared = ()
             notes.append(str(error))
         steps = tuple(self._execute(verdict, dry_run=dry_run) for verdict in self._verdicts)
-        gone = [pruned.step for pruned in steps if pruned.action == "remove"]
+        gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
+        names = Counter(file.inode for file in gone if file.inode)
+        freed = {  # files with other names that stay free nothing
+            file.inode or file.path: file.size_bytes
+            for file in gone
+            if not file.inode or names[file.inode] >= file.links
+        }
         return Pruned(
             location=self._listing.location,
             dry_run=dry_run,
             steps=steps,
-            freed_bytes=_freed(file for step in gone for file in step.files),
+            freed_bytes=sum(freed.values()),
             cleared=cleared,
             notes=tuple(notes),
         )
@@ -252,15 +254,3 @@ class _Pruning:
                 )
             self._store.remove(step.name, step.files)
         return True
-
-
-def _freed(files: Iterable[StoredFile]) -> int:
-    """Returns the space that removing files frees; files with other names that stay free none."""
-    gone = list(files)
-    names = Counter(file.inode for file in gone if file.inode)
-    freed = {
-        file.inode or file.path: file.size_bytes
-        for file in gone
-        if not file.inode or names[file.inode] >= file.links
-    }
-    return sum(freed.values())

@@ -218,7 +218,7 @@ def watch_identity(folder: Path) -> str:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return identity_in(folder, LOCAL_DISK)
+        return identity_in(folder)
     except OSError:
         return ""
 
@@ -228,15 +228,13 @@ def _read(path: Path) -> tuple[str, dict[int, StepPush]]:
         document: Any = json.loads(file.read(_MOST_BYTES))
     if document["ckptkit_pushes"] != _VERSION:
         raise ValueError(f"version {document['ckptkit_pushes']!r} was found against {_VERSION}")
-    pushes = {int(step): _push(int(step), entry) for step, entry in document["steps"].items()}
+    pushes: dict[int, StepPush] = {}
+    for step, entry in document["steps"].items():
+        push = StepPush(**entry)
+        if push.step != int(step) or push.state not in get_args(PushState):
+            raise ValueError(f"the entry of step {step} is of step {push.step}, {push.state!r}")
+        pushes[push.step] = push
     return str(document["run"]), pushes
-
-
-def _push(step: int, document: Mapping[str, Any]) -> StepPush:
-    push = StepPush(**document)
-    if push.step != step or push.state not in get_args(PushState):
-        raise ValueError(f"the entry of step {step} is of step {push.step}, {push.state!r}")
-    return push
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError | NoSpaceError:

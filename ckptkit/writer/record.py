@@ -100,7 +100,12 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
             attempt=str(document["attempt"]),
             units={str(unit): _table(content) for unit, content in document["units"].items()},
             files=tuple(_file(file, where) for file in document["files"]),
-            dispensable=tuple(map(_dispensable, document.get("dispensable", ()))),
+            dispensable=tuple(
+                RecordedOptional(
+                    str(part["name"]), str(part["unit"]), tuple(part["path"]), str(part["problem"])
+                )
+                for part in document.get("dispensable", ())
+            ),
         )
     except FormatError:
         raise
@@ -110,11 +115,6 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
     for unit in filter(None, record.units):
         check_relative(unit, where)
     return record
-
-
-def _dispensable(document: Mapping[str, Any]) -> RecordedOptional:
-    name, unit, problem = (str(document[key]) for key in ("name", "unit", "problem"))
-    return RecordedOptional(name, unit, tuple(document["path"]), problem)
 
 
 def _file(document: Mapping[str, Any], where: str) -> WrittenFile:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.marks import MARKS_FOLDER
-from ckptkit.storage.local.disk import LOCAL_DISK, Disk
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import OLD, TRASH, remove_tree
 from ckptkit.storage.locations import WORK_INFIX
 
@@ -49,14 +49,13 @@ def leftovers(run: Path) -> tuple[Leftover, ...]:
     return tuple(folders)
 
 
-def sweep(run: Path, disk: Disk = LOCAL_DISK) -> tuple[str, ...]:
+def sweep(run: Path) -> tuple[str, ...]:
     """Restores a step whose replacement was interrupted, and removes all other leftovers.
 
     Nothing may be saving into the run at the same time.
 
     Args:
         run: The run's directory.
-        disk: The file operations of the platform.
 
     Returns:
         Notes for the log.
@@ -80,8 +79,16 @@ def sweep(run: Path, disk: Disk = LOCAL_DISK) -> tuple[str, ...]:
         except OSError as error:
             notes.append(f"{path.name} could not be removed: {error}")
     if folders:
-        disk.sync_directory(run)
-    return (*notes, *_sweep_sidecars(run / MARKS_FOLDER))
+        LOCAL_DISK.sync_directory(run)
+    marks = run / MARKS_FOLDER
+    for path in sorted(marks.iterdir()) if marks.is_dir() else ():
+        # The sidecar folder of a job that has ended.
+        if _SIDECARS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                notes.append(f"{path.name} could not be removed: {error}")
+    return tuple(notes)
 
 
 def discard(folder: str) -> tuple[str, ...]:
@@ -103,15 +110,3 @@ def discard(folder: str) -> tuple[str, ...]:
     except OSError as error:
         return (f"the working folder could not be removed: {error}",)
     return ()
-
-
-def _sweep_sidecars(marks: Path) -> list[str]:
-    """Removes the sidecar folders of jobs that have ended."""
-    notes = []
-    for path in sorted(marks.iterdir()) if marks.is_dir() else ():
-        if _SIDECARS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            try:
-                shutil.rmtree(path)
-            except OSError as error:
-                notes.append(f"{path.name} could not be removed: {error}")
-    return notes

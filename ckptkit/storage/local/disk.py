@@ -247,7 +247,15 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self)
         try:
-            if size_bytes and not (self.preallocation and _preallocated(file, size_bytes)):
+            is_reserved = False
+            if size_bytes and self.preallocation:
+                try:
+                    file.preallocate(size_bytes)
+                    is_reserved = True
+                except OSError as error:
+                    if not is_refused(error):
+                        raise
+            if size_bytes and not is_reserved:
                 file.truncate(size_bytes)
         except BaseException:
             file.close()  # before it is removed: Windows does not remove open files
@@ -317,16 +325,6 @@ class Disk:
 
 
 LOCAL_DISK = Disk()
-
-
-def _preallocated(file: OpenFile, size_bytes: int) -> bool:
-    try:
-        file.preallocate(size_bytes)
-    except OSError as error:
-        if is_refused(error):
-            return False
-        raise
-    return True
 
 
 class Closable(Protocol):

@@ -67,13 +67,25 @@ class LocalSource(Closing):
         self._allowed = (self._resolved, *blobs[:1])
         self._pool = DescriptorPool(self._open, open_files)
 
-    def walk(self, depth: int) -> Iterator[str]:
-        """Yields the paths of files down to `depth` folders below, sorted.
+    def walk(self, depth: int, folder: str = "") -> Iterator[str]:
+        """Yields the paths of files down to `depth` folders below a folder, sorted.
 
         Folders that are links are not entered, since they may lead round in circles; nor are
         folders in which an output is being staged, or that may not be looked into.
         """
-        yield from self._walk("", depth)
+        if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
+            return  # such as lost+found, which is no checkpoint and no reason to fail
+        with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
+            children = sorted(
+                (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
+                for entry in entries
+                if not is_work_folder(entry.name)
+            )
+        for path, is_link in children:  # with the slash, the order is that of all paths below
+            if not path.endswith("/"):
+                yield path
+            elif depth > 0 and not is_link:
+                yield from self.walk(depth - 1, path)
 
     def stat(self, path: str) -> FileRef:
         """Returns size and identity of a file, the latter from inode, mtime and size."""
@@ -123,21 +135,6 @@ class LocalSource(Closing):
         """Returns the names of folders right below that are links, which `walk` does not enter."""
         with self._translate_errors(""), os.scandir(self._resolved) as entries:
             return sorted(e.name for e in entries if e.is_symlink() and _is_folder(e))
-
-    def _walk(self, folder: str, depth: int) -> Iterator[str]:
-        if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
-            return  # such as lost+found, which is no checkpoint and no reason to fail
-        with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
-            children = sorted(
-                (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
-                for entry in entries
-                if not is_work_folder(entry.name)
-            )
-        for path, is_link in children:  # with the slash, the order is that of all paths below
-            if not path.endswith("/"):
-                yield path
-            elif depth > 0 and not is_link:
-                yield from self._walk(path, depth - 1)
 
     def _open(self, path: str) -> OpenFile:
         resolved = self._resolve(path)

@@ -6,8 +6,9 @@ import posixpath
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.core.errors import (
     AccessError,
@@ -114,20 +115,19 @@ class RemoteSource(Closing):
 
         An empty range only looks up its file.
         """
-        small = (wanted for wanted in ranges if wanted.size_bytes <= _KEPT_BYTES)
-        futures = [self._pool().submit(self._prefetch_one, wanted) for wanted in small]
+        futures: list[Future[Any]] = []
+        for wanted in ranges:
+            if not wanted.size_bytes:
+                futures.append(self._pool().submit(self.stat, wanted.path))
+            elif wanted.size_bytes <= _KEPT_BYTES:
+                read = partial(self.read, wanted.path, wanted.start, wanted.stop)
+                futures.append(self._pool().submit(read))
         for future in futures:
             future.exception()  # raised again when the bytes are read
 
     def copy_source(self, path: str) -> CopySource | None:
         entry = self._get_entry(path)
         return CopySource(self._store, posixpath.join(self._root, path), entry.etag)
-
-    def _prefetch_one(self, wanted: FileRange) -> None:
-        if wanted.size_bytes:
-            self.read(wanted.path, wanted.start, wanted.stop)
-        else:
-            self.stat(wanted.path)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         """Returns the first file that is no longer the one it was, or None."""

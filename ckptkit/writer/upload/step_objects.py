@@ -104,17 +104,6 @@ def take_run(store: Store, nonce: str) -> None:
     store.put(_JOB, nonce.encode())
 
 
-def check_run(store: Store, nonce: str) -> None:
-    """Refuses to write to a run that another job has opened since."""
-    stored = store.get(_JOB)
-    if stored is not None and stored != nonce.encode():
-        raise RefusedError(
-            "another job has opened the run since and saves to it",
-            where=store.location,
-            hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
-        )
-
-
 _SUFFIX = ".uploaded"
 _DAMAGED = (OSError, ValueError, LookupError, TypeError)
 
@@ -242,7 +231,13 @@ class _Step:
         path = f"{self._name}/{MANIFEST_NAME}"
         files = self._gathering.files
         manifest = manifest_bytes(document, files, self._store.where(path))
-        check_run(self._store, self._request.job)
+        stored = self._store.get(_JOB)
+        if stored is not None and stored != self._request.job.encode():
+            raise RefusedError(
+                "another job has opened the run since and saves to it",
+                where=self._store.location,
+                hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
+            )
         self._store.put(path, manifest)
         return sum(file.size_bytes for file in files.values()) + len(manifest)
 
