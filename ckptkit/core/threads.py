@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -73,6 +74,21 @@ class WorkerThread:
 def _log_error(future: Future[Any]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("a background call failed", exc_info=error)
+
+
+def weak_callback(method: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls a method while its object exists, without keeping it alive.
+
+    For hooks that cannot be removed, such as those of `os.register_at_fork`.
+    """
+    alive = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = alive()
+        if living is not None:
+            living()
+
+    return call
 
 
 def run_crew(

@@ -17,16 +17,15 @@ import re
 import secrets
 import socket
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import MissingFileError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
+from ckptkit.core.threads import weak_callback
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import replace_file
 
@@ -65,17 +64,11 @@ class RunLock:
         if hasattr(os, "register_at_fork"):
             # A forked child, such as a worker of a DataLoader, shares the lock while it has the
             # descriptor, and may outlive this process.
-            os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
+            os.register_at_fork(after_in_child=weak_callback(self.close))
 
     def close(self) -> None:
         """Releases the lock; a second call does nothing."""
         self._file.close()
-
-
-def _close(lock: weakref.ref[RunLock]) -> None:
-    alive = lock()
-    if alive is not None:
-        alive.close()
 
 
 def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:

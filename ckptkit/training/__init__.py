@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
 from ckptkit.training.settings import Options
-from ckptkit.training.state.fsdp1 import write_flat_layout
+from ckptkit.training.state.fsdp import write_flat_layout
 
 __all__ = [
     "Checkpointer",

@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import IO, Any, Literal, get_args
 
 from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_json
 from ckptkit.core.text import a_kind
+from ckptkit.core.threads import weak_callback
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.runs.save_order import Retention
@@ -207,7 +207,7 @@ class Pushing:
         self._input: socket.socket | None = None
         self._reader: threading.Thread | None = None
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+            os.register_at_fork(after_in_child=weak_callback(self.leave))
         self._start()
 
     @property
@@ -477,9 +477,3 @@ def _succeed(event: Mapping[str, Any], push: Push, place: Path | Place | None) -
         url=event["url"],
     )
     push.succeed(report)
-
-
-def _leave(pushing: weakref.ref[Pushing]) -> None:
-    alive = pushing()
-    if alive is not None:
-        alive.leave()

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import partial
 from types import FrameType
 from typing import Any
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import a_kind
+from ckptkit.core.threads import weak_callback
 
 _HINT = 'pass names such as signals=("SIGTERM", "SIGUSR2"), or () for none'
 
@@ -87,11 +86,10 @@ class SignalWatch:
             self.close()
             raise
         if numbers and hasattr(os, "register_at_fork"):
-            alive = weakref.ref(self)
             os.register_at_fork(
-                before=partial(_call, alive, SignalWatch._hold_back),
-                after_in_parent=partial(_call, alive, SignalWatch._let_through),
-                after_in_child=partial(_call, alive, SignalWatch._leave),
+                before=weak_callback(self._hold_back),
+                after_in_parent=weak_callback(self._let_through),
+                after_in_child=weak_callback(self._leave),
             )
 
     def take(self) -> str | None:
@@ -141,12 +139,6 @@ class SignalWatch:
             self._arrived.append(signal.Signals(number).name)
         if callable(earlier):
             earlier(number, frame)
-
-
-def _call(watch: weakref.ref[SignalWatch], method: Callable[[SignalWatch], None]) -> None:
-    alive = watch()
-    if alive is not None:
-        method(alive)
 
 
 def _signal(given: object) -> signal.Signals:

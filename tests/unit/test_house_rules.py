@@ -27,7 +27,7 @@ FULL_DOCSTRINGS = (
     *("ckptkit/integrations/accelerate/__init__.py", "ckptkit/integrations/scalars.py"),
     *("ckptkit/integrations/transformers/__init__.py", "ckptkit/storage/base.py"),
     *("ckptkit/training/checkpointer.py", "ckptkit/training/handle.py"),
-    *("ckptkit/training/settings.py", "ckptkit/training/state/fsdp1.py"),
+    *("ckptkit/training/settings.py", "ckptkit/training/state/fsdp.py"),
 )
 VAGUE_WORDS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 

@@ -51,7 +51,7 @@ from ckptkit.training.resume.stored_step import StoredStep, bind_to_step
 from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, bind
 from ckptkit.training.state.dtensors import Copies
-from ckptkit.training.state.fsdp1 import cast_buffers
+from ckptkit.training.state.fsdp import cast_buffers
 from ckptkit.training.state.models import ModelView, ModelWalk
 from ckptkit.training.state.optimizers import STATE
 from ckptkit.training.state.pieces import Piece, ShardLayout

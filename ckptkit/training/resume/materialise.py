@@ -15,7 +15,7 @@ from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.dtensors import DTensor
-from ckptkit.training.state.in_use import fsdp2_states
+from ckptkit.training.state.fsdp import fsdp2_states
 from ckptkit.training.state.models import members_of
 from ckptkit.training.state.optimizers import STATE, below
 from ckptkit.training.state.pieces import ShardLayout

@@ -32,7 +32,7 @@ from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import shown_name
 from ckptkit.training.state.collect import BoundModel, BoundObject, BoundState
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
-from ckptkit.training.state.fsdp1 import has_flat_parameters
+from ckptkit.training.state.fsdp import has_flat_parameters
 from ckptkit.training.state.objects import flatten
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import adapt, assemble, leaf_paths

@@ -11,7 +11,9 @@ written like trained ones, so that the rest can be linked.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,13 +23,15 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from ckptkit.core.crc import crc32
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.file_layout import SavePlan
 from ckptkit.training.save.staging import Stager
-from ckptkit.training.state.frozen_watch import FileMark, VersionWatch
-from ckptkit.training.state.pieces import Entry, Piece
+from ckptkit.training.state.dtensors import memory_layout
+from ckptkit.training.state.pieces import Entry, Piece, Watched
 from ckptkit.writer.messages import Image, Link, Written
 
 logger = logging.getLogger(__name__)
@@ -293,3 +297,83 @@ def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
     """Returns the frozen pieces that this rank writes, in the order of their first bytes."""
     steps = (sample.step for sample in chain.from_iterable(plan.samples))
     return [pieces[number] for number in dict.fromkeys(step.piece for step in steps)]
+
+
+_MOST_LINKS = 1000  # fewer than any file system allows that has hard links at all
+
+
+@dataclass(frozen=True, slots=True)
+class VersionWatch:
+    """The state of a frozen weight at a save.
+
+    Attributes:
+        key: Its name, for messages.
+        local: Its elements, kept alive so that no other tensor gets their address.
+        tensors: Those whose version counters are compared.
+        versions: How often each of them was changed in place; None where torch does not count.
+    """
+
+    key: str
+    local: torch.Tensor
+    tensors: Watched
+    versions: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, piece: Piece, *, forget: Callable[[], object]) -> VersionWatch:
+        """Records the versions of a piece as they are now.
+
+        Args:
+            piece: A frozen one.
+            forget: Called once one of the tensors is gone; has to drop this record.
+        """
+
+        def gone(_: weakref.ref[torch.Tensor]) -> None:
+            forget()
+
+        living = [tensor for ref in piece.watched if (tensor := ref()) is not None]
+        refs = tuple(weakref.ref(tensor, gone) for tensor in living)
+        return cls(piece.key, piece.local, refs, _versions(piece))
+
+    def still_holds(self, piece: Piece) -> bool:
+        """Whether a piece has the same elements in the same memory, not changed by torch."""
+        return (
+            self.versions is not None
+            and self.versions == _versions(piece)
+            and all(a() is b() for a, b in zip(self.tensors, piece.watched, strict=True))
+            and memory_layout(self.local) == memory_layout(piece.local)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileMark:
+    """The identity of a file at a save."""
+
+    path: Path
+    status: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> FileMark:
+        return cls(path, _status(path.stat()))
+
+    def still_holds(self) -> bool:
+        """Whether the file is unchanged, and may be linked once more."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return False
+        return _status(status) == self.status and status.st_nlink < _MOST_LINKS
+
+
+def _status(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _versions(piece: Piece) -> tuple[int, ...] | None:
+    """Returns the version counters, None where they are not known; the parameter comes first."""
+    tensors = [ref() for ref in piece.watched]
+    if tensors[0] is None or tensors[0].requires_grad:
+        return None
+    try:
+        return tuple(-1 if tensor is None else tensor._version for tensor in tensors)  # noqa: SLF001 - there is no public way
+    except RuntimeError:  # made in inference mode, where nothing is counted
+        return None

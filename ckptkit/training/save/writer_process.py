@@ -9,13 +9,12 @@ import socket
 import subprocess
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from ckptkit.core.errors import WriterError, error_from_json
+from ckptkit.core.threads import weak_callback
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.writer.messages import (
     Answer,
@@ -76,7 +75,7 @@ class WriterProcess:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+            os.register_at_fork(after_in_child=weak_callback(self.leave))
 
     @property
     def pid(self) -> int | None:
@@ -227,9 +226,3 @@ class WriterProcess:
             self._process.returncode = 0  # only the parent can wait for it
         self._process = self._channel = self._socket = None
         self._lock = threading.Lock()  # a thread that the child lacks may have held it
-
-
-def _leave(process: weakref.ref[WriterProcess]) -> None:
-    alive = process()
-    if alive is not None:
-        alive.leave()

@@ -16,17 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.index import KeyPath
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, memory_layout
-from ckptkit.training.state.frozen_watch import watched_by
-from ckptkit.training.state.fsdp1 import (
+from ckptkit.training.state.fsdp import (
     FlatUnit,
     cast_buffers,
+    check_registered,
+    check_unused,
     flat_shards,
     flat_units,
     layout_facts,
     managed_parameters,
     strategy_of,
 )
-from ckptkit.training.state.in_use import check_registered, check_unused
 from ckptkit.training.state.objects import flatten, make_object, step_of
 from ckptkit.training.state.pieces import (
     ObjectValue,
@@ -34,6 +34,7 @@ from ckptkit.training.state.pieces import (
     Replicas,
     ShardLayout,
     Watched,
+    watched_by,
 )
 from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Structure, take_apart

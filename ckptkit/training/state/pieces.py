@@ -234,6 +234,25 @@ def whole_layout(
     return ShardLayout(fqn, shape, whole_places(shape), shape, replicas, values)
 
 
+def watched_by(
+    parameter: torch.Tensor, *further: torch.Tensor, tied: Sequence[torch.Tensor] = ()
+) -> Watched:
+    """Returns the tensors that show changes of a frozen parameter; none if it is trained.
+
+    Args:
+        parameter: The parameter, or any other tensor of a model.
+        further: Others through which its elements may be changed, or that are frozen if it is, such
+            as the scales of a packed weight.
+        tied: Others of the model that are the same tensor: where one is trained, all are.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        return ()
+    if any(tensor.requires_grad for tensor in (parameter, *tied)):
+        return ()
+    others = [tensor for tensor in (*tied, *further) if tensor is not parameter]
+    return tuple(map(weakref.ref, (parameter, *others)))
+
+
 def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
     """Returns for each piece whether this rank writes it.
 
