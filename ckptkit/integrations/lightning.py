@@ -140,7 +140,12 @@ class StrategySaves:
             for path in due:
                 self._numbers.pop(path, None)
         for path in due:
-            _remove(path)
+            try:
+                remove_folder(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                logger.warning("%s could not be removed: %s", path, error)
 
 
 def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> None:
@@ -163,15 +168,6 @@ def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> Non
         resume_from(bound, path.absolute(), peers, timeout_seconds=timeout_seconds)
     finally:
         peers.close()
-
-
-def _remove(path: Path) -> None:
-    try:
-        remove_folder(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        logger.warning("%s could not be removed: %s", path, error)
 
 
 META = "meta.pt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -62,31 +62,10 @@ logger = logging.getLogger(__name__)
 _COMPARED = 1 << 20  # elements at once, so that little memory is needed
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedStep:
-    """What one rank has read of a step.
-
-    Attributes:
-        reports: What was read of each DCP directory.
-        untied: By the name of a tensor that is left out, because the model holds it as one with
-            another: that one's name, and the largest absolute difference on this rank.
-    """
-
-    reports: Mapping[str, FillReport] = field(default_factory=dict)
-    untied: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class FillPlan:
-    """What one rank is to fill, all of which fits.
-
-    Attributes:
-        pieces: The tensors to fill, by DCP directory.
-        changes: Functions that put everything else in place.
-    """
-
-    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
-    changes: Sequence[Apply] = ()
+Untied = dict[str, tuple[str, float]]
+"""By the name of a tensor that is left out, because the model holds it as one with another: that
+one's name, and the largest absolute difference on this rank.
+"""
 
 
 class StepLoader:
@@ -150,13 +129,16 @@ class StepLoader:
 
     def prepare(
         self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
-    ) -> FillPlan:
+    ) -> tuple[dict[str, list[Piece]], list[Apply]]:
         """Reads everything but the tensors, and checks that these fit; overwrites none of them.
 
         Args:
             step: The number of the step.
             alike: What `loaders_alike` returned to rank 0.
             anew: The names of optimizers whose state is cleared, not loaded.
+
+        Returns:
+            The tensors to fill, by DCP directory; functions that put everything else in place.
         """
         stored, bound, slots = self.stored, self.bound, self._slots
         fresh = [o for o in bound.optimizers if o.name in anew]
@@ -192,17 +174,16 @@ class StepLoader:
             pieces[piece.unit].append(piece)
         for unit, of_unit in pieces.items():
             match_entries(stored.index(unit), of_unit)
-        return FillPlan(pieces, changes)
+        return pieces, changes
 
-    def fill(self, prepared: FillPlan) -> LoadedStep:
-        """Fills the tensors."""
-        pieces = prepared.pieces
+    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> tuple[dict[str, FillReport], Untied]:
+        """Fills the tensors; returns what was read of each DCP directory, and was left out."""
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
             for unit, of_unit in pieces.items()
         }
         # What the model holds as one tensor and the step as several, as far as it was read.
-        differing: dict[str, tuple[str, float]] = {}
+        differing: Untied = {}
         starts = {unit: len(m.path) for m in self.bound.models for unit in m.places.units}
         for unit, depth in starts.items():
             for piece in pieces.get(unit, ()):
@@ -210,7 +191,7 @@ class StepLoader:
                     for name, kept, difference in self._differing(unit, piece, depth):
                         before = differing.get(name, (kept, 0.0))[1]
                         differing[name] = kept, max(before, difference)
-        return LoadedStep(reports, differing)
+        return reports, differing
 
     def _differing(self, unit: str, piece: Piece, depth: int) -> Iterator[tuple[str, str, float]]:
         index = self.stored.index(unit)

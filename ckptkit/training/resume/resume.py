@@ -27,12 +27,19 @@ from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
-from ckptkit.training.resume.fill import FillPlan, LoadedStep, StepLoader
-from ckptkit.training.resume.load_pieces import cross_check, list_first, pack, unpack
+from ckptkit.training.resume.fill import StepLoader, Untied
+from ckptkit.training.resume.load_pieces import (
+    FillReport,
+    cross_check,
+    list_first,
+    pack,
+    unpack,
+)
 from ckptkit.training.resume.restore import Apply
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundState
+from ckptkit.training.state.pieces import Piece
 from ckptkit.training.tiers.url_run import NearPlace, steps_of_place
 from ckptkit.writer.merge import few_collections
 
@@ -225,20 +232,15 @@ class _Attempt:
         """Returns what is damaged, the same on all ranks, or None where all is in place."""
         start = time.perf_counter()
         with few_collections(), StepLoader(folder, self.bound) as opening:
-
-            def look(_: Sequence[Any]) -> dict[str, bool]:
-                try:
-                    return opening.loaders_alike()
-                except Exception as error:  # noqa: BLE001  rank 0 fails again when it loads the step
-                    logger.debug("dataloaders were not compared: %s", error)
-                    return {}
-
-            alike = self._agree("where dataloaders go on", None, look)
+            alike = self._agree("where dataloaders go on", None, lambda _: _look(opening))
             anew = self._starting_anew(opening)
-            loaded, prepared = LoadedStep(), FillPlan()
+            pieces: dict[str, list[Piece]] = {}
+            changes: list[Apply] = []
+            reports: dict[str, FillReport] = {}
+            untied: Untied = {}
             error: Exception | None = None
             try:
-                prepared = opening.prepare(step, alike, anew)
+                pieces, changes = opening.prepare(step, alike, anew)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
                 error = caught
             # All of it has to fit on all ranks before any of them overwrites a tensor.
@@ -247,14 +249,14 @@ class _Attempt:
             if problem is not None:
                 return problem
             try:
-                loaded = opening.fill(prepared)
+                reports, untied = opening.fill(pieces)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
                 error = caught
-            partial = {unit: report.partial for unit, report in loaded.reports.items()}
+            partial = {unit: report.partial for unit, report in reports.items()}
             value = {
                 "problem": _problem(error),
                 "partial": pack(partial, world_size=self.peers.world_size),
-                "untied": loaded.untied,
+                "untied": untied,
             }
             verdict = self._agree(
                 "what was loaded of a step", value, lambda values: _verdict(values, opening)
@@ -262,8 +264,14 @@ class _Attempt:
             problem = _stopped(verdict, error)
             if problem is not None:
                 return problem
-            self._apply(prepared.changes)
-        self._report(step, loaded, time.perf_counter() - start)
+            self._apply(changes)
+        if self.peers.rank == 0:
+            read = size_text(sum(report.bytes_read for report in reports.values()))
+            seconds = time.perf_counter() - start
+            logger.info("resumed from step %d: %s in %.2f s on rank 0", step, read, seconds)
+            unverified = [key for report in reports.values() for key in report.unverified]
+            if unverified:
+                logger.info("no checksums were stored for %s", list_first(unverified))
         return None
 
     def _agree(self, topic: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -301,15 +309,14 @@ class _Attempt:
         if problem is not None:
             raise error_from_json(problem["error"]) from error
 
-    def _report(self, step: int, loaded: LoadedStep, seconds: float) -> None:
-        if self.peers.rank != 0:
-            return
-        reports = loaded.reports.values()
-        unverified = [key for report in reports for key in report.unverified]
-        read = size_text(sum(report.bytes_read for report in reports))
-        logger.info("resumed from step %d: %s in %.2f s on rank 0", step, read, seconds)
-        if unverified:
-            logger.info("no checksums were stored for %s", list_first(unverified))
+
+def _look(opening: StepLoader) -> dict[str, bool]:
+    """Returns which dataloaders were alike; where that fails, loading the step fails likewise."""
+    try:
+        return opening.loaders_alike()
+    except Exception as error:  # noqa: BLE001  all ranks hear of it when they load the step
+        logger.debug("dataloaders were not compared: %s", error)
+        return {}
 
 
 def _stopped(verdict: Mapping[str, Any] | None, error: Exception | None) -> InputError | None:

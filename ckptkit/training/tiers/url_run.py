@@ -102,13 +102,10 @@ class _NearFirst(Closing):
     """A remote folder of which some files are read locally, until a local read fails."""
 
     def __init__(self, far: Folder, near: LocalSource, names: Collection[str]) -> None:
+        self.location = far.location
         self._far = far
         self._near = near
         self._names = frozenset(names)
-
-    @property
-    def location(self) -> str:
-        return self._far.location
 
     def walk(self, depth: int) -> Iterator[str]:
         return self._far.walk(depth)
