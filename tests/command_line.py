@@ -32,6 +32,7 @@ from ckptkit.conversion.naming_program import NamingProgram
 _ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = ("numpy", "s3fs", "ckptkit.api")
 _PACKAGES = ("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats")
+LIMIT_SECONDS = 120
 ENTRIES = ("main", "parameters")  # of the program that is asked for names
 Result = subprocess.CompletedProcess[str]
 
@@ -43,11 +44,11 @@ class _CommandHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def run(self, command: dict[str, Any], given: str, seconds: float) -> Result:
+    def run(self, command: dict[str, Any], given: str) -> Result:
         with self._lock:
             if self._process is None:
                 self._start()
-            return self._run(command, given, seconds)
+            return self._run(command, given)
 
     def close(self) -> None:
         if self._process is not None:
@@ -68,7 +69,7 @@ class _CommandHost:
                 pass_fds=[theirs.fileno()],
             )
 
-    def _run(self, command: dict[str, Any], given: str, seconds: float) -> Result:
+    def _run(self, command: dict[str, Any], given: str) -> Result:
         (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (
             os.pipe() for _ in range(3)
         )
@@ -86,11 +87,11 @@ class _CommandHost:
             pool.submit(_write, to_stdin, given)
             said = [pool.submit(_read, descriptor) for descriptor in (from_stdout, from_stderr)]
             try:
-                texts = [text.result(seconds) for text in said]
+                texts = [text.result(LIMIT_SECONDS) for text in said]
             except FutureTimeoutError:
                 os.kill(process, signal.SIGKILL)
                 self._answers.readline()
-                raise subprocess.TimeoutExpired(command["words"], seconds) from None
+                raise subprocess.TimeoutExpired(command["words"], LIMIT_SECONDS) from None
         status = int(self._answers.readline())
         return subprocess.CompletedProcess(command["words"], status, *texts)
 
@@ -138,22 +139,20 @@ def _ask_worker(questions: socket.socket) -> None:
         future.set_result(answers.readline().rstrip())
         return future
 
-    NamingProgram.ask = ask  # type: ignore[method-assign]
+    setattr(NamingProgram, "ask", ask)  # noqa: B010
 
 
 _HOST = _CommandHost()
 
 
-def run_command(
-    *words: object, given: str = "", seconds: float = 120, **environment: str
-) -> Result:
+def run_command(*words: object, given: str = "", **environment: str) -> Result:
     """Runs `ckptkit` with these words; `given` is its standard input."""
     command = {
         "words": [str(word) for word in words],
         "environment": os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         "folder": str(Path.cwd()),
     }
-    return _HOST.run(command, given, seconds)
+    return _HOST.run(command, given)
 
 
 def close_host() -> None:
@@ -183,9 +182,9 @@ def _become_command(
     finally:  # as at the end of any program
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
+        for output in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
-                stream.flush()
+                output.flush()
         os._exit(status)
 
 

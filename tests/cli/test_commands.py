@@ -34,7 +34,7 @@ def environment(**more: str) -> Mapping[str, str]:
 def run(*arguments: str | Path, code: str = "") -> Result:
     """Runs the command; with `code` in a process of its own, which begins with that."""
     if not code:
-        return run_command(*arguments, seconds=60)
+        return run_command(*arguments)
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env=environment(),
