@@ -218,11 +218,8 @@ def _join_ranges(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
 
 def is_whole(share: ChecksumShare, total_bytes: int) -> bool:
     """Says whether the joined shares cover every byte, each written once."""
-    return share.edges == (_mark(total_bytes) - _mark(0)) & _MASK
-
-
-def _mark(position: int) -> int:
-    return int(_mark_positions(np.array([position], np.int64))[0])
+    start, stop = _mark_positions(np.array([0, total_bytes], np.int64)).tolist()
+    return share.edges == (stop - start) & _MASK
 
 
 def _mark_positions(positions: Ints) -> NDArray[np.uint64]:

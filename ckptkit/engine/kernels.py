@@ -42,8 +42,17 @@ from ckptkit.plan.plan import (
 )
 
 
+class ElementKernel:
+    """A kernel whose blocks may begin at any element."""
+
+    __slots__ = ()
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        return 1
+
+
 @dataclass(frozen=True, slots=True)
-class CastKernel:
+class CastKernel(ElementKernel):
     """Casts a source tensor, block by block.
 
     Attributes:
@@ -58,9 +67,6 @@ class CastKernel:
     source: DType
     target: DType
 
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return 1
-
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         return (Demand(self.origin, self.key, block),)
 
@@ -73,7 +79,7 @@ class CastKernel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ConstantKernel:
+class ConstantKernel(ElementKernel):
     """Returns elements that were computed before; the plan names the tensors they come from.
 
     Attributes:
@@ -81,9 +87,6 @@ class ConstantKernel:
     """
 
     elements: NDArray[Any]
-
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return 1
 
     def demands(self, _out: TensorSpec, _block: Span) -> tuple[Demand, ...]:
         return ()
@@ -197,7 +200,7 @@ class CastOperand:
 
 
 @dataclass(frozen=True, slots=True)
-class OperandKernel:
+class OperandKernel(ElementKernel):
     """Writes the elements of an operand; the output tensor says in which type.
 
     Attributes:
@@ -208,9 +211,6 @@ class OperandKernel:
 
     def compute(self) -> Compute:
         return Compute(self, self.operand.reads)
-
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         return self.operand.demands(block)

@@ -14,7 +14,7 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
 from ckptkit.core.geometry import cut, flat_offset, intersect, relative, slabs
 from ckptkit.core.index import Box, Key, Shape, Span
-from ckptkit.engine.kernels import Operand
+from ckptkit.engine.kernels import ElementKernel, Operand
 from ckptkit.engine.reader import slices_of
 from ckptkit.plan.plan import Demand, Kernel, TensorSpec
 
@@ -60,7 +60,7 @@ class _Read:
 
 
 @dataclass(frozen=True, slots=True)
-class RearrangeKernel:
+class RearrangeKernel(ElementKernel):
     """A tensor whose elements come from boxes of others, maybe with their axes exchanged.
 
     A block reads at most twice its own elements. Where neighbours in the output are far apart in
@@ -79,9 +79,6 @@ class RearrangeKernel:
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
         return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
-
-    def grain_elements(self, _out: TensorSpec) -> int:
-        return 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
         """Returns the operands' elements that the block consists of."""

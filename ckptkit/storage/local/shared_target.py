@@ -24,6 +24,7 @@ from ckptkit.storage.local.target import (
     output_exists_error,
     refuse_file,
     remove_empty,
+    taken_bytes,
     translate_errors,
     write_small,
 )
@@ -312,7 +313,7 @@ class SharedTarget:
         """
         with translate_errors(self._named):
             free = free_bytes(self._work.path)  # before the rest, which only grows meanwhile
-            return free + sum(self._files.taken_bytes(path) for path in paths)
+            return free + sum(taken_bytes(self._work.files / path) for path in paths)
 
     def sync(self) -> None:
         """Makes what this process wrote durable; what it writes next it has to create again."""

@@ -60,9 +60,6 @@ class StagedFiles:
     def __contains__(self, path: object) -> bool:
         return path in self._sizes
 
-    def taken_bytes(self, path: str) -> int:
-        return taken_bytes(self.folder / path)
-
     def create(self, path: str, size_bytes: int, create: Create) -> None:
         """Makes a file of that size, its content undefined until written."""
         check_relative(path, str(self._named))
