@@ -131,10 +131,14 @@ def _library(config: Mapping[str, Any]) -> list[Any] | None:
     version, folder = installed
     models = sorted({re.sub(r"\W", "_", name)[:64] for name in list_model_types(config)})
     files = [*_FILES, *(f"models/{name}/modeling_{name}.py" for name in models)]
-    own = sorted(
-        Path(__file__).resolve().parents[1].joinpath("hub_names", "transformers").glob("*.py")
-    )
-    return [version, [_size(path) for path in (*(folder / file for file in files), *own)]]
+    own = Path(__file__).resolve().parents[1].joinpath("hub_names", "transformers").glob("*.py")
+    sizes = []
+    for path in (*(folder / file for file in files), *sorted(own)):
+        try:
+            sizes.append(path.stat().st_size)
+        except OSError:
+            sizes.append(-1)
+    return [version, sizes]
 
 
 def find_transformers_version() -> tuple[str, Path] | None:
@@ -147,13 +151,6 @@ def find_transformers_version() -> tuple[str, Path] | None:
     except OSError:
         return None
     return None if match is None else (match[1], Path(spec.origin).parent)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
 
 
 _PROGRAM = (

@@ -37,13 +37,6 @@ _INPUT_EMBEDDING = ""
 _Value = TypeVar("_Value")
 
 
-def _parse_positive(document: Mapping[str, Any], key: str, *, default: int, where: str) -> int:
-    value = document.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(key, value, "a positive whole number", where)
-    return value
-
-
 def _parse_number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
     value = document.get(key, default)
     if not _is_finite(value):
@@ -235,8 +228,20 @@ class LoraSettings:
         Missing keys have PEFT's defaults. Unknown keys are ignored where they are empty.
         """
         _refuse_unmodelled(document, where)
+        rank, bias = document.get("r", 8), document.get("bias", "none")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise _wrong("r", rank, "a positive whole number", where)
+        if bias not in get_args(Bias):
+            raise FormatError(
+                f"'bias' is {bias!r} against 'none', 'all' or 'lora_only'", where=where
+            )
+        start = document.get("init_lora_weights", True)
+        if start is not None and not isinstance(start, (str, bool)):
+            raise FormatError(
+                f"'init_lora_weights' is {start!r} against true, false or a name", where=where
+            )
         return cls(
-            r=_parse_positive(document, "r", default=8, where=where),
+            r=rank,
             lora_alpha=_parse_number(document, "lora_alpha", default=8, where=where),
             use_rslora=bool(_parse_plain(document, "use_rslora", bool, where)),
             use_dora=bool(_parse_plain(document, "use_dora", bool, where)),
@@ -249,10 +254,10 @@ class LoraSettings:
             layers_pattern=_parse_expressions(document, "layers_pattern", where),
             modules_to_save=_parse_expressions(document, "modules_to_save", where),
             trainable_token_indices=_parse_token_rows(document, where=where),
-            bias=_parse_bias(document, where),
+            bias=bias,
             lora_bias=bool(_parse_plain(document, "lora_bias", bool, where)),
             fan_in_fan_out=bool(_parse_plain(document, "fan_in_fan_out", bool, where)),
-            init_lora_weights=_parse_start(document, where),
+            init_lora_weights=False if start is None else start,
             ensure_weight_tying=bool(_parse_plain(document, "ensure_weight_tying", bool, where)),
             base_model_name_or_path=_parse_plain(document, "base_model_name_or_path", str, where)
             or None,
@@ -333,24 +338,6 @@ def _parse_expressions(document: Mapping[str, Any], key: str, where: str) -> tup
     for pattern in patterns:
         _check_pattern(pattern, repr(key), where, is_embedded=True)
     return patterns
-
-
-def _parse_bias(document: Mapping[str, Any], where: str) -> Bias:
-    value = document.get("bias", "none")
-    for choice in get_args(Bias):
-        if value == choice:
-            bias: Bias = choice
-            return bias
-    raise FormatError(f"'bias' is {value!r} against 'none', 'all' or 'lora_only'", where=where)
-
-
-def _parse_start(document: Mapping[str, Any], where: str) -> str | bool:
-    value = document.get("init_lora_weights", True)
-    if value is None or isinstance(value, (str, bool)):
-        return bool(value) if value is None else value
-    raise FormatError(
-        f"'init_lora_weights' is {value!r} against true, false or a name", where=where
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,15 +182,6 @@ class TokenStep:
 Step = LoraStep | ShiftStep | TokenStep
 
 
-def prepare_step(update: Update, base: DType, reading: Reading, rounding: Rounding) -> Step:
-    """Reads what an update needs for all blocks of a tensor; `base` is the weight's type."""
-    if isinstance(update, LowRankUpdate):
-        return LoraStep(update, base, reading, rounding)
-    if isinstance(update, BiasUpdate):
-        return ShiftStep(update, reading, rounding)
-    return TokenStep(update, reading)
-
-
 NormsOf = Callable[[int, Floats], Floats]
 """Returns the n-th norms that a block needs, for the matrix of its rows."""
 
@@ -400,11 +391,15 @@ class MergeKernel:
         rows, columns = matrix_shape(out.shape)
         if any(update.experts > 1 for update in low_ranks):
             rows, columns = rows * out.shape[1], columns // out.shape[1]
-        with np.errstate(all="ignore"):  # what overflows is found in the result
-            prepared = [
-                prepare_step(update, self.base.dtype, reading, self.rounding)
-                for update in self.updates
-            ]
+        prepared: list[Step] = []
+        for update in self.updates:
+            with np.errstate(all="ignore"):  # what overflows is found in the result
+                if isinstance(update, LowRankUpdate):
+                    prepared.append(LoraStep(update, self.base.dtype, reading, self.rounding))
+                elif isinstance(update, BiasUpdate):
+                    prepared.append(ShiftStep(update, reading, self.rounding))
+                else:
+                    prepared.append(TokenStep(update, reading))
         steps = Steps(prepared, self.base.dtype, self.rounding, self.norm_of)
         merge = BlockMerge(self.base, steps, rows, columns, _take_row_norms)
         if not any(u.magnitude and u.magnitude.of == "columns" for u in low_ranks):
@@ -463,20 +458,17 @@ class BlockMerge:
             base = values[part.start - span.start : part.stop - span.start]
             low, high = max(part.start, block.start), min(part.stop, block.stop)
             wanted = slice(low - part.start, high - part.start)
-            merged = self._merge(rows, base, where)[wanted]
+            weight = workspace("weight", base.size)
+            with np.errstate(all="ignore"):
+                weight[:] = base
+                try:
+                    merged = self.steps.apply(rows, weight, self.norms)[wanted]
+                except AdapterError as error:
+                    raise error.located(where) from error
             overflow = caster.cast(merged, target[low - block.start : high - block.start])
             if overflow is not None:
                 raise overflow_error(overflow, out.dtype, where=where, block_start=low)
             self._refuse_overflow(base[wanted], merged, out, low)
-
-    def _merge(self, rows: RowRange, base: NDArray[Any], where: str) -> Floats:
-        weight = workspace("weight", base.size)
-        with np.errstate(all="ignore"):
-            weight[:] = base
-            try:
-                return self.steps.apply(rows, weight, self.norms)
-            except AdapterError as error:
-                raise error.located(where) from error
 
     def _refuse_overflow(
         self, base: NDArray[Any], merged: Floats, out: TensorSpec, start: int

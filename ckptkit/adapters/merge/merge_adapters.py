@@ -16,7 +16,8 @@ from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destina
 from ckptkit.core.errors import AmbiguousSourceError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Listener, ignore
-from ckptkit.lora.changes import MergeRequest
+from ckptkit.engine.reader import Origin
+from ckptkit.lora.changes import AdapterSource, MergeRequest
 from ckptkit.options import Resources
 from ckptkit.storage.places import PathLike, open_target
 
@@ -151,21 +152,23 @@ def prepare_merge(
     Yields:
         The plan.
     """
-    for adapter in adapters:
-        if not math.isfinite(adapter.weight) or adapter.weight == 0:
+    for choice in adapters:
+        if not math.isfinite(choice.weight) or choice.weight == 0:
             raise UsageError(
-                f"{adapter.weight} is no weight that changes anything",
-                where=f"adapter {adapter.path}",
+                f"{choice.weight} is no weight that changes anything",
+                where=f"adapter {choice.path}",
                 hint="leave the adapter out, or give it a weight such as 0.5",
             )
     with ExitStack() as stack:
-        opened = [
-            SourceAdapter.of(_open(stack, choice, adapters[0]), number, choice.weight)
-            for number, choice in enumerate(adapters)
-        ]
+        opened = []
+        for number, choice in enumerate(adapters):
+            found = _open(stack, choice, adapters[0])
+            origin = Origin(f"adapter{number}", found.opened.source, found.opened.index)
+            source = AdapterSource(number, origin.name, found.opened.path)
+            opened.append(SourceAdapter(found, source, origin, choice.weight))
         seen = set()
-        for source in opened:
-            path, tensors = source.found.opened.path, source.found.adapter.tensors
+        for adapter in opened:
+            path, tensors = adapter.found.opened.path, adapter.found.adapter.tensors
             identity = resolve_path(path), frozenset(entry.key for entry in tensors.values())
             if identity in seen:
                 raise UsageError(

@@ -49,13 +49,6 @@ class SourceAdapter:
     origin: Origin
     weight: float
 
-    @classmethod
-    def of(cls, found: OpenedAdapter, position: int, weight: float) -> SourceAdapter:
-        name = f"adapter{position}"
-        opened = found.opened
-        origin = Origin(name, opened.source, opened.index)
-        return cls(found, AdapterSource(position, name, opened.path), origin, weight)
-
 
 def collect_source_facts(
     adapters: Sequence[SourceAdapter], base: BaseSource, quantization: Mapping[str, Any]

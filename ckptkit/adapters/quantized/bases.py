@@ -97,7 +97,11 @@ class PackedBases:
         own = trained.entries if trained is not None else {}
         self._in_original = find_packed_weights(entries, shapes)
         all_shapes = {n: e.shape for n, e in entries.items() if e.dtype.kind == "float"}
-        all_shapes |= self._read_shapes() | dict(shapes)
+        if self._in_original:  # their states have shapes
+            place = self._place(original, self.reader())
+            states = {name: weight.state for name, weight in self._in_original.items()}
+            all_shapes |= {n: place.state(state).shape for n, state in states.items() if state}
+        all_shapes |= shapes
         self._in_trained = find_packed_weights(own, all_shapes)
         settings = read_settings(trained.config if trained is not None else None)
         self._settings = settings if nested is None else replace(settings, nested=nested)
@@ -107,8 +111,18 @@ class PackedBases:
         self.hidden = frozenset(self.names).union(*map(list_companions, packed))
         self.assumed_nested = False
         written = original if original is not None else trained
-        if written is not None:
-            self._refuse_unknown_columns(written, all_shapes)
+        if written is None:
+            return
+        for name, entry in written.entries.items():
+            is_known = name in self.hidden or (written is trained and all_shapes.get(name))
+            # It would be written as it is.
+            if not is_known and looks_packed(name, entry.shape, entry.dtype.name):
+                raise RefusedError(
+                    f"tensor {entry.name!r} of shape {entry.shape} looks like a part of a packed"
+                    " weight of unknown shape",
+                    where=written.location,
+                    hint="pass the model that was quantized for training as --base",
+                )
 
     def reader(self) -> ArrayReader:
         """Returns a reader of both sides, for one thread."""
@@ -147,7 +161,12 @@ class PackedBases:
             raise _make_state_error(weight, place.location)
         if weight.state is not None:
             return unpack_four_bits(weight, place, place.state(weight.state))
-        return unpack_eight_bits(weight, place, _guess_dtype(holder))
+        # The element type before is the configured one, or the commonest.
+        name = read_dtype(holder.config if holder is not None else None)
+        entries = holder.entries.values() if holder is not None else ()
+        others = Counter(e.dtype for e in entries if e.dtype.kind == "float" and len(e.shape) > 1)
+        commonest = max(others, key=lambda dtype: others[dtype], default=FLOAT16)
+        return unpack_eight_bits(weight, place, commonest if name is None else BY_NAME[name])
 
     def _compare_packed(
         self, weight: PackedWeight, other: PackedWeight, reader: ArrayReader
@@ -232,40 +251,10 @@ class PackedBases:
             )
         return proof
 
-    def _refuse_unknown_columns(self, weights: ModelWeights, shapes: Mapping[str, Shape]) -> None:
-        """Refuses tensors that look packed and are not known to be: they would be written so."""
-        for name, entry in weights.entries.items():
-            is_known = name in self.hidden or (weights is self._trained and shapes.get(name))
-            if not is_known and looks_packed(name, entry.shape, entry.dtype.name):
-                raise RefusedError(
-                    f"tensor {entry.name!r} of shape {entry.shape} looks like a part of a packed"
-                    " weight of unknown shape",
-                    where=weights.location,
-                    hint="pass the model that was quantized for training as --base",
-                )
-
-    def _read_shapes(self) -> dict[str, Shape]:
-        """Reads the shapes in the states of packed weights in the base model."""
-        if not self._in_original:
-            return {}
-        place = self._place(self._original, self.reader())
-        states = {name: weight.state for name, weight in self._in_original.items()}
-        return {name: place.state(state).shape for name, state in states.items() if state}
-
     def _place(self, weights: ModelWeights | None, reader: ArrayReader) -> PackedLocation:
         if weights is None:
             raise RuntimeError("a packed weight without a source")
         return PackedLocation(weights.origin.name, weights.location, reader)
-
-
-def _guess_dtype(weights: ModelWeights | None) -> DType:
-    """Returns the element type of 8-bit weights before: the configured one, or the commonest."""
-    name = read_dtype(weights.config if weights is not None else None)
-    if name is not None:
-        return BY_NAME[name]
-    entries = weights.entries.values() if weights is not None else ()
-    others = Counter(e.dtype for e in entries if e.dtype.kind == "float" and len(e.shape) > 1)
-    return max(others, key=lambda dtype: others[dtype], default=FLOAT16)
 
 
 def _make_state_error(

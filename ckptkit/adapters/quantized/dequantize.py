@@ -50,13 +50,12 @@ _NF4 = (
 _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 
 
-def _fp4() -> Floats:
-    magnitudes = np.array(_FP4, np.float32) / np.float32(12)
+_MAGNITUDES = np.array(_FP4, np.float32) / np.float32(12)
+CODES: dict[FourBitType, Floats] = {
+    "nf4": np.array(_NF4, np.float32),
     # Zero minus, and not minus: the second zero has no sign.
-    return np.concatenate([magnitudes, np.float32(0) - magnitudes])
-
-
-CODES: dict[FourBitType, Floats] = {"nf4": np.array(_NF4, np.float32), "fp4": _fp4()}
+    "fp4": np.concatenate([_MAGNITUDES, np.float32(0) - _MAGNITUDES]),
+}
 
 
 def make_pairs(table: Floats) -> Floats:

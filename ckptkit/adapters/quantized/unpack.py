@@ -11,10 +11,8 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.adapters.quantized.dequantize import (
@@ -152,8 +150,12 @@ def prove_same_bytes(
         return PackingProof(2 * size, 2 * size, crowded=True)
     differing = 0
     for span in cut_blocks(size):
-        ours, theirs = (_read_bytes(reader, *tensor, span) for tensor in (first, second))
-        differing += int(np.count_nonzero(ours != theirs))
+        codes = []
+        for origin, entry in (first, second):  # a range begins and ends between stored elements
+            item = entry.dtype.itemsize
+            part = Span(span.start // item, span.stop // item)
+            codes.append(reader.read(origin, entry.key, part).view(np.uint8))
+        differing += int(np.count_nonzero(codes[0] != codes[1]))
     return PackingProof(differing, 2 * size, crowded=differing > 0)
 
 
@@ -167,13 +169,6 @@ def measure_change(
         change -= reader.compute(original, span)
         total += float(change @ change)
     return math.sqrt(total)
-
-
-def _read_bytes(reader: ArrayReader, origin: str, entry: TensorEntry, span: Span) -> NDArray[Any]:
-    """Reads a range of a tensor's bytes, which begins and ends between its stored elements."""
-    size = entry.dtype.itemsize
-    part = Span(span.start // size, span.stop // size)
-    return reader.read(origin, entry.key, part).view(np.uint8)
 
 
 def cut_blocks(elements: int) -> Iterator[Span]:
