@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 
-from ckptkit.core.errors import CkptkitError, UsageError, error_from_json
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
 from ckptkit.runs.marks import MARKS_FOLDER
@@ -390,21 +390,14 @@ def _open_on_all(
 ) -> TrainingRun[Any]:
     """Opens the run that rank 0 has created; an error of one rank is raised on all."""
     opened: list[TrainingRun[Any]] = []
-    problem: dict[str, Any] | None = None
+    problem: CkptkitError | None = None
     try:
         opened.append(make())
         opened[0].look()
     except CkptkitError as error:
-        problem = error.to_json()
-    problems = peers.agree(
-        "the directory of the run",
-        problem,
-        lambda all_of: all_of,
-        timeout_seconds=settings.timeout_seconds,
-    )
-    for rank, document in enumerate(problems):
-        if document is not None:
-            raise error_from_json(document).located(f"rank {rank}")
+        problem = error
+    timeout = settings.timeout_seconds
+    peers.raise_first("the directory of the run", problem, timeout_seconds=timeout)
     return opened[0]
 
 

@@ -119,6 +119,22 @@ class Peers:
         self._publish(key, answer, timeout_seconds)
         return json.loads(answer)["value"]
 
+    def raise_first(
+        self, topic: str, error: CkptkitError | None, *, timeout_seconds: float
+    ) -> None:
+        """Raises the first of the ranks' errors on all ranks, with its rank.
+
+        Args:
+            topic: As for `agree`.
+            error: What failed here, if anything.
+            timeout_seconds: As for `agree`.
+        """
+        own = None if error is None else error.to_json()
+        documents = self.agree(topic, own, lambda all_of: all_of, timeout_seconds=timeout_seconds)
+        for rank, document in enumerate(documents):
+            if document is not None:
+                raise error_from_json(document).located(f"rank {rank}")
+
     def refuse(self, topic: str, error: Exception, *, timeout_seconds: float) -> None:
         """Takes part in a round with an error instead of a value, without waiting.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.core.errors import CkptkitError, RefusedError, UsageError, error_from_json
+from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.local.durable import remove_folder
@@ -165,19 +165,14 @@ class _Opening:
 
     def run_on_all(self, topic: str, work: Any) -> None:
         """Calls a function on all ranks; raises the first error on all of them."""
-        problem: dict[str, Any] | None = None
+        problem: CkptkitError | None = None
         try:
             work()
         except CkptkitError as error:
-            problem = error.to_json()
+            problem = error
         except OSError as error:
-            problem = as_failure(error, str(self.path)).to_json()
-        problems: list[Mapping[str, Any] | None] = self.peers.agree(
-            topic, problem, lambda values: values, timeout_seconds=self.timeout_seconds
-        )
-        for rank, document in enumerate(problems):
-            if document is not None:
-                raise error_from_json(document).located(f"rank {rank}")
+            problem = as_failure(error, str(self.path))
+        self.peers.raise_first(topic, problem, timeout_seconds=self.timeout_seconds)
 
     def mark(self) -> None:
         """Creates the directory, and leaves this rank's mark there."""
