@@ -45,12 +45,8 @@ def is_certain(candidate: Candidate) -> bool:
     )
 
 
-def _is_secondary(candidate: Candidate) -> bool:
-    return candidate.format in _SECONDARY
-
-
 def _is_primary(candidate: Candidate) -> bool:
-    return is_certain(candidate) and not _is_secondary(candidate)
+    return is_certain(candidate) and candidate.format not in _SECONDARY
 
 
 def _main_file(candidate: Candidate) -> str:
@@ -76,7 +72,7 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         above, name = posixpath.split(candidate.folder)
         if name == _COPY_OF_RANKS and above in of_ranks:
             return False
-        if _is_secondary(candidate) or candidate in leftover:
+        if candidate.format in _SECONDARY or candidate in leftover:
             return not has_model
         if candidate.format != "torch":
             return True
@@ -294,7 +290,11 @@ class _Resolver:
         kept = drop_companions(others)
         units, steps = _units(kept, base), all_steps
         if any(map(_is_primary, kept)):
-            steps = {f: c for f, c in steps.items() if not all(map(_is_secondary, c))}
+            steps = {
+                folder: inside
+                for folder, inside in steps.items()
+                if not {candidate.format for candidate in inside} <= _SECONDARY
+            }
         runs = {_relative(posixpath.dirname(folder), base) for folder in steps}
         if select is not None:
             chosen = self._select(all_steps, _units(others, base), base, select)

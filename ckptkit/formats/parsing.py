@@ -274,14 +274,6 @@ def _name_file(path: str | None) -> str:
     return "no file" if path is None else repr(posixpath.basename(path))
 
 
-def list_absent_ranks(ranks: Collection[int | None], world_size: int) -> str:
-    """Names the ranks of a run that are not in a set; empty if all are in it."""
-    absent = world_size - sum(rank is not None and rank < world_size for rank in ranks)
-    # A hostile file may claim any number of ranks, so no list of them is made.
-    names = (str(rank) for rank in range(world_size) if rank not in ranks)
-    return list_first(names, absent, _LISTED_RANKS) if absent else ""
-
-
 def refuse_missing_ranks(
     ranks: Collection[int | None], world_size: int, what: str, where: str
 ) -> None:
@@ -293,8 +285,11 @@ def refuse_missing_ranks(
         what: What the files hold, in the plural.
         where: The checkpoint, for messages.
     """
-    missing = list_absent_ranks(ranks, world_size)
-    if missing:
+    absent = world_size - sum(rank is not None and rank < world_size for rank in ranks)
+    if absent:
+        # A hostile file may claim any number of ranks, so no list of them is made.
+        names = (str(rank) for rank in range(world_size) if rank not in ranks)
+        missing = list_first(names, absent, _LISTED_RANKS)
         raise MissingFileError(
             f"the {what} of rank {missing} of {world_size} are not there",
             where=where,

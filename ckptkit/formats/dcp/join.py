@@ -256,10 +256,19 @@ class Join:
         chunks = np.concatenate([objects[:0], *used])
         is_bare = self.is_bare and len(chunks) > 0
         self.is_bare = is_bare and not np.isin(self.key[chunks], self.transformed).any()
+        try:
+            self._check_overlaps(objects, objects if self.is_bare else np.append(objects, chunks))
+        except FormatError as error:
+            if self.is_bare or not is_bare:
+                raise
+            raise UnsupportedError(  # torch writes compressed images wrongly
+                "chunks are said to be compressed, and to have the length of their elements:"
+                " SerializationFormat.SAFETENSORS together with an extension is not read",
+                where=self.where.text,
+                hint="save with one of the two",
+            ) from error
         if self.is_bare:
             self._check_images(objects, chunks)
-        else:
-            self._check_archives(objects, chunks, is_bare=is_bare)
         ranges = {
             self.keys[self.key[row]]: (
                 int(self.file[row]),
@@ -330,7 +339,14 @@ class Join:
         self._refuse(
             np.logical_or.reduce(bad, axis=1), number, "a chunk lies partly outside of its tensor"
         )
-        self._check_empty(block, owner, offsets + sizes)
+        # No bytes are stored of tensors without elements; their chunks have to reach as far.
+        for at, tensor in enumerate(block):
+            shape = self.shapes[tensor]
+            if 0 in shape and self.counts[tensor]:
+                reach = (offsets + sizes)[owner == at].max(axis=0).tolist()
+                if reach != list(shape):
+                    message = f"its chunks reach to {reach}, its shape is {list(shape)}"
+                    raise self._fail(self.numbers[tensor], message)
         full = np.logical_and.reduce(sizes > 0, axis=1)
         first = self.bounds[self.numbers[block]]
         stored = self.bounds[self.numbers[block] + 1] - first
@@ -348,16 +364,6 @@ class Join:
             key = self.keys[self.numbers[tensor]]
             columns[key] = (offsets[own], sizes[own], file[own], start[own], length[own])
         return columns, entry
-
-    def _check_empty(self, block: list[int], owner: Ints, stops: Ints) -> None:
-        """Compares tensors without elements, of which no bytes are stored, with their chunks."""
-        for at, tensor in enumerate(block):
-            if 0 in self.shapes[tensor] and self.counts[tensor]:
-                reach = tuple(stops[owner == at].max(axis=0).tolist())
-                if reach != self.shapes[tensor]:
-                    shape = list(self.shapes[tensor])
-                    message = f"its chunks reach to {list(reach)}, its shape is {shape}"
-                    raise self._fail(self.numbers[tensor], message)
 
     def _boxes(self, positions: NDArray[np.int32], number: Ints, rank: int) -> Ints:
         """Looks up tuples by position, as rows of a matrix."""
@@ -435,27 +441,12 @@ class Join:
                 )
             self.tied_files[number] = int(stop[inside][-1])
 
-    def _check_archives(self, objects: Ints, chunks: Ints, *, is_bare: bool) -> None:
-        """Checks files of archives, compressed or not; torch writes compressed images wrongly."""
-        try:
-            self._check_overlaps(objects, np.concatenate([objects, chunks]))
-        except FormatError as error:
-            if is_bare:
-                raise UnsupportedError(
-                    "chunks are said to be compressed, and to have the length of their elements:"
-                    " SerializationFormat.SAFETENSORS together with an extension is not read",
-                    where=self.where.text,
-                    hint="save with one of the two",
-                ) from error
-            raise
-
     def _check_images(self, objects: Ints, chunks: Ints) -> None:
         """Checks files in which all chunks are in one image after the objects.
 
         According to `.metadata` each chunk begins where the image does and has its own length; the
         true positions are in the header of the image.
         """
-        self._check_overlaps(objects, objects)
         image = np.full(int(self.file.max()) + 1, -1, np.int64)
         image[self.file[chunks]] = self.start[chunks]
         bad = image[self.file[chunks]] != self.start[chunks]

@@ -216,6 +216,7 @@ class _Assembly:
         self.where = where
         self.paths = [posixpath.join(folder, path) for path in metadata.paths]
         self.files = [*(stat_or_missing(source, path) for path in self.paths), stat]
+        self.missing: list[Problem] = []  # chunks that are in no image
         names = [_DATA.fullmatch(posixpath.basename(path)) for path in metadata.paths]
         self.ranks = np.array([int(name[1]) if name else -1 for name in names], np.int64)
 
@@ -243,8 +244,7 @@ class _Assembly:
             entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, key=tensor.key)
             entries[entry.key] = entry
             first += len(rows)
-        images = Images(self.source, self.files)
-        records = images.records(tensors) if self.metadata.has_images else self._records(tensors)
+        records = self._records(tensors)
         ranks = self.ranks[self.ranks >= 0]
         encoding = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
         if any(any(map(is_zstd, tensor.transforms)) for tensor in tensors):
@@ -267,7 +267,7 @@ class _Assembly:
                 world_size=int(ranks.max()) + 1 if len(ranks) else None,
                 writer=f"torch.distributed.checkpoint of {self.metadata.writer}{encoding}",
             ),
-            problems=(*self._problems(), *images.problems),
+            problems=(*self._problems(), *self.missing),
         )
 
     def _key_path(self, key: str) -> KeyPath:
@@ -275,6 +275,11 @@ class _Assembly:
         return tuple(paths[key]) if paths else (key,)
 
     def _records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
+        if self.metadata.has_images:
+            images = Images(self.source, self.files)
+            records = images.records(tensors)
+            self.missing = images.problems
+            return records
         empty = np.zeros(0, np.int64)
         start = np.concatenate([empty, *(t.start for t in tensors)])
         length = np.concatenate([empty, *(t.length for t in tensors)])

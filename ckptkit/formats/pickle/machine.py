@@ -215,9 +215,6 @@ class Machine:
             raise self.malformed("integer is not in decimal digits, or too long")
         return int(line)
 
-    def push(self, value: object) -> None:
-        self.stack.append(value)
-
     def pop(self) -> object:
         """Removes the topmost value from the stack and returns it."""
         if len(self.stack) <= self.fence:

@@ -86,7 +86,7 @@ def _unsigned(width: int) -> Handler:
 
 
 def _binint(machine: Machine) -> None:
-    machine.push(int.from_bytes(machine.take(4), "little", signed=True))
+    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
 
 
 def _long(width: int) -> Handler:
@@ -94,7 +94,7 @@ def _long(width: int) -> Handler:
         size = machine.number(width)
         if size > MAX_INT_BYTES:
             raise machine.malformed(f"integer of {size:,} bytes is longer than any real one")
-        machine.push(int.from_bytes(machine.take(size), "little", signed=True))
+        machine.stack.append(int.from_bytes(machine.take(size), "little", signed=True))
 
     return handler
 
@@ -102,16 +102,16 @@ def _long(width: int) -> Handler:
 def _int_line(machine: Machine) -> None:
     line = machine.line()
     # Before protocol 2, booleans were integers with a leading zero.
-    machine.push(line == b"01" if line in {b"00", b"01"} else machine.integer(line))
+    machine.stack.append(line == b"01" if line in {b"00", b"01"} else machine.integer(line))
 
 
 def _long_line(machine: Machine) -> None:
-    machine.push(machine.integer(machine.line().removesuffix(b"L")))
+    machine.stack.append(machine.integer(machine.line().removesuffix(b"L")))
 
 
 def _float_line(machine: Machine) -> None:
     try:
-        machine.push(float(machine.line()))
+        machine.stack.append(float(machine.line()))
     except ValueError:
         raise machine.malformed("float is not a decimal number") from None
 
@@ -125,12 +125,12 @@ def _text(width: int, encoding: str = "utf-8") -> Handler:
 
 
 def _text_line(machine: Machine) -> None:
-    machine.push(machine.text(machine.line(), "raw-unicode-escape"))
+    machine.stack.append(machine.text(machine.line(), "raw-unicode-escape"))
 
 
 def _bytes(width: int) -> Handler:
     def handler(machine: Machine) -> None:
-        machine.push(machine.take(machine.number(width)))
+        machine.stack.append(machine.take(machine.number(width)))
 
     return handler
 
@@ -147,7 +147,7 @@ def _tuple_of(count: int) -> Handler:
 
 def _dict(machine: Machine) -> None:
     items = machine.pop_mark()
-    machine.push({})
+    machine.stack.append({})
     machine.update(machine.top(), items)
 
 
@@ -195,17 +195,17 @@ def _slot(machine: Machine) -> int:
 
 def _global_line(machine: Machine) -> None:
     module = machine.text(machine.line())
-    machine.push(machine.name(module, machine.text(machine.line())))
+    machine.stack.append(machine.name(module, machine.text(machine.line())))
 
 
 def _stack_global(machine: Machine) -> None:
     name = machine.pop()
-    machine.push(machine.name(machine.pop(), name))
+    machine.stack.append(machine.name(machine.pop(), name))
 
 
 def _call(machine: Machine) -> None:
     args = machine.pop()
-    machine.push(machine.call(machine.pop(), args))
+    machine.stack.append(machine.call(machine.pop(), args))
 
 
 def _build(machine: Machine) -> None:
@@ -244,7 +244,7 @@ OPCODES = with_handlers(
         b"(": _mark,
         b"0": _pop,
         b"1": lambda machine: machine.pop_mark(),  # POP_MARK
-        b"2": lambda machine: machine.push(machine.top()),  # DUP
+        b"2": lambda machine: machine.stack.append(machine.top()),  # DUP
         b"N": _constant(None),
         b"\x88": _constant(True),  # noqa: FBT003
         b"\x89": _constant(False),  # noqa: FBT003
@@ -256,7 +256,7 @@ OPCODES = with_handlers(
         b"\x8a": _long(1),
         b"\x8b": _long(4),
         b"F": _float_line,
-        b"G": lambda machine: machine.push(_FLOAT.unpack(machine.take(8))[0]),  # BINFLOAT
+        b"G": lambda machine: machine.stack.append(_FLOAT.unpack(machine.take(8))[0]),  # BINFLOAT
         b"V": _text_line,
         b"X": _text(4),
         b"\x8c": _text(1),
@@ -271,11 +271,11 @@ OPCODES = with_handlers(
         b"\x85": _tuple_of(1),
         b"\x86": _tuple_of(2),
         b"\x87": _tuple_of(3),
-        b"t": lambda machine: machine.push(tuple(machine.pop_mark())),  # TUPLE
+        b"t": lambda machine: machine.stack.append(tuple(machine.pop_mark())),  # TUPLE
         b"]": lambda machine: machine.stack.append([]),  # EMPTY_LIST
         b"a": _append,
         b"e": _appends,
-        b"l": lambda machine: machine.push(machine.pop_mark()),  # LIST
+        b"l": lambda machine: machine.stack.append(machine.pop_mark()),  # LIST
         b"}": lambda machine: machine.stack.append({}),  # EMPTY_DICT
         b"s": _setitem,
         b"u": _setitems,
@@ -284,7 +284,7 @@ OPCODES = with_handlers(
         b"q": _put(1),
         b"r": _put(4),
         b"\x94": lambda machine: machine.memoize(),
-        b"g": lambda machine: machine.push(machine.fetch(_slot(machine))),  # GET
+        b"g": lambda machine: machine.stack.append(machine.fetch(_slot(machine))),  # GET
         b"h": _get(1),
         b"j": _get(4),
         b"c": _global_line,
@@ -292,7 +292,7 @@ OPCODES = with_handlers(
         b"R": _call,
         b"\x81": _call,
         b"b": _build,
-        b"Q": lambda machine: machine.push(machine.refer(machine.pop())),  # BINPERSID
+        b"Q": lambda machine: machine.stack.append(machine.refer(machine.pop())),  # BINPERSID
     },
 )
 

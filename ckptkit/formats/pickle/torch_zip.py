@@ -123,30 +123,6 @@ class ArchiveTemplate:
         return ends.tail[self._stop - ends.tail_start :]
 
 
-def make_template(
-    ends: ArchiveEnds, read: Read, storage: ZipEntry, identity: ZipEntry | None, *, where: str
-) -> ArchiveTemplate | None:
-    """Returns the template of a parsed archive; None where its data or tail exceed the ends.
-
-    Args:
-        ends: The ends of the archive.
-        read: Returns the bytes `[start, stop)` of the archive.
-        storage: The record of its only storage.
-        identity: The record of the serialization id, which torch does not read; None if absent.
-        where: The file, for messages.
-    """
-    start = data_start(read, storage, where=where)
-    stop = start + storage.size_bytes
-    if not storage.has_descriptor or start > len(ends.head) or stop < ends.tail_start:
-        return None
-    free = [*_crc_fields(ends, stop, storage)]
-    if identity is not None and identity.header_start >= stop:
-        first = data_start(read, identity, where=where)
-        free.append(range(first, first + identity.size_bytes))
-        free += _crc_fields(ends, first + identity.size_bytes, identity)
-    return ArchiveTemplate(ends, start, storage, free)
-
-
 def _crc_fields(ends: ArchiveEnds, stop: int, entry: ZipEntry) -> Iterator[range]:
     """Yields the positions of a record's checksum: in the directory, and after its data."""
     yield range(entry.crc_at, entry.crc_at + _CRC_BYTES)
@@ -189,20 +165,6 @@ class Payload:
     storage_offset: int
     row_major: bool
 
-    def replace_crc32(self, stored: int) -> Payload:
-        """Returns a copy with another checksum; 0 means that the data has none."""
-        crc32 = None if stored == 0 and self.stop > self.start else stored
-        return Payload(  # takes a fifth of the time of `dataclasses.replace`
-            self.start,
-            self.stop,
-            crc32,
-            self.dtype,
-            self.shape,
-            self.strides,
-            self.storage_offset,
-            self.row_major,
-        )
-
 
 class TensorCache:
     """Caches parsed archives and pickles, which chunks of one dtype and shape have in common.
@@ -220,18 +182,52 @@ class TensorCache:
     def payload(self, ends: ArchiveEnds) -> Payload | None:
         """Returns the position of the data if the archive matches a template; else None."""
         for template, payload in self._archives.get(ends.size_bytes, ()):
-            crc32 = template.crc32_in(ends)
-            if crc32 is not None:
-                return payload.replace_crc32(crc32)
+            stored = template.crc32_in(ends)
+            if stored is None:
+                continue
+            return Payload(  # takes a fifth of the time of `dataclasses.replace`
+                payload.start,
+                payload.stop,
+                None if stored == 0 and payload.stop > payload.start else stored,
+                payload.dtype,
+                payload.shape,
+                payload.strides,
+                payload.storage_offset,
+                payload.row_major,
+            )
         return None
 
-    def keep(self, ends: ArchiveEnds, template: ArchiveTemplate, payload: Payload) -> None:
-        """Adds the template of an archive."""
+    def parse(self, ends: ArchiveEnds, read: Read, *, where: str) -> Payload:
+        """Parses an archive, and keeps its template if its data and tail are between the ends."""
+        archive = open_archive(ends.cache(read), ends.size_bytes, where=where)
+        pickle = archive.pickle(max_bytes=MAX_TENSOR_PICKLE_BYTES)
+        tensor, row_major = self.tensor(pickle, where=where)
+        start, stop, crc32 = archive.extent(tensor.storage)
+        payload = Payload(
+            start,
+            stop,
+            crc32,
+            tensor.dtype,
+            tensor.shape,
+            tensor.strides,
+            tensor.storage_offset,
+            row_major,
+        )
+        storage = archive.record(tensor.storage)
+        if not storage.has_descriptor or start > len(ends.head) or stop < ends.tail_start:
+            return payload
+        free = [*_crc_fields(ends, stop, storage)]
+        identity = archive.entries.get(archive.prefix + _IDENTITY)  # torch does not read it
+        if identity is not None and identity.header_start >= stop:
+            first = data_start(archive.read, identity, where=where)
+            free.append(range(first, first + identity.size_bytes))
+            free += _crc_fields(ends, first + identity.size_bytes, identity)
         if len(self._archives) >= self._limit:
             self._archives.clear()
         others = self._archives.get(ends.size_bytes, ())
-        kept = ((template, payload), *others)
+        kept = ((ArchiveTemplate(ends, start, storage, free), payload), *others)
         self._archives[ends.size_bytes] = kept[:_TEMPLATES_OF_A_SIZE]
+        return payload
 
     def tensor(self, pickle: bytes, *, where: str) -> tuple[TensorRef, bool]:
         """Returns the tensor that a pickle describes, and whether it is row-major."""
@@ -349,29 +345,5 @@ def locate_tensor(
         cache: Shared by all archives that are located, so that equal ones are parsed once.
     """
     ends = ArchiveEnds.of(read, size_bytes)
-    if cache is None:
-        return _parse(ends, read, TensorCache(), where=where)
-    return cache.payload(ends) or _parse(ends, read, cache, where=where)
-
-
-def _parse(ends: ArchiveEnds, read: Read, cache: TensorCache, *, where: str) -> Payload:
-    archive = open_archive(ends.cache(read), ends.size_bytes, where=where)
-    pickle = archive.pickle(max_bytes=MAX_TENSOR_PICKLE_BYTES)
-    tensor, row_major = cache.tensor(pickle, where=where)
-    start, stop, crc32 = archive.extent(tensor.storage)
-    payload = Payload(
-        start,
-        stop,
-        crc32,
-        tensor.dtype,
-        tensor.shape,
-        tensor.strides,
-        tensor.storage_offset,
-        row_major,
-    )
-    record = archive.record(tensor.storage)
-    identity = archive.entries.get(archive.prefix + _IDENTITY)
-    template = make_template(ends, archive.read, record, identity, where=where)
-    if template is not None:
-        cache.keep(ends, template, payload)
-    return payload
+    cache = TensorCache() if cache is None else cache
+    return cache.payload(ends) or cache.parse(ends, read, where=where)

@@ -296,23 +296,6 @@ def check_ranks(files: RankFileSet, world_size: int, where: str) -> None:
         refuse_stale_ranks(((file.rank, file.path) for file in files.of(kind)), world_size, where)
 
 
-def find_world_sizes(contents: Sequence[RankContents]) -> set[int]:
-    """Returns the world sizes that ShardedTensors contain."""
-    sizes: set[int] = set()
-    for held in contents:
-        for tensor in held.tensors.values():
-            if isinstance(tensor, ShardedTensorRef):
-                if tensor.rank != held.file.rank:
-                    raise FormatError(
-                        f"file is named after rank {held.file.rank}, and was written by rank"
-                        f" {tensor.rank}",
-                        where=held.archive.where,
-                        hint="give the files of all ranks the names that they were saved under",
-                    )
-                sizes.add(tensor.world_size)
-    return sizes
-
-
 def check_counters(contents: Sequence[RankContents]) -> None:
     """Refuses ranks of different steps, where their files have counters."""
     first: dict[KeyPath, tuple[RankContents, Any]] = {}
@@ -329,15 +312,6 @@ def check_counters(contents: Sequence[RankContents]) -> None:
                     where=held.archive.where,
                     hint=TWO_SAVES,
                 )
-
-
-def group_parts(contents: Sequence[RankContents]) -> dict[KeyPath, RankParts]:
-    """Returns the parts of each tensor, by path."""
-    parts: dict[KeyPath, list[tuple[RankContents, RankTensor]]] = defaultdict(list)
-    for held in contents:
-        for path, tensor in held.tensors.items():
-            parts[path].append((held, tensor))
-    return dict(parts)
 
 
 FORMAT = "torch-checkpointing"

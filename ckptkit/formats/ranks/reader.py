@@ -63,11 +63,10 @@ from ckptkit.formats.ranks.rank_files import (
     RankFileLoader,
     RankFileSet,
     RankParts,
+    RankTensor,
     check_counters,
     check_names,
     check_ranks,
-    find_world_sizes,
-    group_parts,
     group_rank_files,
     split_off_slices,
 )
@@ -80,6 +79,7 @@ from ckptkit.formats.ranks.rank_tensors import (
     find_unproven_ranks,
     is_of_optimizer,
 )
+from ckptkit.formats.ranks.sharded_values import ShardedTensorRef
 from ckptkit.formats.trees import classify, join_path
 from ckptkit.storage.base import Source
 
@@ -199,11 +199,14 @@ class RankAssembly:
     def index(self) -> TensorIndex:
         weights, self._slices = split_off_slices(self._contents["model"])
         contents = [*weights, *self._contents["optimizer"]]
-        parts = group_parts(contents)
+        parts: dict[KeyPath, list[tuple[RankContents, RankTensor]]] = defaultdict(list)
+        for held in contents:
+            for path, tensor in held.tensors.items():
+                parts[path].append((held, tensor))
         kept, dropped = drop_cut_states(parts, lambda path: self._differ(path, parts[path]))
         if dropped:  # states of an optimizer that cannot be named
             self.notes.append(f"{dropped} {UNASSIGNED_STATES}")
-        tensors = {path: self._assembler.assemble(path, held) for path, held in kept.items()}
+        tensors = {path: self._assembler.assemble(path, own) for path, own in kept.items()}
         world_size = self._world_size(contents)
         check_ranks(self._files, world_size, self._where)
         self._add(tensors)
@@ -231,7 +234,19 @@ class RankAssembly:
 
     def _world_size(self, contents: Sequence[RankContents]) -> int:
         """Returns the number of ranks of the run; all sources of it have to agree."""
-        sizes = find_world_sizes(contents)
+        sizes: set[int] = set()
+        for held in contents:
+            for tensor in held.tensors.values():
+                if not isinstance(tensor, ShardedTensorRef):
+                    continue
+                if tensor.rank != held.file.rank:
+                    raise FormatError(
+                        f"file is named after rank {held.file.rank}, and was written by rank"
+                        f" {tensor.rank}",
+                        where=held.archive.where,
+                        hint="give the files of all ranks the names that they were saved under",
+                    )
+                sizes.add(tensor.world_size)
         sizes |= {file.world_size for file in self._files.files if file.world_size is not None}
         refuse_mixed_sizes(sizes, self._where)
         reached = [mesh.highest_rank + 1 for _, mesh in self._assembler.meshes.values()]

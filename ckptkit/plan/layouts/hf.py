@@ -101,26 +101,10 @@ def layout_adapter(products: Sequence[Product]) -> OutputFile:
 
 def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:
     ordered = sorted(products, key=_order)
-    header = _header(path, [product.spec for product in ordered])
-    bodies: list[tuple[int, Body, TensorSpec | None]] = [(len(header), Literal(header), None)]
-    bodies += [(product.spec.size_bytes, product.body, product.spec) for product in ordered]
-    return lay_out_file(path, bodies)
-
-
-def _order(product: Product) -> tuple[int, bool, str]:
-    """Puts larger item sizes first, which aligns every tensor without gaps, as the format demands.
-
-    Of one item size, tensors that are too small for a part of an object come first: they are sent
-    together in one part, and do not interrupt the ranges that a store can copy itself.
-    """
-    spec = product.spec
-    return -spec.dtype.itemsize, spec.size_bytes >= MIN_PART_BYTES, spec.name
-
-
-def _header(path: str, specs: Sequence[TensorSpec]) -> bytes:
     document: dict[str, object] = {_METADATA_KEY: _METADATA}
     at = 0
-    for spec in specs:
+    for product in ordered:
+        spec = product.spec
         refusal = ""
         if spec.dtype.safetensors is None:
             refusal = f"dtype {spec.dtype.name} has no name in safetensors"
@@ -146,7 +130,20 @@ def _header(path: str, specs: Sequence[TensorSpec]) -> bytes:
             where=path,
             hint="write more, smaller files with --max-shard-size",
         )
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    bodies: list[tuple[int, Body, TensorSpec | None]] = [(len(header), Literal(header), None)]
+    bodies += [(product.spec.size_bytes, product.body, product.spec) for product in ordered]
+    return lay_out_file(path, bodies)
+
+
+def _order(product: Product) -> tuple[int, bool, str]:
+    """Puts larger item sizes first, which aligns every tensor without gaps, as the format demands.
+
+    Of one item size, tensors that are too small for a part of an object come first: they are sent
+    together in one part, and do not interrupt the ranges that a store can copy itself.
+    """
+    spec = product.spec
+    return -spec.dtype.itemsize, spec.size_bytes >= MIN_PART_BYTES, spec.name
 
 
 _LISTED = 3

@@ -244,24 +244,10 @@ def push_value(value: Any) -> bytes:
     return push_scalar(value)
 
 
-def build_archive(products: Sequence[Product], *, prefix: str) -> ZipParts:
-    """Builds the archive of a state dict."""
-    entries = [
-        (push_text(product.spec.name), push_tensor(product.spec, str(number)))
-        for number, product in enumerate(products)
-    ]
-    return _build(ZipParts(prefix), push_dict(entries), products)
-
-
 def build_tensor_archive(product: Product, first_segment: int) -> ZipParts:
     """Builds the archive of a single tensor, as a `.distcp` file holds it."""
     parts = ZipParts("archive", first_segment)
     return _build(parts, push_tensor(product.spec, "0"), [product])
-
-
-def build_value_archive(value: Any, first_segment: int) -> ZipParts:
-    """Builds the archive of a plain value, as a `.distcp` file holds it."""
-    return _build(ZipParts("archive", first_segment), push_value(value), [])
 
 
 def _build(parts: ZipParts, content: bytes, products: Sequence[Product]) -> ZipParts:
@@ -288,10 +274,14 @@ def layout_torch_full(products: Sequence[Product], max_file_bytes: int) -> list[
     """
     groups = split_by_size(products, max_file_bytes)
     names = name_shards("pytorch_model", "bin", len(groups))
-    files = [
-        lay_out_file(name, build_archive(group, prefix=name.rpartition(".")[0]).rows)
-        for name, group in zip(names, groups, strict=True)
-    ]
+    files = []
+    for name, group in zip(names, groups, strict=True):
+        entries = [
+            (push_text(product.spec.name), push_tensor(product.spec, str(number)))
+            for number, product in enumerate(group)
+        ]
+        parts = ZipParts(name.rpartition(".")[0])
+        files.append(lay_out_file(name, _build(parts, push_dict(entries), group).rows))
     if len(files) > 1:
         files.append(make_index_file(INDEX_NAME, names, groups))
     return files
@@ -380,7 +370,7 @@ def _lay_out(
             rows += archive.rows
             at += archive.size_bytes
         for path, value in values.items() if number == 0 else ():
-            archive = build_value_archive(value, len(rows))
+            archive = _build(ZipParts("archive", len(rows)), push_value(value), [])
             objects.append(DcpObject(path, name, at, archive.size_bytes))
             rows += archive.rows
             at += archive.size_bytes
