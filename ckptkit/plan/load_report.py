@@ -189,7 +189,7 @@ EXPORT = Advice(
 
 
 def make_refusal(
-    report: LoadReport, names: Collection[str], where: str, advice: Advice = CONSOLIDATE
+    report: LoadReport, names: Collection[str], where: str, advice: Advice
 ) -> RefusedError:
     """Returns the error for an output that would not load as the model of its configuration.
 

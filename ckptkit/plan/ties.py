@@ -122,7 +122,7 @@ def find_class_without_targets(
         The class; None where all is there, or nothing is tied in this way.
     """
     name = _architecture(config or {})
-    is_shared = name.startswith("Zamba") and _text(config or {}, "model_type") in SHARED_BLOCKS
+    is_shared = name.startswith("Zamba") and _model_type(config or {}) in SHARED_BLOCKS
     if config is None or not (name in PATTERNS or is_shared) or not _is_tied(config, ""):
         return None
     patterns = _patterns(config, names)
@@ -141,7 +141,7 @@ def untie_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _untie(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str, Any]:
-    model_type = _text(config, "model_type")
+    model_type = _model_type(config)
     if model_type in ALWAYS_TIED | FLAG_SCALES_OUTPUTS:
         return dict(config)
     changed = {
@@ -183,7 +183,7 @@ def _find_declared_pairs(
 def _patterns(config: Mapping[str, Any], names: Collection[Fqn]) -> list[TiePattern]:
     """Returns what the model's class ties by patterns or whole modules."""
     name = _architecture(config)
-    if name.startswith("Zamba") and _text(config, "model_type") in SHARED_BLOCKS:
+    if name.startswith("Zamba") and _model_type(config) in SHARED_BLOCKS:
         return find_shared_blocks(names, config.get(_DISTINCT_BLOCKS))
     return [
         TiePattern(prefix, target, source)
@@ -201,7 +201,7 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, str]]]
         return
     yield "", _ROOT_PAIRS[name]
     for (path, model_type), pairs in _NESTED_PAIRS.items():
-        if name in pairs and _text(_nested(config, path), "model_type") == model_type:
+        if name in pairs and _model_type(_nested(config, path)) == model_type:
             yield path, pairs[name]
 
 
@@ -215,7 +215,7 @@ def _match(pattern: str, names: Collection[Fqn]) -> list[Fqn]:
 def _is_tied(config: Mapping[str, Any], flag_path: str) -> bool:
     """Returns whether the flag of a configuration, or of a nested one, ties the weights."""
     nested = _nested(config, flag_path)
-    model_type = _text(nested, "model_type")
+    model_type = _model_type(nested)
     if model_type in ALWAYS_TIED:
         return not _has_own_code(config)
     if model_type in TIED_AS_TEXT:
@@ -226,10 +226,10 @@ def _is_tied(config: Mapping[str, Any], flag_path: str) -> bool:
 
 
 def _own_flag(config: Mapping[str, Any], *, has_default: bool = True) -> bool:
-    other = OTHER_FLAG.get(_text(config, "model_type"))
+    other = OTHER_FLAG.get(_model_type(config))
     if other is not None:
         return config.get(other, has_default) is True
-    default = has_default and _text(config, "model_type") in TIED_BY_DEFAULT
+    default = has_default and _model_type(config) in TIED_BY_DEFAULT
     return config.get(_FLAG, default) is True and config.get(_OLD_FLAG, True) is True
 
 
@@ -251,8 +251,8 @@ def _nested(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return config
 
 
-def _text(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key)
+def _model_type(config: Mapping[str, Any]) -> str:
+    value = config.get("model_type")
     return value if isinstance(value, str) else ""
 
 

@@ -418,7 +418,6 @@ def refuse_random_weights(
     entries: Iterable[TensorEntry],
     *,
     location: str,
-    advice: str = "",
     config: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuses adapters and packed weights, which load as another model without an error.
@@ -426,11 +425,10 @@ def refuse_random_weights(
     Args:
         entries: What would be written.
         location: The source, for messages.
-        advice: What to do instead, for the hint.
         config: See `explain_random_weights`.
     """
     if reason := explain_random_weights(map(_describe, entries), config=config):
-        raise RefusedError(reason, where=location, hint=hint_at_raw_names(advice))
+        raise RefusedError(reason, where=location, hint=hint_at_raw_names())
 
 
 def refuse_packed(entries: Iterable[TensorEntry], *, location: str) -> None:

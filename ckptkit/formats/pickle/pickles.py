@@ -338,7 +338,7 @@ def parse_first_pickle(
     allowed: Mapping[tuple[str, str], object],
     *,
     where: str,
-    persistent: Callable[[object], object] | None = None,
+    persistent: Callable[[object], object] | None,
 ) -> tuple[object, int]:
     """Parses the pickle at the start of `data`, which other bytes may follow.
 

@@ -19,7 +19,6 @@ from ckptkit.formats.parsing import MAX_BYTES, MAX_DIMENSIONS, is_count, overflo
 from ckptkit.formats.pickle.machine import Global, InertDict, InertObject
 from ckptkit.formats.pickle.pickles import Builder, ordered_dict, parse_pickle
 
-Extent = tuple[Any, Any]  # sizes and strides, unchecked
 _BYTE = BY_NAME["uint8"]
 # dtypes of torch that `core.dtypes` does not have; the refusal has to name the dtype.
 _OTHER_DTYPES = (
@@ -98,7 +97,7 @@ def rebuild_tensor_v2(*args: object) -> TensorRef:
     match args:
         case (StorageRef() as storage, offset, shape, strides, _, _, *metadata):
             _refuse_lazy(*metadata or (None,))
-            return _view(storage, storage.dtype or _BYTE, offset, (shape, strides))
+            return _view(storage, storage.dtype or _BYTE, offset, shape, strides)
     raise FormatError(f"tensor is rebuilt from {len(args)} arguments that do not describe one")
 
 
@@ -119,7 +118,7 @@ def rebuild_tensor_v3(*args: object) -> TensorRef:
             if storage.dtype not in {None, dtype}:
                 raise FormatError(f"storage does not hold the {dtype.name} that the tensor claims")
             _refuse_lazy(*metadata or (None,))
-            return _view(storage, dtype, offset, (shape, strides))
+            return _view(storage, dtype, offset, shape, strides)
     raise FormatError(f"tensor is rebuilt from {len(args)} arguments that do not describe one")
 
 
@@ -145,12 +144,11 @@ def _refuse_lazy(metadata: object) -> None:
         )
 
 
-def _view(storage: StorageRef, dtype: DType, offset: object, extent: Extent) -> TensorRef:
+def _view(storage: StorageRef, dtype: DType, offset: object, shape: Any, strides: Any) -> TensorRef:
     """Returns a view after a check that it is inside its storage."""
-    if not is_count(offset) or not all(isinstance(part, tuple) for part in extent):
-        raise FormatError("tensor has sizes, strides or an offset that are not natural numbers")
-    shape, strides = extent
-    if not all(map(is_count, (*shape, *strides))) or len(shape) != len(strides):
+    is_tuple = isinstance(shape, tuple) and isinstance(strides, tuple)
+    numbers = (offset, *shape, *strides) if is_tuple else (None,)
+    if not is_count(offset) or not all(map(is_count, numbers)) or len(shape) != len(strides):
         raise FormatError("tensor has sizes, strides or an offset that are not natural numbers")
     if len(shape) > MAX_DIMENSIONS:
         raise FormatError(f"tensor has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}")
