@@ -56,10 +56,22 @@ class SaveBarrier:
         self._here = attempt.number + self._lead, attempt.step, attempt.name
         number = self._here[0]
         self._publish()
+
+        def decide_all(reports: list[Any]) -> dict[str, Any]:
+            for rank, report in enumerate(reports):
+                if report["name"] != reports[0]["name"]:
+                    raise UsageError(
+                        f"is {report['name']!r} on rank {rank} and {reports[0]['name']!r} on rank"
+                        " 0, where the same was expected on all ranks",
+                        where="name",
+                        hint="save under the same name on every rank",
+                    )
+            return {"number": number, "outcome": decide([report["value"] for report in reports])}
+
         answer: Mapping[str, Any] = self._peers.agree(
             f"the {self._about} of step {attempt.step}, attempt {attempt.name}",
             {"name": attempt.step_name, "value": value},
-            lambda reports: {"number": number, "outcome": decide(_values_of(reports))},
+            decide_all,
             timeout_seconds=timeout_seconds,
         )
         self._lead = answer["number"] - attempt.number
@@ -82,19 +94,6 @@ class SaveBarrier:
                     hint=_HINT,
                 )
         return None
-
-
-def _values_of(reports: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns the values of all ranks, after a check that they save to the same directory."""
-    for rank, report in enumerate(reports):
-        if report["name"] != reports[0]["name"]:
-            raise UsageError(
-                f"is {report['name']!r} on rank {rank} and {reports[0]['name']!r} on rank 0, where"
-                " the same was expected on all ranks",
-                where="name",
-                hint="save under the same name on every rank",
-            )
-    return [report["value"] for report in reports]
 
 
 class _WatchedStore:

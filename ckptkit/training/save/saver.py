@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError, SaveError, error_from_json
 from ckptkit.training.agree.barrier import SaveBarrier
@@ -50,34 +50,34 @@ class Save:
     rewrite: Callable[[], None] | None = None
 
 
-class SaveBackend(Protocol):
-    """Where saves go, and how they end once this rank's part is written."""
+class SaveBackend:
+    """Where saves go, and how they end once this rank's part is written.
+
+    A backend that drains and queues nothing has to define `end` only.
+    """
 
     def placed(self, attempt: SaveAttempt) -> SaveAttempt:
         """Returns an attempt with the folder that this rank writes into."""
-        ...
+        return attempt
 
     def recover(self) -> None:
         """Drains steps that are durable on the nodes' disks only."""
-        ...
 
     def end(self, save: Save) -> None:
         """Ends a save, or queues it; called in the thread that writes."""
-        ...
+        raise NotImplementedError
 
     def kill(self) -> None:
         """Makes queued saves fail soon."""
-        ...
 
     def close(self) -> None:
         """Waits for queued saves."""
-        ...
 
 
 Listener = Callable[[SaveReport], None]
 
 
-class CommitCoordinator:
+class CommitCoordinator(SaveBackend):
     """The backend for saves to shared storage: ranks agree, rank 0 commits, each rank reports.
 
     Every save ends within a bounded time: other ranks are waited for up to `timeout_seconds`. The
@@ -97,19 +97,6 @@ class CommitCoordinator:
         self._committer = committer
         self._timeout_seconds = timeout_seconds
         self._listener = listener
-
-    @staticmethod
-    def placed(attempt: SaveAttempt) -> SaveAttempt:
-        return attempt
-
-    def recover(self) -> None:
-        """Does nothing, since nothing is drained."""
-
-    def kill(self) -> None:
-        """Does nothing, since nothing is queued."""
-
-    def close(self) -> None:
-        """Does nothing, since nothing is queued."""
 
     def end(self, save: Save) -> None:
         """Ends a save that this rank has written, after the previous one."""

@@ -189,24 +189,21 @@ class _TableBuilder:
         self.is_implied = self.is_implied and free == path
         self.leaves.append(Leaf(free, value, where))
         if isinstance(value, torch.Tensor):
-            self._check_tensor(value, where)
+            if not self._any_tensor and type(value) not in _TENSORS:
+                raise UsageError(
+                    f"{a_kind(value)} was found where a plain tensor was expected",
+                    where=where,
+                    hint="save the plain tensors that it contains",
+                )
+            if type(value) in {torch.Tensor, nn.Parameter}:
+                try:
+                    check_storable(value, where)
+                except UnsupportedError as error:
+                    raise UsageError(error.message, where=error.where, hint=error.hint) from error
             if type(value) is nn.Parameter:
                 self.is_implied = False
                 return "parameter", free, value.requires_grad
         return "leaf", free
-
-    def _check_tensor(self, value: torch.Tensor, where: str) -> None:
-        if not self._any_tensor and type(value) not in _TENSORS:
-            raise UsageError(
-                f"{a_kind(value)} was found where a plain tensor was expected",
-                where=where,
-                hint="save the plain tensors that it contains",
-            )
-        if type(value) in {torch.Tensor, nn.Parameter}:
-            try:
-                check_storable(value, where)
-            except UnsupportedError as error:
-                raise UsageError(error.message, where=error.where, hint=error.hint) from error
 
 
 def _name_of_factory(factory: Callable[[], Any] | None, where: str) -> str | None:

@@ -49,7 +49,7 @@ _NICENESS = 19  # the step is durable already
 _MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk has room for two steps
 
 
-class TieredBackend:
+class TieredBackend(SaveBackend):
     """The backend for saves to the nodes' disks: each node commits its part, which is then drained.
 
     If a node's disk fails and the buffers still have everything, all ranks write to the shared
@@ -79,7 +79,7 @@ class TieredBackend:
         self._tier = tier
         self._barrier = barrier
         self._coordinator = coordinator
-        self.recover = recover
+        self._recover = recover
         self._timeout_seconds = timeout_seconds
         self._keeper = WriterProcess(timeouts, name=f"committer of {tier.path}")
         self._drain_queue = DrainQueue(tier, coordinator, timeouts)
@@ -87,6 +87,9 @@ class TieredBackend:
     def placed(self, attempt: SaveAttempt) -> SaveAttempt:
         """Returns an attempt whose files this rank writes to the node's own disk first."""
         return self._tier.placed(attempt)
+
+    def recover(self) -> None:
+        self._recover()
 
     def end(self, save: Save) -> None:
         """Makes the save durable on the nodes, and queues its drain."""
