@@ -16,7 +16,13 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
-from ckptkit.plan.weight_kinds import LORA, find_adapter, is_quantized, title_of
+from ckptkit.plan.weight_kinds import (
+    LORA,
+    explain_lost_adapter,
+    find_adapter,
+    is_quantized,
+    title_of,
+)
 
 CastFactory = Callable[[str, Key, DType, DType], Kernel]
 """Makes the kernel that casts a tensor of an origin from one element type to another."""
@@ -107,19 +113,6 @@ def _advise_on_peft(index: TensorIndex) -> str:
         "they are a base and what PEFT trained on it: `ckptkit adapter merge` makes one model of"
         " them, `ckptkit adapter extract` takes the adapter out; --select takes one of the"
         " raw state dicts"
-    )
-
-
-def explain_lost_adapter(names: Iterable[str]) -> str:
-    """Explains a checkpoint that has an adapter's optimizer state and no model; else empty.
-
-    `names` are those of all its tensors.
-    """
-    if find_adapter(names) is None:
-        return ""
-    return (
-        "only the optimizer's state of an adapter is here: under FSDP1, PEFT 0.21 finds no weights"
-        " to save; save through ckptkit.integrations, or with FSDP2"
     )
 
 

@@ -256,6 +256,19 @@ def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign
     return AdapterSign(around or held[0], "") if around or _are_wrapped(held) else None
 
 
+def explain_lost_adapter(names: Iterable[str]) -> str:
+    """Explains a checkpoint that has an adapter's optimizer state and no model; else empty.
+
+    `names` are those of all its tensors.
+    """
+    if find_adapter(names) is None:
+        return ""
+    return (
+        "only the optimizer's state of an adapter is here: under FSDP1, PEFT 0.21 finds no weights"
+        " to save; save through ckptkit.integrations, or with FSDP2"
+    )
+
+
 def _are_wrapped(names: Sequence[str]) -> bool:
     return bool(names) and all(n in _PROMPT_FILE or n.startswith(_WRAPPER) for n in names)
 

@@ -13,7 +13,7 @@ from ckptkit.conversion.source.adapters import AdapterFacts, build_selection_opt
 from ckptkit.core.index import Part
 from ckptkit.core.text import size_text
 from ckptkit.options import matches
-from ckptkit.plan.selection import explain_lost_adapter
+from ckptkit.plan.weight_kinds import explain_lost_adapter
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._command import Option, command
 from ckptkit_cli._options import ALSO, JSON, MODEL_CONFIG, OUTPUT, SELECT, SRC, SRC_OPTION

@@ -29,7 +29,6 @@ from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
-from ckptkit.plan.selection import model_trees
 from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.plan.weight_kinds import (
     LORA,
@@ -71,20 +70,17 @@ def sort_trees(
     checkpoint: OpenedCheckpoint, *, keep_module: bool = False
 ) -> dict[str, SortedTensors]:
     """Separates adapters from bases in every model of a checkpoint."""
-    index = checkpoint.index
-    trees = model_trees(index)
+    by_tree: dict[str, list[TensorEntry]] = {}
+    for entry in checkpoint.index.of_part("model"):
+        by_tree.setdefault(entry.tree, []).append(entry)
     if checkpoint.select is not None:
-        if checkpoint.select not in trees:
+        if checkpoint.select not in by_tree:
             raise CannotPlanError(
-                f"holds no model {checkpoint.select!r}; found {', '.join(map(repr, trees))}",
+                f"holds no model {checkpoint.select!r}; found {', '.join(map(repr, by_tree))}",
                 where=checkpoint.path,
                 hint="leave --select out, or see `ckptkit inspect` for the names",
             )
-        trees = [checkpoint.select]
-    by_tree: dict[str, list[TensorEntry]] = {tree: [] for tree in trees}
-    for entry in index.of_part("model"):
-        if entry.tree in by_tree:
-            by_tree[entry.tree].append(entry)
+        by_tree = {checkpoint.select: by_tree[checkpoint.select]}
     return {tree: _sorted(entries, keep_module=keep_module) for tree, entries in by_tree.items()}
 
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, open_folder
 from ckptkit.core.errors import FormatError, InputError
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.formats.discovery import is_unit_folder, parse_step
-from ckptkit.plan.plan import Literal, OutputFile, RawCopy, lay_out_file
 from ckptkit.plan.side_files import (
     CONFIG,
     MAX_JSON_BYTES,
@@ -28,6 +27,9 @@ from ckptkit.plan.side_files import (
 from ckptkit.storage.base import Folder, StoreFolder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url, place_of
+
+if TYPE_CHECKING:
+    from ckptkit.plan.plan import OutputFile
 
 _SHALLOW = ("ckptkit", "huggingface", "additional_chat_templates")
 _NESTED = ("ckptkit", "huggingface")  # folders of the training hooks, and of verl
@@ -89,6 +91,8 @@ class SideFolders:
             config: The model's configuration as it is written, or None.
             allow_code: Whether to keep `auto_map`, which names python files.
         """
+        from ckptkit.plan.plan import Literal, RawCopy, lay_out_file  # late: inspect plans nothing
+
         outputs = []
         for file in files:
             read = partial(self.read, file)
