@@ -32,7 +32,7 @@ from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Star
 from ckptkit.hub.client import Hub, commit_of, list_files, quiet_client
 from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
-from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
+from ckptkit.storage.local.disk import LOCAL_DISK, is_refused
 from ckptkit.storage.local.durable import sync_file, sync_folders
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import free_bytes, make_missing, translate_errors
@@ -47,11 +47,10 @@ _CLIENT = ".cache"  # the folder with the state of the client's downloads
 class PullFolder:
     """The hidden folder that collects the files of a pull."""
 
-    def __init__(self, out: Path, work: WorkFolder, disk: Disk) -> None:
+    def __init__(self, out: Path, work: WorkFolder) -> None:
         self._named = out
         self._out = out.resolve()
         self._work = work
-        self._disk = disk
 
     @property
     def files(self) -> Path:
@@ -89,10 +88,10 @@ class PullFolder:
             shutil.rmtree(self.files / _CLIENT, ignore_errors=True)
             for path in self._files():
                 sync_file(path)
-            sync_folders(self.files, self._disk)
-            if not publish(self._work, self._out, self._disk):
+            sync_folders(self.files, LOCAL_DISK)
+            if not publish(self._work, self._out, LOCAL_DISK):
                 raise _exists(self._named)
-            self._disk.sync_directory(self._out.parent)
+            LOCAL_DISK.sync_directory(self._out.parent)
         self._work.remove()
 
     def leave(self) -> None:
@@ -120,7 +119,6 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
         OutputError: If `out` is a file, or nothing can be written there.
         RefusedError: If another pull is writing there.
     """  # noqa: DOC501  `_exists` makes the first
-    disk = LOCAL_DISK
     if out.exists() and not out.is_dir():
         raise OutputError("a file was found where a directory was expected", where=str(out))
     if out.is_dir() and not is_empty(out):
@@ -131,9 +129,9 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
         make_missing(resolved.parent)
         path = resolved.with_name(hidden_name(resolved.name, "pull"))
         path.mkdir(exist_ok=True)
-        has_locks = disk.locks
+        has_locks = LOCAL_DISK.locks
         try:
-            lock = disk.open_locked(path / ".lock") if has_locks else None
+            lock = LOCAL_DISK.open_locked(path / ".lock") if has_locks else None
         except OSError as error:
             if not is_refused(error):
                 raise
@@ -146,7 +144,7 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
             )
         work = WorkFolder(path, lock)
         work.files.mkdir(exist_ok=True)
-    partial = PullFolder(out, work, disk)
+    partial = PullFolder(out, work)
     try:
         yield partial
     finally:
