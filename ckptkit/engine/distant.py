@@ -19,7 +19,7 @@ from ckptkit.core.index import FileRange, Key, Span
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, choose_copies
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.locate import ChunkLookup, LocatedChunks, Locator, SpanOverlap
-from ckptkit.engine.outcome import BytesWritten, Listener
+from ckptkit.engine.outcome import BytesWritten, Listener, part_span
 from ckptkit.engine.prefetch import (
     FREE_GAP_OF_ENDS_BYTES,
     READ_AHEAD_BYTES,
@@ -166,8 +166,7 @@ def _reads_of(part: SegmentRange) -> Iterator[_Read]:
     body, spec = part.segment.body, part.segment.spec
     if spec is None:
         return
-    size = spec.dtype.itemsize
-    span = Span(part.start // size, part.stop // size)
+    span = part_span(part, spec)
     if isinstance(body, (Copy, ServerCopy)):
         yield body.origin, body.key, span
     elif isinstance(body, Compute) and not isinstance(body.kernel, Preparable):
@@ -220,9 +219,7 @@ def _runs_of(
         return "", ()
     if not isinstance(body, (Copy, ServerCopy)) or not readers[body.origin].cache.is_distant:
         return "", ()
-    size = spec.dtype.itemsize
-    span = Span(part.start // size, part.stop // size)
-    return body.origin, readers[body.origin].byte_runs(body.key, span)
+    return body.origin, readers[body.origin].byte_runs(body.key, part_span(part, spec))
 
 
 def _joined(reads: Sequence[_DirectRead]) -> Iterator[tuple[FileRange, int]]:

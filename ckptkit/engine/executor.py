@@ -31,6 +31,7 @@ from ckptkit.engine.outcome import (
     Outcome,
     Sealed,
     Started,
+    part_span,
     task_parts,
 )
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
@@ -176,7 +177,8 @@ class Executor:
         if isinstance(self._target, CopyingTarget):
             make_store_copies(self._plan, self._inputs.origins, self._target, self._listener)
         self._run(self._plan.tasks(self._settings.task_bytes), self._put_whole)
-        self._settle()
+        for origin in self._inputs.origins.values():
+            origin.checksums.finish()
         for number, file in enumerate(self._plan.files):
             for position, segment in enumerate(file.segments):
                 if isinstance(segment.body, ServerCopy) and segment.spec is not None:
@@ -258,7 +260,8 @@ class Executor:
             self._checksums.add(slot, pieces)
         if not has_trailers:
             self._write_trailers(outcome.sealed)
-        self._settle()
+        for origin in self._inputs.origins.values():
+            origin.checksums.finish()
         self.digests = outcome.digests
         return outcome.digests
 
@@ -335,10 +338,6 @@ class Executor:
                         raise ValueError("a trailer was written before its checksums are known")
                     self._target.write(path, part.segment.start + part.start, view)
 
-    def _settle(self) -> None:
-        for origin in self._inputs.origins.values():
-            origin.checksums.finish()
-
     def _digest(self, task: Task, part: SegmentRange, view: memoryview) -> None:
         path = self._plan.files[task.file].path
         self._checksums.note((task.file, part.number), part.start, view)
@@ -385,9 +384,9 @@ class _TaskWorker:
             folder.read_into(body.path, body.start + part.start, view)
             self._raw_bytes += len(view)
         elif isinstance(body, (Copy, ServerCopy)) and spec is not None:
-            self.readers[body.origin].fill(body.key, _span_of(part, spec), view)
+            self.readers[body.origin].fill(body.key, part_span(part, spec), view)
         elif isinstance(body, Compute) and spec is not None:
-            self._compute(body, spec, _span_of(part, spec), view)
+            self._compute(body, spec, part_span(part, spec), view)
         else:
             raise NotImplementedError(f"{type(body).__name__} segments need another engine")
 
@@ -421,7 +420,3 @@ class _TaskWorker:
             scratch = self._scratch[slot] = aligned_buffer(size)
         self.readers[demand.origin].fill(demand.key, demand.place, scratch[:size])
         return np.frombuffer(scratch[:size], numpy_dtype(entry.dtype))
-
-
-def _span_of(part: SegmentRange, spec: TensorSpec) -> Span:
-    return Span(part.start // spec.dtype.itemsize, part.stop // spec.dtype.itemsize)

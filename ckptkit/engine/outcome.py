@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.core.checksums import CRC32_SCHEME, ChecksumPiece, join_leaves, leaf_digest
+from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.checksum_tracker import DeferredChecksums, OpenRecord, Slot
 from ckptkit.plan.plan import (
@@ -23,6 +24,7 @@ from ckptkit.plan.plan import (
     OutputFile,
     SegmentRange,
     Task,
+    TensorSpec,
     Trailer,
     cut_into_tasks,
 )
@@ -184,6 +186,11 @@ def task_parts(task: Task, data: memoryview) -> Iterator[tuple[SegmentRange, mem
     for part in task.parts:
         yield part, data[at : at + part.stop - part.start]
         at += part.stop - part.start
+
+
+def part_span(part: SegmentRange, spec: TensorSpec) -> Span:
+    """Returns the elements of a tensor that a part of its segment holds."""
+    return Span(part.start // spec.dtype.itemsize, part.stop // spec.dtype.itemsize)
 
 
 def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:

@@ -103,7 +103,8 @@ class StepManifests:
         output = self._outputs.get(folder)
         if output is not None:
             step = _number(output.source.get("step"), named.step)
-            return replace(named, writer=_WRITER, version=_version(output), step=step)
+            version = str(output.versions.get(_WRITER, ""))
+            return replace(named, writer=_WRITER, version=version, step=step)
         manifest = self.manifest(folder)
         if manifest is None:
             return named
@@ -111,7 +112,7 @@ class StepManifests:
             world_size=_number(manifest.source.get("world_size"), named.world_size),
             step=_number(manifest.source.get("step"), named.step),
             writer=_WRITER,
-            version=_version(manifest),
+            version=str(manifest.versions.get(_WRITER, "")),
             mesh=named.mesh,
             notes=(
                 *named.notes,
@@ -189,10 +190,6 @@ def digest_problems(
             continue
         if record.digest != f"crc32:{crc:08x}":
             yield Problem(ChecksumError.code, path, "has another CRC-32 than the manifest")
-
-
-def _version(manifest: Manifest) -> str:
-    return str(manifest.versions.get(_WRITER, ""))
 
 
 def _number(value: object, otherwise: int | None) -> int | None:

@@ -1,6 +1,6 @@
 """The interfaces between ckptkit and storage: sources that are read, targets that are written.
 
-Of targets there are those that one process writes, and those that several fill together.
+`OutputAttempt` and the note of a plan are what processes share that fill one output together.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class MemorySource:
         """Returns exactly the bytes `[start, stop)`."""
         data = self._data(path)
         if stop > len(data):
-            raise truncated_error(self._where(path), start, stop, len(data))
+            raise truncated_error(f"{self.location}/{path}", start, stop, len(data))
         return data[start:stop]
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
@@ -59,11 +59,8 @@ class MemorySource:
     def _data(self, path: str) -> bytes:
         check_relative(path, self.location)
         if path not in self._files:
-            raise MissingFileError("nothing was found there", where=self._where(path))
+            raise MissingFileError("nothing was found there", where=f"{self.location}/{path}")
         return self._files[path]
-
-    def _where(self, path: str) -> str:
-        return f"{self.location}/{path}"
 
 
 class OverlaySource:

@@ -244,9 +244,10 @@ class S3Object:
             return
         parts = [self._sent[part.number] for part in self._parts]
         whole = None if self._sums_parts else expected.whole
-        complete_upload(self._store, self._whole_upload, parts, whole)
+        upload = MultipartUpload(self.key, self._upload, self.size_bytes)
+        complete_upload(self._store, upload, parts, whole)
         self._is_visible = True
-        head = check_object(self._store, self._whole_upload, expected)
+        head = check_object(self._store, upload, expected)
         self.etag = head.etag
         if head.checksum is None and self.copied_parts:
             raise OutputError(
@@ -274,10 +275,6 @@ class S3Object:
             self._store.delete([self.key])
         elif self._upload:
             self._store.abort(self.key, self._upload)
-
-    @property
-    def _whole_upload(self) -> MultipartUpload:
-        return MultipartUpload(self.key, self._upload, self.size_bytes)
 
     def _begin(self) -> str:
         with self._lock:
