@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
 from ckptkit.core.index import Box, Shape
+from ckptkit.engine.reader import slices_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.state.dtensors import Copies
@@ -57,17 +58,13 @@ class _SharedTensor:
     start: int
     boxes: tuple[tuple[Box, torch.Tensor], ...]
 
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
     def within(self, memory: memoryview) -> torch.Tensor:
         """Returns the whole tensor in the shared memory, with a storage of its own."""
-        if not self.elements:
+        count = math.prod(self.shape)
+        if not count:
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(
-            memory, dtype=self.dtype, count=self.elements, offset=self.start
-        ).view(self.shape)
+        flat = torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.start)
+        return flat.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +82,6 @@ class _GatherPlan:
     size_bytes: int = 0
     reason: str = ""
     modules: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        rows = [[part.names, part.shape, str(part.dtype), part.start] for part in self.parts]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def order(self, name: str) -> int:
         """Returns the position of a tensor's module, which decides the split into files."""
@@ -140,7 +132,9 @@ class _Memory:
 
     def share(self) -> str:
         """Gives all ranks the memory; returns the same reason on all ranks where that fails."""
-        own = {"reason": self._held.reason, "machine": _machine(), "digest": self._held.digest}
+        rows = [[part.names, part.shape, str(part.dtype), part.start] for part in self._held.parts]
+        digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        own = {"reason": self._held.reason, "machine": _machine(), "digest": digest}
         answer = self._agree(own, self._allocate)
         if "reason" in answer:
             return str(answer["reason"])
@@ -154,7 +148,7 @@ class _Memory:
             for part in self._held.parts:
                 whole = tensors[part.names[0]]
                 for box, local in part.boxes:
-                    whole[_slices(box)].copy_(local)
+                    whole[slices_of(box)].copy_(local)
         except BaseException as error:
             failure = error if isinstance(error, CkptkitError) else SaveError(f"{error!r}")
             with suppress(CkptkitError):
@@ -255,10 +249,6 @@ def _lay_out(pieces: Sequence[Piece]) -> _GatherPlan:
         size = math.prod(piece.shape) * local.element_size()
         at += -(-size // _ALIGNMENT) * _ALIGNMENT
     return _GatherPlan(tuple(parts), at)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 def _machine() -> str:

@@ -97,15 +97,14 @@ def _group_of(
     saved = frozenset(name for group in distinct for name in group[PARAMS])
     if saved != own and not staged:
         return None
-    single = all(len(group[PARAMS]) == 1 for group in distinct)
-    alike = single and all(_are_alike(group, distinct[0]) for group in distinct)
-    return distinct[0] if len(distinct) == 1 or alike else None
-
-
-def _are_alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return group.keys() == other.keys() and all(
-        _are_equal(value, other[key]) for key, value in group.items() if key != PARAMS
+    first = distinct[0]
+    are_alike = all(
+        len(group[PARAMS]) == 1
+        and group.keys() == first.keys()
+        and all(_are_equal(value, first[key]) for key, value in group.items() if key != PARAMS)
+        for group in distinct
     )
+    return first if len(distinct) == 1 or are_alike else None
 
 
 def _are_equal(value: Any, other: Any) -> bool:

@@ -111,7 +111,7 @@ def test_a_rank_that_fails_half_way_fails_the_others_at_once(
     def whole(peers: Peers) -> Any:
         return whole_state(Net(), peers, timeout_seconds=PATIENCE)
 
-    monkeypatch.setattr(module, "_slices", failing)  # rank 0 writes what all hold
+    monkeypatch.setattr(module, "slices_of", failing)  # rank 0 writes what all hold
     first, second = on_both(whole)
     assert isinstance(first, MemoryError)
     assert isinstance(second, SaveError)
