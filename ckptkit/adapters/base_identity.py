@@ -232,10 +232,7 @@ class BaseChecks:
                 )
             recorded = open_recorded_base(self._stack, expected, self._given)
             if recorded is None or not self._compare(
-                take_weights(recorded),
-                take_weights(self._given),
-                adapter,
-                most=_SAMPLE,
+                take_weights(recorded), take_weights(self._given), adapter, most=_SAMPLE
             ):
                 self._unproven[adapter.source.position] = list(comparison.notes)
             self._notes += [

@@ -230,10 +230,7 @@ class ChangeReader:
 
 
 def _refuse_packed(pair: ComparedTensor) -> None:
-    for side, entry, other in (
-        ("tuned", pair.tuned, pair.base),
-        ("base", pair.base, pair.tuned),
-    ):
+    for side, entry, other in (("tuned", pair.tuned, pair.base), ("base", pair.base, pair.tuned)):
         is_float = entry.dtype.kind == "float"
         narrow = is_float and entry.dtype.itemsize == 1
         if (
@@ -312,11 +309,7 @@ class ComparedModels:
 
 
 def open_models(
-    stack: ExitStack,
-    tuned: PathLike,
-    base: PathLike,
-    select: str | None,
-    exclude: tuple[str, ...],
+    stack: ExitStack, tuned: PathLike, base: PathLike, select: str | None, exclude: tuple[str, ...]
 ) -> ComparedModels:
     """Opens both checkpoints and pairs their tensors.
 

@@ -26,15 +26,7 @@ from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_adapter
-from ckptkit.plan.plan import (
-    SOURCE,
-    Copy,
-    Literal,
-    Plan,
-    Product,
-    TensorSpec,
-    lay_out_file,
-)
+from ckptkit.plan.plan import SOURCE, Copy, Literal, Plan, Product, TensorSpec, lay_out_file
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.places import PathLike, open_target
 

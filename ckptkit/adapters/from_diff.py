@@ -217,11 +217,7 @@ class _Output:
             estimate=estimate_plan(plan, settings, out, bytes_read=read),
             kind="adapter",
             options=self._options(),
-            facts={
-                "base": self._base,
-                "difference": self._report(),
-                **self._record().facts(),
-            },
+            facts={"base": self._base, "difference": self._report(), **self._record().facts()},
         )
 
     def _record(self) -> BaseRecord:
@@ -419,10 +415,7 @@ class AdapterContent:
 
 
 def plan_content(
-    ranks: Mapping[str, int],
-    full: Iterable[str],
-    tensors: Collection[str],
-    tied: Mapping[Fqn, Fqn],
+    ranks: Mapping[str, int], full: Iterable[str], tensors: Collection[str], tied: Mapping[Fqn, Fqn]
 ) -> AdapterContent:
     """Decides how whole tensors are stored in an adapter.
 

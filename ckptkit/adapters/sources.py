@@ -431,9 +431,7 @@ def _refuse_infinite(block: NDArray[Any], entry: TensorEntry) -> None:
 
 
 def find_resized_embeddings(
-    settings: LoraSettings,
-    base: Mapping[Fqn, TensorEntry],
-    rest: Mapping[Fqn, TensorEntry],
+    settings: LoraSettings, base: Mapping[Fqn, TensorEntry], rest: Mapping[Fqn, TensorEntry]
 ) -> Iterator[str]:
     """Yields the embeddings that PEFT saves with an adapter because their size was changed.
 

@@ -43,11 +43,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
-from ckptkit.formats.discovery import (
-    CheckpointUnit,
-    is_unit_folder,
-    parse_step,
-)
+from ckptkit.formats.discovery import CheckpointUnit, is_unit_folder, parse_step
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
 from ckptkit.runs.marks import claim

@@ -173,11 +173,7 @@ class _Comparison:
     def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
         named = {name: replace(entry, name=name) for name, entry in self._first.items()}
         errors = scan(
-            origin,
-            list(named.values()),
-            self._visit,
-            workers=usable_cores() + 1,
-            listener=listener,
+            origin, list(named.values()), self._visit, workers=usable_cores() + 1, listener=listener
         )
         for error in errors.values():
             raise error

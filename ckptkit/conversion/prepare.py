@@ -9,12 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from ckptkit.conversion.compare_names import (
-    LIVE_NAMES,
-    Comparison,
-    Subject,
-    plan_comparison,
-)
+from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
     find_left_out,
@@ -281,11 +276,7 @@ class _Planner:
             inputs=Inputs({SOURCE: origin}, self._folders.sources),
             settings=settings,
             estimate=estimate_plan(
-                plan,
-                settings,
-                out,
-                bytes_read=bytes_read,
-                besides_bytes=names.conversion_bytes,
+                plan, settings, out, bytes_read=bytes_read, besides_bytes=names.conversion_bytes
             ),
             kind=_KINDS[self._request.layout],
             options=changed_options(self._request),

@@ -360,8 +360,7 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
         tied={str(target): str(source) for target, source in planned.plan.dropped.items()},
         files={
             file.path: FileRecord(
-                file.size_bytes,
-                digests.of_file(file.path) if len(file.segments) == 1 else "",
+                file.size_bytes, digests.of_file(file.path) if len(file.segments) == 1 else ""
             )
             for file in planned.plan.files
         },

@@ -24,12 +24,7 @@ from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
 from ckptkit.lora.dialects import is_vocabulary
-from ckptkit.options import (
-    DEFAULT_MAX_FILE_BYTES,
-    check_choice,
-    choose_dtype,
-    parse_file_limit,
-)
+from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice, choose_dtype, parse_file_limit
 from ckptkit.plan.ties import Specs, find_absent_tied_names, find_tie_candidates, find_tie_conflicts
 
 Form = Literal[

@@ -171,10 +171,7 @@ def infer_config(
 
 
 def _refuse_unknown(
-    table: AdapterTable,
-    base: Mapping[Fqn, TensorEntry],
-    overrides: Mapping[str, Any],
-    where: str,
+    table: AdapterTable, base: Mapping[Fqn, TensorEntry], overrides: Mapping[str, Any], where: str
 ) -> None:
     needed = [ALPHA, RSLORA] if table.layers else []
     needed += [TOKEN_ROWS] if table.tokens else []

@@ -162,11 +162,7 @@ class BaseRecord:
         facts: dict[str, Any] = {}
         if self.digests:
             facts[_DIGESTS] = {
-                name: {
-                    "dtype": digest.dtype,
-                    "shape": list(digest.shape),
-                    "crc32": digest.crc32,
-                }
+                name: {"dtype": digest.dtype, "shape": list(digest.shape), "crc32": digest.crc32}
                 for name, digest in self.digests.items()
             }
         if self.quantization is not None:

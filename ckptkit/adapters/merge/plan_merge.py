@@ -38,12 +38,7 @@ from ckptkit.adapters.merge.report import (
 )
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.quantized.requantize import requantize
-from ckptkit.conversion.compare_names import (
-    LIVE_NAMES,
-    Comparison,
-    Subject,
-    plan_comparison,
-)
+from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.side_folders import SideFolders

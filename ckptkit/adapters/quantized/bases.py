@@ -197,11 +197,7 @@ class PackedBases:
         return replace(derive_four_bits(weight, place, plain, state), proof=proof)
 
     def _find_state(
-        self,
-        weight: PackedWeight,
-        packed: StoredOperand,
-        plain: StoredOperand,
-        reader: ArrayReader,
+        self, weight: PackedWeight, packed: StoredOperand, plain: StoredOperand, reader: ArrayReader
     ) -> FourBitState:
         """Returns how weights without a state were packed, as found for the first of them."""
         shape = weight.shape or ()

@@ -22,9 +22,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UsageError,
 )
-from ckptkit.core.index import (
-    TensorIndex,
-)
+from ckptkit.core.index import TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.core.threads import memory_in_use_bytes

@@ -43,11 +43,7 @@ from ckptkit.core.manifest import (
     source_of_all,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import (
-    CheckpointUnit,
-    ResolvedSource,
-    is_leftover,
-)
+from ckptkit.formats.discovery import CheckpointUnit, ResolvedSource, is_leftover
 from ckptkit.storage.base import Folder, Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource

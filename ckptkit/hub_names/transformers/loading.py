@@ -30,11 +30,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ckptkit.hub_names.transformers.answers import torch_dtype
-from ckptkit.hub_names.transformers.model_classes import (
-    build_model,
-    named_class,
-    unsaved_names,
-)
+from ckptkit.hub_names.transformers.model_classes import build_model, named_class, unsaved_names
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
 from ckptkit.plan.weight_kinds import find_dense_name
 
