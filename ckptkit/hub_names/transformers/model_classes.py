@@ -37,7 +37,13 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
     named = named_class(config)
     if named is not None:
         return _build(named, parsed)
-    models = (_build(cls, parsed) for cls in _classes_for(type(parsed)))
+    classes: list[Any] = []
+    for task in (*(f"MODEL_FOR_{task}_MAPPING" for task in _TASKS), "MODEL_MAPPING"):
+        mapping = getattr(modeling_auto, task, {})
+        if type(parsed) in mapping:
+            found = mapping[type(parsed)]
+            classes += found if isinstance(found, tuple) else (found,)
+    models = (_build(model_class, parsed) for model_class in classes)
     return _find_closest(models, live, str(config.get("model_type")))
 
 
@@ -90,15 +96,6 @@ def named_class(config: Mapping[str, Any]) -> Any:
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     return None
-
-
-def _classes_for(config_class: type) -> Iterator[Any]:
-    mappings = [f"MODEL_FOR_{task}_MAPPING" for task in _TASKS]
-    for name in (*mappings, "MODEL_MAPPING"):
-        mapping = getattr(modeling_auto, name, {})
-        if config_class in mapping:
-            found = mapping[config_class]
-            yield from found if isinstance(found, tuple) else (found,)
 
 
 def _build(model_class: Any, config: Any) -> Any:

@@ -230,29 +230,23 @@ def revert_conversions(
     except ComputesError:
         pass
     left = vars(model).get(_ATTRIBUTE)
-    setattr(model, _ATTRIBUTE, [_watched(entry) for entry in _conversions_of(model, left)])
+    conversions = left
+    if conversions is None:  # loading left none: those of its class
+        # The prefix in the files of a model that was never loaded is unknown.
+        prefixes = getattr(core_model_loading, "PrefixChange", ())
+        of_class = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [entry for entry in of_class if not isinstance(entry, prefixes)]
+    watched = []
+    for entry in conversions:
+        is_converter = isinstance(entry, WeightConverter)
+        watched.append(copy.copy(entry) if is_converter else entry)
+        if is_converter:
+            watched[-1].operations = [_Watched(entry.operations)]
+    setattr(model, _ATTRIBUTE, watched)
     try:
         return dict(revert(model, dict(tensors)))
     finally:
         setattr(model, _ATTRIBUTE, left)
-
-
-def _conversions_of(model: Any, left: Sequence[Any] | None) -> Sequence[Any]:
-    """Returns the conversions that are reverted: those of its class, where loading left none."""
-    if left is not None:
-        return left
-    # The prefix in the files of a model that was never loaded is unknown.
-    prefixes = getattr(core_model_loading, "PrefixChange", ())
-    found = get_model_conversion_mapping(model, add_legacy=False)
-    return [entry for entry in found if not isinstance(entry, prefixes)]
-
-
-def _watched(entry: Any) -> Any:
-    if not isinstance(entry, WeightConverter):
-        return entry
-    found = copy.copy(entry)
-    found.operations = [_Watched(entry.operations)]
-    return found
 
 
 class _Watched(ConversionOps):  # type: ignore[misc]  # transformers is not followed
@@ -279,7 +273,8 @@ class _Watched(ConversionOps):  # type: ignore[misc]  # transformers is not foll
         except ComputesError:
             pass
         try:
-            made = self._run(_each(input_dict, _bare), options)
+            bare = _each(input_dict, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
+            made = self._run(bare, options)
         except RuntimeError as error:
             raise CannotPlanError(
                 f"a conversion reads elements, so that its result cannot be traced: {error}"
@@ -299,10 +294,6 @@ def _each(tensors: Mapping[str, Any], change: Any) -> dict[str, Any]:
         name: [change(one) for one in value] if isinstance(value, list) else change(value)
         for name, value in tensors.items()
     }
-
-
-def _bare(tensor: TracedTensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _sources(tensors: Mapping[str, Any]) -> list[Fqn]:
