@@ -19,6 +19,7 @@ from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import NamingProgram
 from tests.command_line import ENTRIES, answer_question, close_host
 from tests.object_store import ObjectStore, running_object_store
+from tests.ranks import RankHost, RunRanks, make_runner
 
 ROOT = Path(__file__).resolve().parents[1]
 # Else each of the many processes that tests start would compile ckptkit anew.
@@ -111,6 +112,14 @@ def command_host() -> Iterator[None]:
     """Ends the process that commands are forks of."""
     yield
     close_host()
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[RunRanks]:
+    """Runs a script on several ranks; see `make_runner`."""
+    host = RankHost()
+    yield make_runner(host)
+    host.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +20,20 @@ OWN = Path(sys.executable)
 pytestmark = pytest.mark.distributed
 
 
-def launch(python: Path, script: str, *arguments: object, ranks: int = 0) -> str:
-    """Runs a script, under torchrun where ranks are given, and returns what it said."""
+@pytest.fixture(scope="module")
+def launch(run_ranks: Callable[..., Any]) -> Callable[..., str]:
+    """Runs a script, on ranks where they are given, and returns what it said."""
+
+    def run(python: Path, script: str, *arguments: object, ranks: int = 0) -> str:
+        if python != OWN:
+            return start(python, script, *arguments, ranks=ranks)
+        return str(run_ranks(SCRIPTS / script, max(ranks, 1), *arguments).stdout)
+
+    return run
+
+
+def start(python: Path, script: str, *arguments: object, ranks: int = 0) -> str:
+    """Does so with processes of their own, under torchrun where ranks are given."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command = [str(python), *(torchrun if ranks else []), str(SCRIPTS / script)]
     done = subprocess.run(
@@ -35,7 +49,7 @@ def launch(python: Path, script: str, *arguments: object, ranks: int = 0) -> str
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(launch: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds `accelerate/checkpoint-3`, `dcp/checkpoint-3`, and the truth of both."""
     folder = tmp_path_factory.mktemp("saved")
     launch(OWN, "save_step.py", folder, ranks=2)
@@ -53,20 +67,26 @@ def python(request: pytest.FixtureRequest, repository: Path) -> Path:
     return older
 
 
-def test_dcp_load_and_its_converter_read_every_tensor(saved: Path, python: Path) -> None:
+def test_dcp_load_and_its_converter_read_every_tensor(
+    launch: Callable[..., str], saved: Path, python: Path
+) -> None:
     said = launch(python, "read_step.py", "dcp", saved / "accelerate/checkpoint-3", saved)
     assert said.count("read 15 tensors") == said.count("read 42 tensors") == 2
     said = launch(python, "read_step.py", "dcp", saved / "dcp/checkpoint-3", saved)
     assert said.count("read 57 tensors") == 2
 
 
-def test_accelerate_merges_the_weights(saved: Path, python: Path) -> None:
+def test_accelerate_merges_the_weights(
+    launch: Callable[..., str], saved: Path, python: Path
+) -> None:
     said = launch(python, "read_step.py", "merge", saved / "accelerate/checkpoint-3", saved)
     assert "accelerate merge-weights: read 15 tensors" in said
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_accelerate_loads_the_whole_state(saved: Path, python: Path, version: int) -> None:
+def test_accelerate_loads_the_whole_state(
+    launch: Callable[..., str], saved: Path, python: Path, version: int
+) -> None:
     step = saved / "accelerate/checkpoint-3"
     said = launch(python, "read_step.py", "accelerate", step, saved, version, ranks=2)
     assert f"load_state under FSDP{version}: read 15 tensors" in said

@@ -7,11 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 LIMIT_SECONDS = 240
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
@@ -86,16 +84,8 @@ def _run_torchrun(
     )
 
 
-@pytest.fixture(scope="session")
-def rank_host() -> Iterator[RankHost]:
-    host = RankHost()
-    yield host
-    host.close()
-
-
-@pytest.fixture(scope="session")
-def run_ranks(rank_host: RankHost) -> RunRanks:
-    """Runs a script on several ranks over the loopback, and checks how it ended.
+def make_runner(host: RankHost) -> RunRanks:
+    """Returns a function that runs a script on ranks over the loopback and checks its status.
 
     The function takes the script, the number of processes and the script's arguments; `status`
     is the expected exit status, None for any. `-m` as the script, `torchrun=True`, and another
@@ -113,7 +103,7 @@ def run_ranks(rank_host: RankHost) -> RunRanks:
         if torchrun or script == "-m" or os.environ.get("PYTHONPATH") != PYTHONPATH:
             start: Callable[..., subprocess.CompletedProcess[str]] = _run_torchrun
         else:
-            start = rank_host.run
+            start = host.run
         done = start(script, processes, *arguments, limit_seconds=limit_seconds)
         if status is not None:
             assert done.returncode == status, done.stdout[-4_000:] + done.stderr[-8_000:]
