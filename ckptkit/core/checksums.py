@@ -218,7 +218,7 @@ def _join_ranges(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
 
 def is_whole(share: ChecksumShare, total_bytes: int) -> bool:
     """Says whether the joined shares cover every byte, each written once."""
-    start, stop = _mark_positions(np.array([0, total_bytes], np.int64)).tolist()
+    start, stop = map(int, _mark_positions(np.array([0, total_bytes], np.int64)))
     return share.edges == (stop - start) & _MASK
 
 
