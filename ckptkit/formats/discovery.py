@@ -328,8 +328,19 @@ class _Resolver:
             return self._choose_newest(run, None)
         for unit in units:
             rest = _rest(select, unit.label)
-            if rest is not None:
-                return ResolvedSource(base, (unit, *_optimizers_of(unit, units)), rest or None)
+            if rest is None:
+                continue
+            # The optimizer's file in the folder of a model, with its number, belongs to it.
+            number = model_number(_main_file(unit.candidate))
+            optimizers = (
+                other
+                for other in units
+                if is_optimizer_candidate(other.candidate)
+                and other is not unit
+                and other.candidate.folder == unit.candidate.folder
+                and model_number(other.candidate.files[0]) == number
+            )
+            return ResolvedSource(base, (unit, *optimizers), rest or None)
         return None
 
     def _split_steps(
@@ -460,19 +471,6 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, 
         is_optimizer = is_optimizer or is_optimizer_folder(posixpath.basename(candidate.folder))
         units.append(CheckpointUnit(label, candidate, is_optimizer))
     return tuple(units)
-
-
-def _optimizers_of(model: CheckpointUnit, units: Sequence[CheckpointUnit]) -> list[CheckpointUnit]:
-    """Returns the optimizer's file in the folder of a model and with its number, if any."""
-    number = model_number(_main_file(model.candidate))
-    return [
-        unit
-        for unit in units
-        if is_optimizer_candidate(unit.candidate)
-        and unit is not model
-        and unit.candidate.folder == model.candidate.folder
-        and model_number(unit.candidate.files[0]) == number
-    ]
 
 
 _NUMBER = re.compile(r"\d+")

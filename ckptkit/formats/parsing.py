@@ -166,29 +166,26 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
     """
     with_index = (*endings, *(ending + INDEX_ENDING for ending in endings))
     folders = group_by_folder(path for path in paths if path.endswith(with_index))
-    return [files for folder, inside in folders.items() for files in _sets_in(folder, inside)]
-
-
-def _sets_in(folder: str, paths: list[str]) -> list[FileSet]:
-    groups: dict[tuple[str, str], list[str]] = {}
-    single = []
-    for path in paths:
-        if path.endswith(INDEX_ENDING):
-            continue
-        stem, ending = posixpath.splitext(path)
-        if match := _NUMBERED.fullmatch(stem):
-            groups.setdefault((match["stem"] + ending, match["count"]), []).append(path)
-        else:
-            single.append(path)
-    sets = []
-    for index in (path for path in paths if path.endswith(INDEX_ENDING)):
-        own = [key for key in groups if key[0] == index.removesuffix(INDEX_ENDING)]
-        files = [path for key in own for path in groups.pop(key)]
-        if not own and not groups:
-            files, single = single, []
-        sets.append(FileSet(folder, tuple(sorted([*files, index])), index))
-    sets += [FileSet(folder, tuple(files), None) for files in groups.values()]
-    return sets + [FileSet(folder, (path,), None) for path in single]
+    sets: list[FileSet] = []
+    for folder, inside in folders.items():
+        groups: dict[tuple[str, str], list[str]] = {}
+        single = []
+        indices = [path for path in inside if path.endswith(INDEX_ENDING)]
+        for path in (path for path in inside if path not in indices):
+            stem, ending = posixpath.splitext(path)
+            if match := _NUMBERED.fullmatch(stem):
+                groups.setdefault((match["stem"] + ending, match["count"]), []).append(path)
+            else:
+                single.append(path)
+        for index in indices:
+            own = [key for key in groups if key[0] == index.removesuffix(INDEX_ENDING)]
+            files = [path for key in own for path in groups.pop(key)]
+            if not own and not groups:
+                files, single = single, []
+            sets.append(FileSet(folder, tuple(sorted([*files, index])), index))
+        sets += [FileSet(folder, tuple(files), None) for files in groups.values()]
+        sets += [FileSet(folder, (path,), None) for path in single]
+    return sets
 
 
 def read_weight_map(source: Source, path: str) -> dict[str, str]:

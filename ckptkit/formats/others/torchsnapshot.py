@@ -220,9 +220,13 @@ class TorchsnapshotReader:
         ]
         files: dict[str, list[str]] = {home: [] for home in homes}
         for path in paths if homes else ():
-            home = next((h for h in homes if _belongs(path, h)), None)
-            if home is not None:
-                files[home].append(path)
+            for home in homes:
+                is_inside = not home or path.startswith(f"{home}/")
+                inside = path[len(home) :].lstrip("/") if is_inside else ""
+                first, slash, _ = inside.partition("/")
+                if inside == SNAPSHOT_METADATA or (slash and _DATA_FOLDER.fullmatch(first)):
+                    files[home].append(path)
+                    break
         reason = f"{SNAPSHOT_METADATA!r}, which torchsnapshot writes last"
         return [Candidate(self.name, h, tuple(sorted(f)), reason) for h, f in sorted(files.items())]
 
@@ -232,12 +236,6 @@ class TorchsnapshotReader:
         manifest = read_manifest(source, path)
         where = posixpath.join(source.location, candidate.folder)
         return _Assembly(source, candidate.folder, manifest, where).index(source.stat(path))
-
-
-def _belongs(path: str, home: str) -> bool:
-    inside = path if not home else path[len(home) + 1 :] if path.startswith(f"{home}/") else ""
-    first, slash, _ = inside.partition("/")
-    return inside == SNAPSHOT_METADATA or bool(slash and _DATA_FOLDER.fullmatch(first))
 
 
 class _Assembly:

@@ -88,10 +88,6 @@ class FlatVector:
     members: tuple[FlatMember, ...]
 
 
-def flat_name(path: str) -> str:
-    return f"{path}.{FLAT}" if path else FLAT
-
-
 def is_flat(entry: TensorEntry) -> bool:
     return entry.part == "model" and entry.name.rpartition(".")[2] == FLAT
 
@@ -273,8 +269,8 @@ def _parse_vector(unit: Mapping[str, Any], where: str) -> FlatVector:
         members.append(FlatMember(names, shape, _count(start)))
     if any(unit.get("axes", ())):
         raise UnsupportedError("a parameter was not flattened row by row", where=where)
-    name = flat_name(_text(unit["path"], empty=True))
-    vector = FlatVector(name, _count(unit["size"]), tuple(members))
+    path = _text(unit["path"], empty=True)
+    vector = FlatVector(f"{path}.{FLAT}" if path else FLAT, _count(unit["size"]), tuple(members))
     at = 0
     for member in members:
         if member.start < at or member.stop > vector.elements:
@@ -354,15 +350,11 @@ def compute_vectors(
     return list(next(iter(layouts)))
 
 
-def _module_of(name: str) -> str:
-    return name.removesuffix(FLAT).removesuffix(".")
-
-
 def _assign(
     parameters: Sequence[ModelParameter], flat: Sequence[str]
 ) -> list[list[ModelParameter]]:
     """Assigns each parameter to the innermost wrapped module that contains it."""
-    paths = [_module_of(name) for name in flat]
+    paths = [name.removesuffix(FLAT).removesuffix(".") for name in flat]
     members: list[list[ModelParameter]] = [[] for _ in flat]
     for parameter in parameters:
         name = parameter.names[0]

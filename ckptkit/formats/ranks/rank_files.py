@@ -243,9 +243,20 @@ def split_off_slices(
     """
     ranges: dict[KeyPath, tuple[int, int]] = {}
     for held in contents:
-        for path, low, high in _find_slices(held):
-            first, last = ranges.get(path, (low, high))
-            ranges[path] = min(low, first), max(high, last)
+        begins: dict[str, int] = {}  # by storage, its first element in the flat parameter
+        for path, tensor in held.tensors.items():
+            if isinstance(tensor, ShardedTensorRef) and str(path[-1]).rpartition(".")[2] == FLAT:
+                for shard in tensor.shards:
+                    skipped = shard.tensor.storage_offset
+                    begins[shard.tensor.storage.key] = sum(shard.offsets) - skipped
+        for path, tensor in held.tensors.items():
+            if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1:
+                continue
+            if tensor.storage.key in begins and tensor.shape[0]:
+                low = begins[tensor.storage.key] + tensor.storage_offset
+                high = low + tensor.shape[0]
+                first, last = ranges.get(path, (low, high))
+                ranges[path] = min(low, first), max(high, last)
     if not ranges:
         return list(contents), ranges
     rest = [
@@ -253,22 +264,6 @@ def split_off_slices(
         for held in contents
     ]
     return rest, ranges
-
-
-def _find_slices(contents: RankContents) -> Iterator[tuple[KeyPath, int, int]]:
-    """Yields the views on memory of flat parameters, and their range of elements."""
-    firsts: dict[str, int] = {}  # by storage the element of the flat parameter with which it begins
-    for path, tensor in contents.tensors.items():
-        if isinstance(tensor, ShardedTensorRef) and str(path[-1]).rpartition(".")[2] == FLAT:
-            for shard in tensor.shards:
-                skipped = shard.tensor.storage_offset
-                firsts[shard.tensor.storage.key] = sum(shard.offsets) - skipped
-    for path, tensor in contents.tensors.items():
-        if isinstance(tensor, TensorRef) and len(tensor.shape) == 1:
-            first = firsts.get(tensor.storage.key)
-            if first is not None and tensor.shape[0]:
-                start = first + tensor.storage_offset
-                yield path, start, start + tensor.shape[0]
 
 
 def check_names(files: RankFileSet, where: str) -> None:

@@ -330,18 +330,6 @@ def collect_states(
         names: The names of parameters in the index, by name in the files.
         groups: The names of parameters, vector by vector.
     """
-    _check_steps(ranks)
-    collector = _StateCollector(table, {rank.file.info.path: rank for rank in ranks})
-    for name, parameter in parameters.items():
-        collector.add(names[name], parameter)
-    values = dict(collector.values)
-    if ranks:
-        values |= collect_group_values(ranks[0], [[names[n] for n in group] for group in groups])
-    return ZeroStates(tuple(collector.entries), values, tuple(collector.notes()))
-
-
-def _check_steps(ranks: Sequence[RankStates]) -> None:
-    """Refuses ranks whose vectors have different numbers of steps: two saves are mixed."""
     seen: dict[int, tuple[object, str]] = {}
     for rank in ranks:
         for number, vector in rank.vectors.items():
@@ -357,6 +345,13 @@ def _check_steps(ranks: Sequence[RankStates]) -> None:
                     hint="a save was cut short, or went into the folder of another one; take an"
                     " earlier checkpoint",
                 )
+    collector = _StateCollector(table, {rank.file.info.path: rank for rank in ranks})
+    for name, parameter in parameters.items():
+        collector.add(names[name], parameter)
+    values = dict(collector.values)
+    if ranks:
+        values |= collect_group_values(ranks[0], [[names[n] for n in group] for group in groups])
+    return ZeroStates(tuple(collector.entries), values, tuple(collector.notes()))
 
 
 def fingerprint_step(file: TorchArchive, value: object) -> object:

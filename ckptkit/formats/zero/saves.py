@@ -234,7 +234,14 @@ class WeightEntries:
             masters += [] if master is None else [master]
         self.names = {name: m.name for name, m in zip(names, memberships, strict=True)}
         self.entries = (*live, *masters)
-        self.aliases = self._aliases()
+        # DeepSpeed does not distinguish empty tensors, so that they are not known to be tied.
+        filled = {entry.key for entry in self.entries if entry.elements}
+        groups: dict[Key, set[Key]] = defaultdict(set)
+        for name, owner in self._shared.items():
+            keys = Key(f"{MODULE}.{name}"), Key(f"{MODULE}.{owner}")
+            if filled.issuperset(keys):
+                groups[keys[1]] |= {*keys}
+        self.aliases = tuple(frozenset(keys) for keys in groups.values())
 
     def _entry(
         self, name: str, tensor: TensorRef, membership: Membership
@@ -283,16 +290,6 @@ class WeightEntries:
         if owner in self._frozen or parameter.dtype == tensor.dtype:
             return replace(entry, dtype=parameter.dtype, shape=parameter.shape, chunks=chunks)
         return replace(entry, shape=parameter.shape, chunks=chunks, rounded_from=parameter.dtype)
-
-    def _aliases(self) -> tuple[frozenset[Key], ...]:
-        """Groups the keys of tied weights; DeepSpeed does not distinguish empty tensors."""
-        filled = {entry.key for entry in self.entries if entry.elements}
-        groups: dict[Key, set[Key]] = defaultdict(set)
-        for name, owner in self._shared.items():
-            keys = Key(f"{MODULE}.{name}"), Key(f"{MODULE}.{owner}")
-            if all(key in filled for key in keys):
-                groups[keys[1]] |= {*keys}
-        return tuple(frozenset(keys) for keys in groups.values())
 
 
 def make_index(

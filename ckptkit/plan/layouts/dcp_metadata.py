@@ -142,27 +142,23 @@ class _Writer:
             self._put(self._memoized(_NEW_OBJECT))
             return
         self._put(self._text(item.key) + self._new((_METADATA, "TensorStorageMetadata")))
-        self._put(self._text("properties") + self._properties(item.dtype))
+        properties = (  # dtype, layout, requires_grad, memory_format and pin_memory
+            self._text("properties"),
+            self._global((_METADATA, "TensorProperties")) + self._memoized(_NEW_OBJECT),
+            _MARK,
+            self._global(("torch", item.dtype)),
+            self._constant(("torch.serialization", "_get_layout"), "torch.strided"),
+            b"\x89",
+            self._constant((_METADATA, "_MEM_FORMAT_ENCODING"), 0),
+            b"\x89",
+            self._memoized(b"t"),
+            _BUILD,
+        )
+        self._put(b"".join(properties))
         self._put(self._text("size") + self._size(item.shape))
         self._put(self._text("chunks") + self._memoized(b"]"))
         self._fill(item.places, len(item.places), self._say_chunk, _TO_LIST)
         self._put(b"u" + _BUILD)
-
-    def _properties(self, dtype: str) -> bytes:
-        """Pushes dtype, layout, requires_grad, memory_format and pin_memory."""
-        return b"".join(
-            (
-                self._global((_METADATA, "TensorProperties")) + self._memoized(_NEW_OBJECT),
-                _MARK,
-                self._global(("torch", dtype)),
-                self._constant(("torch.serialization", "_get_layout"), "torch.strided"),
-                b"\x89",
-                self._constant((_METADATA, "_MEM_FORMAT_ENCODING"), 0),
-                b"\x89",
-                self._memoized(b"t"),
-                _BUILD,
-            )
-        )
 
     def _say_chunk(self, place: Place) -> None:
         self._put(
