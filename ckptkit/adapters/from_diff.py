@@ -209,6 +209,10 @@ class _Output:
             origins[origin.name] = Origin(origin.name, origin.source, origin.index)
             origins[origin.name].unverified |= origin.unverified
         read = sum(pair.tuned.size_bytes + pair.base.size_bytes for pair in sides.pairs)
+        # Digests of a few weights of the base, with which a merge checks its base.
+        changed = [pair for pair, _ in self._changes.approximated.values()]
+        digested = dict(select_evenly({pair.name: pair.base for pair in changed}))
+        record = BaseRecord(read_digests(sides.base, digested))
         return PlannedOutput(
             sources=opened,
             plan=plan,
@@ -217,14 +221,8 @@ class _Output:
             estimate=estimate_plan(plan, settings, out, bytes_read=read),
             kind="adapter",
             options=self._options(),
-            facts={"base": self._base, "difference": self._report(), **self._record().facts()},
+            facts={"base": self._base, "difference": self._report(), **record.facts()},
         )
-
-    def _record(self) -> BaseRecord:
-        """Digests a few weights of the base, with which a merge checks its base."""
-        changed = [pair for pair, _ in self._changes.approximated.values()]
-        bases = dict(select_evenly({pair.name: pair.base for pair in changed}))
-        return BaseRecord(read_digests(self._sides.base, bases))
 
     def _factors(self) -> Iterator[Product]:
         dtype = dtype_named(self._request.dtype)
@@ -243,21 +241,48 @@ class _Output:
                 spec = TensorSpec(Fqn(file_name), entry.dtype, entry.shape)
                 yield Product(spec, Copy(SOURCE, entry.key))
 
-    def _config(self) -> Mapping[str, Any]:
-        sides = self._sides
-        types = find_model_types(sides.config)
+    def _config(self) -> dict[str, Any]:
+        """Returns the content of `adapter_config.json`; every module is scaled by 1."""
+        content, config = self._content, self._sides.config
+        types = find_model_types(config)
         is_transposed = any(
             classify_tensor(pair.name, pair.tuned.shape, types) == "transposed"
             for pair, _ in self._changes.approximated.values()
         )
-        identity = identify_base(self._base, sides.config)
-        return make_adapter_config(
-            self._content,
-            {module_of(pair.name) for pair in sides.pairs},
-            sides.config,
-            transposed=is_transposed,
-            base=(identity.repository or self._base, identity.commit or None),
-        )
+        identity = identify_base(self._base, config)
+        rank = max(content.ranks.values())
+        capped = {module: r for module, r in content.ranks.items() if r != rank}
+        patterns: dict[str, int] = {}  # names that match the modules of one rank each
+        for own in sorted(set(capped.values())):
+            of_rank = {module for module, r in capped.items() if r == own}
+            names = find_short_names(of_rank, content.ranks.keys())
+            patterns |= dict.fromkeys(map(re.escape, names), own)
+        listed = (config or {}).get("architectures")
+        name = str(listed[0]) if isinstance(listed, Sequence) and listed else ""
+        modules = {module_of(pair.name) for pair in self._sides.pairs}
+        # Older versions do not know the option.
+        tying = {"ensure_weight_tying": True} if content.is_tied else {}
+        return {
+            "auto_mapping": None,
+            "base_model_name_or_path": identity.repository or self._base,
+            "bias": "lora_only" if content.biased else "none",
+            "fan_in_fan_out": is_transposed,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "lora_alpha": rank,
+            "lora_dropout": 0.0,
+            "modules_to_save": list(content.whole) or None,
+            "peft_type": "LORA",
+            "r": rank,
+            "rank_pattern": patterns,
+            "alpha_pattern": patterns,
+            "revision": identity.commit or None,
+            "target_modules": find_short_names(content.ranks.keys(), modules),
+            "task_type": next((task for end, task in _TASKS.items() if name.endswith(end)), None),
+            "use_dora": False,
+            "use_rslora": False,
+            **tying,
+        }
 
     def _options(self) -> dict[str, Any]:
         request, patterns = self._request, self._request.patterns
@@ -444,57 +469,6 @@ def plan_content(
                 hint="leave it out of --full, or match both with it",
             )
     return AdapterContent(ranks, frozenset(biased), tuple(whole), bool(ties))
-
-
-def make_adapter_config(
-    content: AdapterContent,
-    modules: Collection[str],
-    config: Mapping[str, Any] | None,
-    *,
-    transposed: bool,
-    base: tuple[str, str | None],
-) -> dict[str, Any]:
-    """Returns the content of `adapter_config.json`; every module is scaled by 1.
-
-    Args:
-        content: The content of the adapter.
-        modules: Every module of the model that has a tensor.
-        config: The model's configuration, or None.
-        transposed: Whether weights are stored as [in, out].
-        base: Name and commit of the base model.
-    """
-    rank = max(content.ranks.values())
-    capped = {module: r for module, r in content.ranks.items() if r != rank}
-    patterns: dict[str, int] = {}  # names that match the modules of one rank each
-    for own in sorted(set(capped.values())):
-        of_rank = {module for module, r in capped.items() if r == own}
-        names = find_short_names(of_rank, content.ranks.keys())
-        patterns |= dict.fromkeys(map(re.escape, names), own)
-    listed = (config or {}).get("architectures")
-    name = str(listed[0]) if isinstance(listed, Sequence) and listed else ""
-    return {
-        "auto_mapping": None,
-        "base_model_name_or_path": base[0],
-        "bias": "lora_only" if content.biased else "none",
-        "fan_in_fan_out": transposed,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": rank,
-        "lora_dropout": 0.0,
-        "modules_to_save": list(content.whole) or None,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": patterns,
-        "alpha_pattern": patterns,
-        "revision": base[1],
-        "target_modules": find_short_names(content.ranks.keys(), modules),
-        "task_type": next((task for end, task in _TASKS.items() if name.endswith(end)), None),
-        "use_dora": False,
-        "use_rslora": False,
-        **(
-            {"ensure_weight_tying": True} if content.is_tied else {}
-        ),  # older versions do not know it
-    }
 
 
 def find_short_names(chosen: Collection[str], modules: Iterable[str]) -> list[str]:

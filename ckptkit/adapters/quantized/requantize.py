@@ -65,32 +65,22 @@ def find_packings(
         The weights, grouped by settings; nothing where one of them was packed in a way that is not
         modelled, or has a damaged state: the base is no part of the adapter.
     """
-    try:
-        return _group_packings(origin, base, packed, configured, crcs)
-    except InputError:
-        return ()
-
-
-def _group_packings(
-    origin: Origin,
-    base: Mapping[Fqn, TensorEntry],
-    packed: Mapping[str, PackedWeight],
-    configured: FourBitSettings,
-    crcs: Mapping[str, int],
-) -> tuple[Packing, ...]:
     location = PackedLocation(origin.name, origin.source.location, ArrayReader(origin))
     groups: dict[tuple[FourBitSettings | None, str], dict[str, PackedRecord]] = {}
     for name, weight in packed.items():
         settings, offset = None, None
         if weight.bits == FOUR_BITS:
-            state = None if weight.state is None else location.state(weight.state)
+            settings = configured
+            try:
+                state = None if weight.state is None else location.state(weight.state)
+            except InputError:
+                return ()
             if state is not None and state.nested_blocksize not in {0, NESTED_BLOCKSIZE}:
                 return ()
-            settings = configured
             if state is not None:
                 nested = bool(state.nested_blocksize)
                 settings = FourBitSettings(state.quant_type, nested, state.blocksize, state.dtype)
-            offset = state.nested_offset if state is not None and settings.nested else None
+                offset = state.nested_offset if nested else None
         group = groups.setdefault((settings, weight.packed.dtype.name), {})
         group[name] = PackedRecord(weight.packed.size_bytes, offset, crcs.get(name))
     for key, names in _find_doubtful(base, packed, configured):
