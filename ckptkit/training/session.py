@@ -319,7 +319,8 @@ class Session:
 
 def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
     """Opens a run on all ranks; rank 0 creates, locks and sweeps it."""
-    held: list[RunLock | None] = []
+    held: list[RunLock] = []  # on rank 0, unless the file system has no locks
+    undo = ExitStack()
     try:
         place = _check_place(run, settings)
     except UsageError as error:  # so that the other ranks fail at once
@@ -338,29 +339,21 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         if isinstance(opened_run, UrlRun):
             opened_run.open()
         elif isinstance(opened_run, RunFolder):
-            held.append(opened_run.lock())
-            if held[0] is not None:  # without a lock another job may be saving there
+            lock = opened_run.lock()
+            if lock is not None:  # without a lock another job may be saving there
+                undo.callback(lock.close)
+                held.append(lock)
                 for note in sweep(opened_run.path):
                     logger.info("%s", note)
         return opened_run.last_save_number()
 
-    with ExitStack() as undo:
-        undo.callback(_close_locks, held)
+    with undo:
         saved_before = peers.agree(
-            _LOCK,
-            settings.shared(),
-            take,
-            timeout_seconds=settings.timeout_seconds,
+            _LOCK, settings.shared(), take, timeout_seconds=settings.timeout_seconds
         )
         opened = _open_on_all(make, peers, settings)
         undo.pop_all()
     return Session(opened, peers, settings, held[0] if held else None, saved_before)
-
-
-def _close_locks(locks: Sequence[RunLock | None]) -> None:
-    for lock in locks:
-        if lock is not None:
-            lock.close()
 
 
 def _check_place(run: PathLike, settings: Settings) -> Path | Place:

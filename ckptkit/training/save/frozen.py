@@ -36,6 +36,7 @@ from ckptkit.writer.messages import Image, Link, Written
 
 logger = logging.getLogger(__name__)
 _FOLDER = "frozen"
+_MOST_LINKS = 1000  # fewer than any file system allows that has hard links at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +298,6 @@ def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
     """Returns the frozen pieces that this rank writes, in the order of their first bytes."""
     steps = (sample.step for sample in chain.from_iterable(plan.samples))
     return [pieces[number] for number in dict.fromkeys(step.piece for step in steps)]
-
-
-_MOST_LINKS = 1000  # fewer than any file system allows that has hard links at all
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """Binds the mapping that the user passes, and collects what this rank holds of it.
 
-The stages of a pipeline, which are several models in a list, share one place in a step.
+The stages of a pipeline, which are several models in a list, share one place in a step. A binding is
+kept for as long as the same objects are passed. `expected_state_bytes` says how much optimizers that
+have never stepped will add, so that memory is ready.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 _PER_RANK = frozenset({"dataloader"})
+_BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,9 +393,6 @@ def _merge_stages(
             else replace(optimizer, path=(key, *index_of(position)))
         )
     return tuple(merged), tuple(merged_optimizers)
-
-
-_BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
 
 
 def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Sequence[bool]) -> int:

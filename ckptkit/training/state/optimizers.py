@@ -1,7 +1,8 @@
 """What this rank holds of an optimizer's state, by parameter name, without communicating.
 
 torch's `get_optimizer_state_dict` gathers for FSDP1, and steps an optimizer that has no state
-yet; here neither happens, and the keys are the same. A checkpoint holds them nested or flattened.
+yet; here neither happens, and the keys are the same. `state_types` says what an optimizer will keep
+before it has stepped. A checkpoint holds the keys nested or flattened.
 
 Nested, as torch's `get_optimizer_state_dict` returns it:
 
@@ -56,6 +57,7 @@ from ckptkit.training.state.structures import Leaf, Structure, take_apart
 STATE = "state"
 GROUPS = "param_groups"
 PARAMS = "params"
+_PROBE_SHAPE = (2, 2)
 
 
 def below(paths: Iterable[KeyPath], start: KeyPath, part: str) -> Iterator[tuple[KeyPath, KeyPath]]:
@@ -421,9 +423,6 @@ def _of_optimizer() -> Iterator[None]:
         yield
     except UsageError as error:
         raise UnsupportedError(error.message, where=error.where, hint=_STATE_HINT) from error
-
-
-_PROBE_SHAPE = (2, 2)
 
 
 def state_types(optimizer: Optimizer) -> tuple[torch.dtype, ...]:
