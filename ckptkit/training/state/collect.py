@@ -1,8 +1,8 @@
 """Binds the mapping that the user passes, and collects what this rank holds of it.
 
-The stages of a pipeline, which are several models in a list, share one place in a step. A binding is
-kept for as long as the same objects are passed. `expected_state_bytes` says how much optimizers that
-have never stepped will add, so that memory is ready.
+The stages of a pipeline, which are several models in a list, share one place in a step. A binding
+is kept for as long as the same objects are passed. `expected_state_bytes` says how much optimizers
+that have never stepped will add, so that memory is ready.
 """
 
 from __future__ import annotations
