@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from botocore.loaders import JSONFileLoader, Loader
 from hypothesis import settings
@@ -27,6 +28,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 gc.disable()  # until all is imported, most of which stays: see `pytest_collection_finish`
 
+END = "-----END CERTIFICATE-----\n"
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 # Machines that run tests are shared and slow by turns: a deadline would fail for no fault of
@@ -85,8 +87,14 @@ def asked_here() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parsed_once() -> Iterator[None]:
-    """Keeps what botocore reads of its own files; else each new client parses megabytes again."""
+def parsed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps what botocore reads of its own files; else each new client parses megabytes again.
+
+    Nor does a client parse all certificates of the system: no server of the tests has one.
+    """
+    certificate, end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition(END)
+    certificates = tmp_path_factory.mktemp("certificates") / "one.pem"
+    certificates.write_text(certificate + end, encoding="utf-8")
     load, list_services = JSONFileLoader.load_file, Loader.list_available_services
     kept: dict[Any, Any] = {}
 
@@ -102,6 +110,7 @@ def parsed_once() -> Iterator[None]:
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_CA_BUNDLE", str(certificates))
         patch.setattr(JSONFileLoader, "load_file", load_once)
         patch.setattr(Loader, "list_available_services", list_once)
         yield
