@@ -24,8 +24,8 @@ from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Event, Started
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
 from ckptkit.hub.watch.events import EventName, MetricsServer, WatchEvent, WatchMetrics
-from ckptkit.hub.watch.steps import BranchSettings
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings, run_watch
+from ckptkit.hub.watch.watched_steps import BranchSettings
 from ckptkit.options import ConsolidateRequest, Resources, positive_number
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
 from ckptkit.runs.run_paths import find_run

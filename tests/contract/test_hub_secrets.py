@@ -16,8 +16,8 @@ from ckptkit.hub import push
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.hub.watch.events import WatchEvent
-from ckptkit.hub.watch.steps import BranchSettings
 from ckptkit.hub.watch.watch import WatchRequest, WatchSettings, run_watch
+from ckptkit.hub.watch.watched_steps import BranchSettings
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS

@@ -24,10 +24,10 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (94, 820, 141),
-    "adapter merge": (117, 1030, 189),
-    "save": (40, 310, 60),
-    "push": (47, 300, 46),
+    "consolidate": (86, 708, 130),
+    "adapter merge": (102, 873, 180),
+    "save": (34, 221, 49),
+    "push": (43, 248, 40),
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")
 

@@ -18,8 +18,8 @@ from ckptkit.hub import client as retrying
 from ckptkit.hub import pull
 from ckptkit.hub.watch.build import BuildSettings, PushChoice
 from ckptkit.hub.watch.events import WatchEvent
-from ckptkit.hub.watch.steps import BranchSettings
 from ckptkit.hub.watch.watch import WatchRequest, WatchSettings, run_watch
+from ckptkit.hub.watch.watched_steps import BranchSettings
 from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place

@@ -36,7 +36,7 @@ from ckptkit.hub.folder_files import NEVER
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
 from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
-from ckptkit.hub.watch.steps import (
+from ckptkit.hub.watch.watched_steps import (
     TAG_PREFIX,
     BranchSettings,
     PushedSteps,

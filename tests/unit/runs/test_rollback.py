@@ -13,7 +13,7 @@ import pytest
 import ckptkit
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.hub.watch.build import PushChoice, choose_steps
-from ckptkit.hub.watch.steps import WatchedRun
+from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.save_order import Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep
