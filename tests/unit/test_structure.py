@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -22,7 +23,12 @@ LIMITS = {
     "public class names with several meanings": 3,
     "module names used in two packages": 9,
     "lines with told, somebody, nobody or whoever": 0,
+    "private names of other packages": 28,
+    "calls of locals()": 0,
 }
+MOST_FUNCTIONS_PER_1000_LINES = 81
+FEWEST_COMMENTS_PER_1000_LINES = 20
+_NO_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)
 
@@ -115,6 +121,46 @@ def lines_in_an_old_tone() -> list[str]:
     ]
 
 
+def private_names_of_others() -> list[str]:
+    lines = (line for path in modules().values() for line in path.read_text("utf-8").splitlines())
+    return [line for line in lines if "noqa: SLF001" in line]
+
+
+def calls_of_locals() -> list[ast.Call]:
+    calls = (node for name in modules() for node in ast.walk(tree(name)) if type(node) is ast.Call)
+    return [call for call in calls if ast.unparse(call.func) == "locals"]
+
+
+def lines_of_code_and_comments(path: Path) -> tuple[int, int]:
+    """Returns how many lines have code, docstrings left out, and how many have a comment."""
+    code: set[int] = set()
+    comments = 0
+    is_statement_start = True
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            is_docstring = token.type == tokenize.STRING and is_statement_start
+            if token.type == tokenize.COMMENT:
+                comments += 1
+            elif token.type not in {*_NO_CODE, tokenize.ENCODING} and not is_docstring:
+                code.update(range(token.start[0], token.end[0] + 1))
+            if token.type not in {tokenize.COMMENT, tokenize.NL}:
+                starts = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+                is_statement_start = token.type in starts
+    return len(code), comments
+
+
+def test_functions_hold_whole_steps_and_comments_give_reasons() -> None:
+    counts = [lines_of_code_and_comments(path) for path in modules().values()]
+    code, comments = (sum(column) for column in zip(*counts, strict=True))
+    functions = sum(
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for name in modules()
+        for node in ast.walk(tree(name))
+    )
+    assert functions / code * 1000 <= MOST_FUNCTIONS_PER_1000_LINES
+    assert comments / code * 1000 >= FEWEST_COMMENTS_PER_1000_LINES
+
+
 def test_no_figure_of_the_structure_is_over_its_limit() -> None:
     figures = {
         "modules": len(modules()),
@@ -123,6 +169,8 @@ def test_no_figure_of_the_structure_is_over_its_limit() -> None:
         "public class names with several meanings": len(class_names_with_several_meanings()),
         "module names used in two packages": len(file_names_used_twice()),
         "lines with told, somebody, nobody or whoever": len(lines_in_an_old_tone()),
+        "private names of other packages": len(private_names_of_others()),
+        "calls of locals()": len(calls_of_locals()),
     }
     over = {name: count for name, count in figures.items() if count > LIMITS[name]}
     assert not over, f"lower these again: {over}"
