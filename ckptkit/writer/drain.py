@@ -6,7 +6,6 @@ import mmap
 import posixpath
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
@@ -147,8 +146,11 @@ class Drainer:
         if mark is not None and request.earlier:
             earlier = Path(request.earlier, file.path)
             if known == (mark, shared_mark(earlier)):
-                with suppress(OSError):  # refused, or the file has the maximum number of links
+                try:
                     self._disk.link_file(earlier, target)
+                except OSError:  # refused, or the file has the maximum number of links
+                    pass
+                else:
                     self._shared[file.path] = mark, shared_mark(target)
                     return file.size_bytes
         copier.copy(source, target, file.size_bytes)
