@@ -112,6 +112,7 @@ def run_application(words: Sequence[str]) -> int:
     raise_on_signals()
     try:
         status = _run(words)
+        flush_streams()
     except Stopped as stop:
         status = show_stop(Output(), stop)
     except OSError as error:

@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     from ckptkit_cli._application import run_application
 
-    return run_application(words)
+    status = run_application(words)
+    if status < _SIGNALLED:  # otherwise a signal has been reported
+        end_on_signals()  # the handlers of the command would raise where nothing catches it
+    return status
 
 
 def _show_version() -> bool:
