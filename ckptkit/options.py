@@ -111,7 +111,7 @@ def positive_number(text: str | int | None, *, option: str, example: int) -> int
 
 
 def parse_prefixes(prefixes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Reads `--strip-prefix`: one prefix or several, each of which ends with a dot afterwards.
+    """Reads `--strip-prefix`: one prefix or several. Each of the result ends with a dot.
 
     Raises:
         UsageError: If one is empty.

@@ -34,7 +34,7 @@ from ckptkit.hub_names.known_models import (
 from ckptkit.plan.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, make_refusal
 
 LIVE_NAMES = "names and shapes are not compared with the model of config.json: --names live"
-_DTYPES = ("dtype", "torch_dtype")  # of which names and shapes are independent
+_DTYPES = ("dtype", "torch_dtype")  # no name or shape depends on these
 _OLDEST = 5  # the first transformers whose loading can be asked
 _TIMEOUT_SECONDS = 120  # after all is copied
 _SILENT_SECONDS = 1.0  # before `Waiting` is reported

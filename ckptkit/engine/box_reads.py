@@ -107,7 +107,7 @@ class ReadReport:
 
     Attributes:
         bytes_read: From data files, headers and trailers of archives included.
-        partial: By number, the records of which this process did not want all bytes, with the
+        partial: By number, the records that this process wanted in part only, with the
             checksums of those that it read. Processes that together read all of a record can
             prove it from these.
     """

@@ -52,7 +52,7 @@ class TrackedRecord:
 
 @dataclass(frozen=True, slots=True)
 class OpenRecord:
-    """A record of which only a part was read, as a value that processes exchange.
+    """A record that was read in part only, as a value that processes exchange.
 
     Attributes:
         start: First byte of its data in its file.
@@ -123,7 +123,7 @@ class ChecksumTracker:
         self._most_pieces = most_pieces
 
     def expect(self, number: int, record: TrackedRecord) -> None:
-        """Starts tracking a record of which something will be read."""
+        """Starts tracking a record that will be read, as a whole or in part."""
         with self._lock:
             if number not in self._open and not self._settled[number]:
                 self._open[number] = record
@@ -245,7 +245,7 @@ def _read_on(record: TrackedRecord, crc: int, start: int, stop: int) -> int:
 class DeferredChecksums:
     """Computes the CRC-32 of every segment that a trailer names, and fills trailers in.
 
-    Also that of every segment of which a store copies a part, since no task reads all of it.
+    Also that of every segment that a store copies in part, since no task reads all of it.
 
     Tasks are taken in order, and each adds its pieces before it asks for a checksum, which is
     always that of a segment before. So a thread that waits here waits for a task that another

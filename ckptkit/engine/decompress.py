@@ -105,7 +105,7 @@ class DecodedRecords:
         self._streams[record].read_into(start, target)
 
     def finish(self) -> None:
-        """Decodes the rest of every record of which a part was read, and proves its checksum."""
+        """Decodes the rest of every record that was read in part, and proves its checksum."""
         while True:
             with self._lock:
                 open_ones = [s for s in self._streams.values() if not s.is_settled]
@@ -167,7 +167,7 @@ class _Decoder:
     crc: int = 0
 
     def take(self, count: int) -> bytes:
-        """Returns the next bytes of the archive, of which some may have been decoded before."""
+        """Returns the next bytes of the archive; some may have been decoded before."""
         first = bytes(self.rest[:count])
         self.rest = self.rest[count:]
         return first + self.content.read(count - len(first)) if len(first) < count else first

@@ -98,7 +98,7 @@ class PrefetchWindow:
             kernel: What computes it.
             spec: The tensor.
             block: The elements that are computed next.
-            stop: Where the part of the tensor ends of which the block is one.
+            stop: Where the block's part of the tensor ends.
         """
         if not self._readers:
             return
@@ -320,7 +320,7 @@ def _object_of(origin: Origin, path: str) -> CopySource | None:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A tensor of which some chunks may be copied, as far as the index shows.
+    """A tensor that may have chunks to copy, as far as the index shows.
 
     Attributes:
         file: The number of its file in the plan.

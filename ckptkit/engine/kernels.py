@@ -242,7 +242,7 @@ def recast(product: Product, dtype: DType) -> Product:
 
 
 def first_rows(product: Product, shape: Shape) -> Product:
-    """Returns a product of which only the first elements are written, in row-major order.
+    """Returns the part of a product that is written: its first elements, in row-major order.
 
     Args:
         product: The whole.
@@ -325,7 +325,7 @@ Read = Callable[[Demand], NDArray[Any]]
 
 
 class Preparations:
-    """The kernels of those tensors of which blocks are still to come.
+    """The kernels of those tensors that still have blocks to come.
 
     A context: in it, and from the first preparation on, every worker multiplies matrices in
     its own thread.

@@ -60,7 +60,7 @@ class Digests:
         return join_leaves(self.files.get(path, {}))
 
     def first_difference(self, other: Digests) -> str | None:
-        """Returns the first tensor or side file of which a leaf in `other` is another one here."""
+        """Returns the first tensor or side file that has another leaf in `other` than here."""
         for mine, theirs in ((self.tensors, other.tensors), (self.files, other.files)):
             for name, leaves in theirs.items():
                 if not leaves.items() <= mine.get(name, {}).items():
@@ -81,8 +81,8 @@ class Outcome:
     Attributes:
         digests: Of what was written.
         pieces: The checksums that trailers wait for, by file and segment.
-        open_records: By origin, the source records of which other tasks read the rest.
-        unverified: By origin, the tensors of which some bytes had no stored checksum.
+        open_records: By origin, the source records whose rest other tasks read.
+        unverified: By origin, the tensors with bytes that had no stored checksum.
         sealed: The trailers that are written already: file, segment, and first byte in it.
         sent: What a store has returned for the parts that it took, by file.
     """

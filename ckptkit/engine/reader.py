@@ -109,7 +109,7 @@ class Origin:
 
     Attributes:
         checksums: The checksums of its records.
-        unverified: Keys of tensors of which some bytes had no stored checksum.
+        unverified: Keys of tensors with bytes that had no stored checksum.
         located: The chunks that were located already.
         decoded: What is decoded of its compressed records.
     """
@@ -253,7 +253,7 @@ class TensorReader:
         )
 
     def _windows(self, lookup: ChunkLookup, span: Span) -> Iterator[Span]:
-        """Yields the span as a whole, or in parts each of which is fetched first."""
+        """Yields the span as a whole, or in parts; each part is fetched first."""
         key = lookup.entry.key
         if not self.cache.is_distant or self._is_prefetched(key, span):
             yield span

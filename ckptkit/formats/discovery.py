@@ -237,7 +237,7 @@ def resolve(
 ) -> ResolvedSource:
     """Decides which candidates a path stands for.
 
-    Folders, or files, that are named after steps are one run, of which the newest complete step is
+    Folders, or files, that are named after steps are one run, and its newest complete step is
     chosen; one that is named as the last counts by the step in its contents. All other candidates
     in one folder are returned together; `--select` chooses one of them.
 

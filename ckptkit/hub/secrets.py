@@ -39,7 +39,7 @@ class _Kind:
 
     Attributes:
         name: As users read it.
-        anchors: Texts, in lower case, of which each secret of the kind holds one. A search for
+        anchors: Texts, in lower case; each secret of the kind holds one of them. A search for
             these is many times faster than one for the pattern.
         pattern: The secret with what distinguishes it from other texts.
     """

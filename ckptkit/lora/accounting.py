@@ -23,7 +23,7 @@ from ckptkit.lora.layers import AdapterTable, LoraLayer, build_table
 
 _MATRIX = 2
 _HINT = "pass the configuration that the run used with --adapter-config"
-# What PEFT adds to `modules_to_save` of classifiers, of which a model has one.
+# What PEFT adds to `modules_to_save` of classifiers; a model has one of them.
 _HEADS = frozenset({"classifier", "score", "qa_outputs"})
 
 

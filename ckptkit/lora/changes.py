@@ -270,7 +270,7 @@ def _refuse_undefined(changes: Sequence[Change]) -> None:
         )
     if rows and others:
         raise RefusedError(
-            f"{rows[0].weight!r} has trained tokens and a LoRA, of which PEFT defines no sum",
+            f"{rows[0].weight!r} has trained tokens and a LoRA; PEFT does not define their sum",
             where=rows[0].source.where,
             hint="merge the adapters with PEFT",
         )

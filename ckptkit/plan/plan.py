@@ -1,4 +1,4 @@
-"""The plan: which bytes of which file come from where, its tasks, and shares of them.
+"""The plan: where the bytes of every output file come from, its tasks, and shares of them.
 
 Pure values, printable, picklable; tasks and shares are the same in every process that makes the
 same plan.
@@ -141,7 +141,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class ServerCopy:
-    """A copy of which the store of the output copies ranges itself.
+    """A copy whose ranges the store of the output copies itself.
 
     Attributes:
         origin: As in `Copy`.
@@ -177,7 +177,7 @@ class Trailer:
 
     template: bytes
     fields: tuple[tuple[int, int], ...]
-    """Where the little-endian CRC-32 of which segment goes: `(position, segment)`."""
+    """Where the little-endian CRC-32 of a segment goes: `(position, segment)`."""
 
 
 Body = Literal | Copy | ServerCopy | Compute | RawCopy | Trailer
@@ -408,7 +408,7 @@ def tasks_of(plan: Plan, share: Share) -> Iterator[Task]:
 
 
 def cut_object_parts(file: OutputFile) -> tuple[ObjectPart, ...]:
-    """Cuts a file into the parts of an object, none of which has the bytes of two shares."""
+    """Cuts a file into the parts of an object; no part has the bytes of two shares."""
     groups = _groups(cut_into_tasks(0, file), choose_part_bytes(file.size_bytes))
     return tuple(
         ObjectPart(number, group[0].start, group[-1].stop) for number, group in enumerate(groups, 1)

@@ -114,7 +114,7 @@ def find_absent_tied_names(
 def find_class_without_targets(
     config: Mapping[str, Any] | None, names: Collection[Fqn]
 ) -> str | None:
-    """Finds the class that ties names by patterns of which none are there.
+    """Finds the class that ties names by patterns, none of which matches a name.
 
     Which names a live model has there is not in the configuration.
 
@@ -162,7 +162,7 @@ def _untie(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str,
 def _find_declared_pairs(
     config: Mapping[str, Any] | None, names: Collection[Fqn]
 ) -> dict[Fqn, Fqn]:
-    """Returns every declared pair of which both names are present."""
+    """Returns every declared pair whose two names are present."""
     if config is None:
         return {}
     pairs: dict[Fqn, Fqn] = {}

@@ -38,7 +38,7 @@ _NESTING = 4  # real configurations nest twice
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Tensors of `rows` rows, of which the first `size` are kept."""
+    """Tensors of `rows` rows that keep the first `size` of them."""
 
     names: frozenset[Fqn]
     rows: int

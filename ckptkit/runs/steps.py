@@ -34,7 +34,7 @@ class StoredFile:
         size_bytes: Its size.
         modified: When it was written, in seconds since 1970; 0 where that is unknown.
         identity: Changes when the file is replaced or rewritten.
-        links: How many names the file has, of which this is one.
+        links: How many names the file has, this one included.
         inode: What the names of one file have in common; empty where a file has one name only.
     """
 

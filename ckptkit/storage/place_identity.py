@@ -150,7 +150,7 @@ def find_overlap(first: PathLike, second: PathLike) -> PlaceRelation:
 
 
 def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceRelation]]:
-    """Yields pairs of places that are the same, or of which the first is inside the second.
+    """Yields pairs of places that are the same, or where the first is inside the second.
 
     Many places take little time: each is compared with those alone whose names it begins with.
 

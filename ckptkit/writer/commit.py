@@ -122,7 +122,7 @@ def _remove_unread(step: Path) -> bool:
 
 
 def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
-    """Commits an attempt of which every rank has proved its record.
+    """Commits an attempt. Every rank has proved its record of it.
 
     Before the rename nothing is visible, after it everything is visible and durable. Only then
     are the replaced step and the retired steps removed.

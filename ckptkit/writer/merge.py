@@ -1,7 +1,7 @@
 """Merges the records of all ranks into one index, and proves that nothing is missing.
 
-A job of 512 ranks has a million chunks, so chunks are kept in columns, 40 bytes each, and their
-sizes, of which there are few distinct ones, once.
+A job of 512 ranks has a million chunks, so chunks are kept in columns, 40 bytes each. Few of
+their sizes are distinct; each is kept once.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Merged(NamedTuple):
     Attributes:
         units: The content of each DCP directory.
         lost: What was left out because it is incomplete, by the user's name, with the reason.
-        empty: Directories of which everything was left out.
+        empty: Directories whose whole content was left out.
     """
 
     units: Mapping[str, MergedUnit]

@@ -181,7 +181,7 @@ _RIGHT = (2, 3)
 
 
 def age_text(seconds: float) -> str:
-    """Returns an age in the largest unit of which it has at least two.
+    """Returns an age in the largest unit that gives at least two.
 
     >>> age_text(5), age_text(150), age_text(8000), age_text(200_000)
     ('5 s', '2 min', '2 h', '2 d')

@@ -286,7 +286,7 @@ WRONG: dict[str, tuple[int, str, Change, type[CkptkitError], str]] = {
     ),
     "lost slice": (
         *(2, OPTIM, _state(param_slice_mappings=[{}, {}])),
-        *(IncompleteCheckpointError, "elements, of which the ranks hold"),
+        *(IncompleteCheckpointError, "elements, and the ranks hold"),
     ),
     "no slices": (
         *(2, OPTIM, _state(param_slice_mappings=None)),
@@ -298,7 +298,7 @@ WRONG: dict[str, tuple[int, str, Change, type[CkptkitError], str]] = {
     ),
     "strange slice": (
         *(2, OPTIM, _slice("z", {"numel": 1, "start": 0})),
-        *(FormatError, "slice of 'z', of which no shape is known"),
+        *(FormatError, "slice of 'z', and that group has no shape"),
     ),
     "tensor parallel": (
         *(2, WEIGHTS, lambda d: d.update(mp_world_size=2)),

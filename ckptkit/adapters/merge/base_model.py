@@ -94,7 +94,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
         )
     try:
         checkpoint = None
-        if is_folder(path):  # of which `from_pretrained` would load no other weights
+        if is_folder(path):  # `from_pretrained` has no other weights to choose here
             place = place_of(path)
             folder = stack.enter_context(open_source(place))
             index = read_pretrained_index(folder)

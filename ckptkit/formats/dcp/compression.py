@@ -223,7 +223,7 @@ def parse_front(head: bytes, expected: ExpectedTensor) -> ArchiveFront:
     needed = math.prod(tensor.shape) * tensor.dtype.itemsize
     if (tensor.storage.size_bytes, tensor.storage_offset) != (needed, 0):
         raise FormatError(
-            f"its storage has {tensor.storage.size_bytes:,} bytes of which it uses"
+            f"its storage has {tensor.storage.size_bytes:,} bytes, of which it uses"
             f" {needed:,} from element {tensor.storage_offset:,} on; torch saves no more than it"
             " uses",
             where=where,

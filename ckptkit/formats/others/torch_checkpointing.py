@@ -276,7 +276,7 @@ class _LocalTensor:
 
 
 class LocalImages:
-    """Assembles the tensors of safetensors files, each of which holds the local ones of a rank.
+    """Assembles the tensors of safetensors files; each file holds the local ones of a rank.
 
     Attributes:
         where: The checkpoint, for messages.

@@ -346,7 +346,7 @@ class _Assembly:
                 held = self._refs[of_file] if of_file >= 0 else None
                 if held is not None and held.size_bytes > at:
                     raise FormatError(
-                        f"has {held.size_bytes:,} bytes, of which the manifest lists {at:,}: sizes"
+                        f"has {held.size_bytes:,} bytes, and the manifest lists {at:,}: sizes"
                         " do not add up",
                         where=posixpath.join(self._source.location, held.path),
                         hint="the file is of another snapshot, or was damaged; take another copy"

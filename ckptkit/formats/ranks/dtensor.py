@@ -45,7 +45,7 @@ class Mesh:
         sizes: Of its dimensions, in ranks.
         names: Of its dimensions; empty if they have none.
         coordinate: The coordinate of the rank.
-        highest_rank: The highest rank in the mesh, or in the mesh of which it is a slice.
+        highest_rank: The highest rank in the mesh, or in the mesh that it is a slice of.
     """
 
     sizes: Shape
@@ -318,7 +318,7 @@ def fits(local_shape: Shape, part: LocalPart) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A split into `parts`, of which the rank has `index`, of each of `factor` earlier parts."""
+    """A split of each of `factor` earlier parts into `parts`; the rank has part `index`."""
 
     parts: int
     index: int

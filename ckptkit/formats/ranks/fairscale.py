@@ -196,7 +196,7 @@ def _mark_shards(
     for shard in shards[0]:
         if starts[shard.name] != shard.elements:
             raise IncompleteCheckpointError(
-                f"{quote(shard.name)} has {shard.elements:,} elements, of which the ranks hold"
+                f"{quote(shard.name)} has {shard.elements:,} elements, and the ranks hold"
                 f" {starts[shard.name]:,}: sizes do not add up",
                 where=contents[0].archive.where,
                 hint="give the directory that holds the files of every rank, and of no other run",

@@ -413,5 +413,5 @@ def _find_of_ranks(source: Source, folders: dict[str, list[NumberedFile]]) -> It
                     break
         if distributed:
             names = " and ".join(map(repr, distributed))
-            reason = f"files numbered by rank, of which {names} hold distributed tensors"
+            reason = f"files numbered by rank, and {names} hold distributed tensors"
             yield Candidate(FORMAT, folder, tuple(sorted(f.path for f in files)), reason)

@@ -259,7 +259,7 @@ def find_differing_ranks(
 def find_unproven_ranks(
     tensor: AssembledTensor, crc32: Sequence[int | None]
 ) -> tuple[int, int] | None:
-    """Finds two ranks of which nothing proves that they hold the same plain tensor.
+    """Finds two ranks that nothing proves to hold the same plain tensor.
 
     The proof is that both have the same view of storages with the same checksum: slices of one
     tensor are saved as different views of the whole tensor.

@@ -1,7 +1,7 @@
 """The flat vectors of ranks and groups: parameters in slices of them, and the optimizer's states.
 
 Stages 1 and 2 concatenate the parameters of a group and cut the vector into equal parts, one for
-each rank; each rank stores which slices of which parameters it has. Stage 3 cuts every parameter by
+each rank; each rank stores the list of its slices of parameters. Stage 3 cuts every parameter by
 itself, into parts that are padded to one length, and concatenates the parts of a rank in a few
 vectors.
 
@@ -124,7 +124,7 @@ def find_sliced(
             for name, first, count in _parse_slices(vector, mapping):
                 if name not in groups[group]:
                     raise mapping.error(
-                        f"has a slice of {quote(name)}, of which no shape is known in that group"
+                        f"has a slice of {quote(name)}, and that group has no shape of it"
                     )
                 before = slices[name][-1] if slices[name] else None
                 start = before.start + before.count if before else 0
@@ -217,7 +217,7 @@ class _VectorCursor:
 
 
 def find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
-    """Finds the frozen parameters of stage 3, of which each rank has a part.
+    """Finds the frozen parameters of stage 3; each rank has a part of each.
 
     Args:
         models: The files of weights in the order of their ranks.
@@ -250,7 +250,7 @@ def _join_slices(
     held = sum(part.count for part in slices)
     if held != elements:
         raise IncompleteCheckpointError(
-            f"{quote(name)} has {elements:,} elements, of which the ranks hold {held:,}",
+            f"{quote(name)} has {elements:,} elements, and the ranks hold {held:,} of them",
             where=where,
         )
     dtypes = {part.tensor.dtype for part in slices} or {BY_NAME["float32"]}

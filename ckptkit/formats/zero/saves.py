@@ -225,7 +225,7 @@ class WeightEntries:
                 self.values[MODULE, str(name)] = value
         for name in self.masters:
             if name not in module.values:
-                raise module.error(f"holds no {quote(name)}, of which there is a master copy")
+                raise module.error(f"holds a master copy of {quote(name)} but not the parameter")
         memberships = classify([(MODULE, name) for name in names], where=save.where)
         live, masters = [], []
         for name, membership in zip(names, memberships, strict=True):
@@ -426,7 +426,7 @@ class UniversalSave(DeepSpeedSave):
         groups = self.groups()
         self._check_steps(groups)
         for name in (name for group in groups for name in group if name not in names):
-            raise self.first.error(f"holds no {quote(name)}, of which there are states")
+            raise self.first.error(f"holds optimizer states of {quote(name)} but not the parameter")
         entries: list[TensorEntry] = []
         values: dict[KeyPath, Any] = {}
         for number, group in enumerate(groups):

@@ -36,7 +36,7 @@ from ckptkit.plan.weight_kinds import find_dense_name
 
 _META = {"": "meta"}
 _MOST_CLASSES = 12  # that are tried for one that takes all names
-_MOST_TENSORS = 20_000  # of a model of which further classes are built
+_MOST_TENSORS = 20_000  # in a model; a larger one is not built in further classes
 _MOST_PREFIXES = 3  # segments that a wrapper puts before the names
 
 Tensors = Mapping[str, torch.Tensor]

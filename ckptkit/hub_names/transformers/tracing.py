@@ -3,7 +3,7 @@
 A traced tensor records where its elements would have come from. Conversions are run on such tensors
 as they are, and arrive here as operations of ATen. Those that move elements are followed element
 by element. Any other is refused, so that a conversion that computes is never taken for one that
-only moves: it is run once more on tensors of which only dtype and shape are known, which shows its
+only moves: it is run once more on tensors that have a dtype and a shape alone, which shows its
 sources and its results as a whole.
 
 Source: the schemas in PyTorch's `aten/src/ATen/native/native_functions.yaml`; transformers 5.23,

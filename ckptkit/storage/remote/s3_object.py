@@ -27,7 +27,7 @@ class _Filling:
 
 
 class PartBuffers:
-    """The parts of one object that are being filled, of which few are open at a time.
+    """The parts of one object that are being filled. Few are open at a time.
 
     Writes come in about the order of the bytes of the object.
     """

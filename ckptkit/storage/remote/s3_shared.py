@@ -4,7 +4,7 @@ Below the output is, until it is committed,
 
     .ckptkit-0123456789abcdef/
         plan                  what all processes do; without it none of them can commit
-        ATTEMPT/uploads/PATH  the upload of a file, of which every process sends its own parts
+        ATTEMPT/uploads/PATH  the upload of a file; every process sends its own parts
         ATTEMPT/…             other notes of the processes
 
 No reader sees the uploads, and the next run finds them by these notes.

@@ -405,7 +405,7 @@ class S3Target:
         self.create_copied(path, size_bytes, ())
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
-        """Prepares a file of which `copy` lets the store copy ranges, which are not written."""
+        """Prepares a file. The store copies the ranges in `copy`; they are not written here."""
         check_relative(path, self.location)
         if path in self._objects:
             raise OutputError(f"the file {path!r} is there already", where=self.location)

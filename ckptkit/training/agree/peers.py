@@ -276,7 +276,7 @@ def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bo
 def meet(store: KeyValueStore, rank: int, world_size: int, *, timeout_seconds: float) -> str:
     """Agrees with all ranks on the nonce of a session.
 
-    Openings are numbered by the answers of rank 0, each of which names the nonces of its ranks. A
+    Openings are numbered by the answers of rank 0, and each answer names the nonces of its ranks. A
     rank that is not among them came after rank 0 had given up on it, and tries the next opening.
     """
     own = secrets.token_hex(_NONCE_BYTES)

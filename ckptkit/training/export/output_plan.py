@@ -1,4 +1,4 @@
-"""Which bytes of which file an export writes: the plan of the whole, and the parts of a rank.
+"""The plan of an export: its files, the bytes of each, and the parts of a rank.
 
 The plan follows from names, element types and shapes, which every rank knows of the whole model,
 so that all ranks compute the same one without communication. It is what `ckptkit consolidate` plans
@@ -441,7 +441,7 @@ def parts_of_model(bound: BoundState) -> list[nn.Module]:
 
 
 def is_adapter(bound: BoundState) -> bool:
-    """Whether the model is a PEFT model, of which only the adapter is exported."""
+    """Whether the model is a PEFT model and only its adapter is exported."""
     return adapter_names(parts_of_model(bound)[0]) is not None
 
 

@@ -42,8 +42,8 @@ class FillReport:
         bytes_read: From data files, headers and trailers of records included.
         bytes_needed: What the pieces hold.
 
-        unverified: Keys of tensors of which bytes were read that had no checksum stored.
-        partial: By number, the records of which this rank needed parts only; `cross_check`
+        unverified: Keys of tensors with bytes that were read and had no checksum stored.
+        partial: By number, the records whose parts, not whole, this rank needed; `cross_check`
             proves them.
     """
 
@@ -206,7 +206,7 @@ def pack(partial: Mapping[str, Sequence[NumberedRecord]], *, world_size: int) ->
     """Returns records as texts that are together small enough for the store.
 
     Args:
-        partial: Records of which a rank read parts, by the index that they belong to.
+        partial: Records that a rank read in part, by the index that they belong to.
         world_size: How many ranks send theirs.
     """
     rows = _MOST_ROWS // world_size
@@ -332,7 +332,7 @@ def _products(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.i
 def _check_others(
     table: Table, starts: NDArray[np.intp], counts: NDArray[np.intp], name: Callable[[int], str]
 ) -> int:
-    """Checks records of which ranks read parts that overlap, or not all; returns what is left."""
+    """Checks records whose parts overlap or leave gaps; returns the number that stays unproven."""
     unproven = 0
     left = _MOST_ROWS_JOINED_SINGLY
     for begin, count in zip(starts.tolist(), counts.tolist(), strict=True):

@@ -50,7 +50,7 @@ def group_changes(
     """Finds the hyperparameters of an optimizer's groups.
 
     Groups are recognised by the names of their parameters, so that their order may differ. A
-    stage of a pipeline has a part of a group, or one of its own of which other stages have more.
+    stage of a pipeline has a part of a group, or groups that other stages do not have.
 
     Args:
         stored: The step.

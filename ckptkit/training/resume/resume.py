@@ -374,7 +374,7 @@ def _first_problem(of_ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, An
 
 
 def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
-    """Checks records of which no rank has read all."""
+    """Checks records that no rank has read as a whole."""
     unproven = max(rank["left_out"] for rank in packed)
     for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
         index = stored.index(unit)

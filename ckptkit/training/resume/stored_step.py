@@ -344,7 +344,7 @@ class StoredStep(Closing):
         return record.digest or None if record is not None else None
 
     def check_digests(self) -> None:
-        """Reads all small files of which the manifest has a checksum, and compares them."""
+        """Reads all small files whose checksum the manifest has, and compares them."""
         if self.manifest is not None:
             for problem in digest_problems(self.source, "", self.manifest, leaving_out=()):
                 where = posixpath.join(self.source.location, problem.where)

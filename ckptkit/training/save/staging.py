@@ -111,7 +111,7 @@ class Stager:
             frozen: Whether to copy frozen weights too.
 
         Returns:
-            The copies, of which those from the CPU are complete.
+            The copies. Those from the CPU are complete; those from a device may still run.
         """
         self.load(plan, wave)
         targets, steps = self._targets[wave], plan.copies[wave]

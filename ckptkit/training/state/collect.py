@@ -211,8 +211,8 @@ class BoundState:
         Args:
             keep: Whether to remember the pieces, so that the next time is faster.
             sparing: Gets the optimizers, and what is wrong with them, as `Holdings.dispensable` has
-                them; one of which the state cannot be stored is then left out, so that it does not
-                cost the models. None to have that raised.
+                them; one whose state cannot be stored is then left out, and the models are
+                saved without it. None to have that raised.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
         collected = CollectedState()

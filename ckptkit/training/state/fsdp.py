@@ -343,7 +343,7 @@ def _described(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _refuse_dropped(handle: Any, fqn: str) -> None:
-    """Refuses a flat parameter of which `.data` was set: FSDP1 undoes that after the next pass."""
+    """Refuses a flat parameter whose `.data` was set: FSDP1 undoes that after the next pass."""
     flat = handle.flat_param
     shard = getattr(flat, "_local_shard", None)
     is_idle = getattr(handle._training_state, "name", "") == "IDLE"

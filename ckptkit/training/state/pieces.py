@@ -112,7 +112,7 @@ class ObjectValue:
         unit: The DCP directory.
         key_path: As for a piece.
         value: What `torch.save` will be given.
-        archive: What it wrote; empty for plain values, of which it writes the same each time.
+        archive: What it wrote; empty for plain values, whose archive is the same each time.
     """
 
     unit: str

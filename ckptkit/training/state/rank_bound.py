@@ -128,7 +128,7 @@ def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
 def layouts_of(
     held: Iterable[ParameterState], unit: str, path: KeyPath, world: Copies
 ) -> Iterator[ObjectValue]:
-    """Yields a record of which parts of sharded parameters this rank has, and of their state.
+    """Yields a record that lists this rank's parts of sharded parameters and their state.
 
     Args:
         held: All parameters of an optimizer.

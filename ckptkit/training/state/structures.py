@@ -130,7 +130,7 @@ class _TableBuilder:
         number = len(self.nodes)
         self.nodes.append(())
         if path and isinstance(path[-1], int) and _leaves_nothing(value):
-            # Stock readers fail at a list of which a member has no key.
+            # Stock readers fail at a list where a member has no key.
             self.nodes[number] = self._leaf(value, path, where)
         elif isinstance(value, Mapping):
             self.nodes[number] = self._mapping(value, path, where, taken)

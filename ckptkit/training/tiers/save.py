@@ -311,7 +311,7 @@ class Recovery:
         peers: The ranks.
         process: Copies, and commits on rank 0.
         timeout_seconds: How long to wait for other ranks.
-        reported: The attempts of which rank 0 has logged that files are missing.
+        reported: The attempts that rank 0 has logged as lacking files.
     """
 
     tier: LocalTier

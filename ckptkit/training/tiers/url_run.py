@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class NearPlace(Place):
-    """A URL of which this node may have a part.
+    """A URL that may have a local part on this node.
 
     Attributes:
         near: The directory of that part.
@@ -99,7 +99,7 @@ def with_near_files(far: Folder, near: Path, manifest: Manifest) -> Folder:
 
 
 class _NearFirst(Closing):
-    """A remote folder of which some files are read locally, until a local read fails."""
+    """A remote folder. Files that this node has are read locally, until a local read fails."""
 
     def __init__(self, far: Folder, near: LocalSource, names: Collection[str]) -> None:
         self.location = far.location

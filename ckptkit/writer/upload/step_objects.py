@@ -147,7 +147,7 @@ class UploadedFiles:
 
 
 def finish(request: FinishUpload, store: Store, counter: ByteCounter) -> StepCommitted:
-    """Commits a step of which every rank has proved its record, then removes retired steps.
+    """Commits a step whose ranks have all proved their records, then removes retired steps.
 
     Before the manifest is put, no reader takes the step for a complete one.
 

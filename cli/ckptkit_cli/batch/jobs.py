@@ -28,7 +28,7 @@ _COMMANDS = (
 _OWN_KEYS = ("command", "id")
 _NO_KEYS = frozenset({"--help", "--json", "--events", "--quiet"})  # set by the batch
 _MOST_CHARACTERS = 1 << 20
-_WRITTEN = ("out", "folder")  # arguments, the second of which is read by `push`
+_WRITTEN = ("out", "folder")  # arguments; `push` reads the second
 _READ_OPTIONS = ("base", "like", "model-config", "adapter-config", "also", "with")
 _NO_PLACES = ("repo-id",)
 

@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[str, str, Change, type[CkptkitError], str]] = {
     ),
     "an unknown weight": (
         *(ONE, "mp_rank_00_model_states.pt", lambda d: d | {"module": {}}),
-        *(FormatError, "holds no 'weight'"),
+        *(FormatError, "master copy of 'weight' but not"),
     ),
     "slices": (
         *(ONE, "mp_rank_00_model_states.pt", lambda d: d | {"mp_world_size": 2}),
@@ -271,7 +271,7 @@ def test_a_rank_without_its_states_makes_a_checkpoint_incomplete(tmp_path: Path)
         state["param_slice_mappings"] = [{}, {}]
 
     source = changed("zero1_adam", tmp_path, {f"*{STATES}": states(emptied)})
-    with pytest.raises(IncompleteCheckpointError, match="elements, of which the ranks hold"):
+    with pytest.raises(IncompleteCheckpointError, match="elements, and the ranks hold"):
         ckptkit.inspect(source)
 
 
@@ -306,7 +306,7 @@ UNFOLDING: dict[str, tuple[str, Change, type[CkptkitError], str]] = {
     "slices": (
         "*zero_pp_rank_0_*optim*",
         states(lambda state: state["param_slice_mappings"].reverse()),
-        *(FormatError, "of which no shape is known in that group"),
+        *(FormatError, "and that group has no shape of it"),
     ),
 }
 
