@@ -72,6 +72,7 @@ def steps_to_remove(steps: Sequence[RunStep], retention: Retention) -> tuple[int
     and stays only if another rule keeps it. Steps that lack the metric of `keep_best`, or whose
     value is no finite number, are not among the best; of equal values the higher step is better.
     After training went back, the best of all steps stay, and the best without the abandoned ones.
+    With `keep_best`, one step stays by which each of the others that is abandoned is known to be.
 
     Args:
         steps: All steps of the run, in any order.
@@ -93,6 +94,12 @@ def steps_to_remove(steps: Sequence[RunStep], retention: Retention) -> tuple[int
     if retention.keep_every is not None:
         kept |= {step.step for step in complete if step.step % retention.keep_every == 0}
     kept |= {step.step for step in (*_best(complete, retention), *_best(current, retention))}
+    if retention.keep_best is not None:
+        # Without it, an abandoned step would be rated among the others the next time, and the best
+        # of those would be removed.
+        for step in [step for step in complete if step.step in left]:
+            if step.step in kept or step.protected:
+                kept.add([one.step for one in current if one.step < step.step][-1])
     return tuple(step.step for step in complete if step.step not in kept and not step.protected)
 
 

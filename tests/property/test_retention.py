@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.runs.save_order import Retention, steps_to_remove
@@ -82,6 +82,13 @@ def test_no_removed_step_is_better_than_all_that_stay(
     assert all(min(kept) <= value for step, value in values.items() if step in removed)
 
 
+BACK = [
+    RunStep(step=step, complete=True, save_number=number, metrics={"loss": loss})
+    for step, number, loss in ((0, 0, 0.0), (3, 1, 0.0), (1, 2, 9.0), (4, 3, 9.0))
+]
+
+
+@example(steps=BACK, rules=Retention(keep_best="loss"))
 @given(steps=STEPS, rules=RULES)
 def test_removing_twice_removes_nothing_more(steps: list[RunStep], rules: Retention) -> None:
     removed = steps_to_remove(steps, rules)
