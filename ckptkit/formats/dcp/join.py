@@ -21,6 +21,8 @@ from ckptkit.formats.dcp.shortcuts import (
     ChunkRun,
     EntryRun,
     RunValues,
+    ShortcutError,
+    Unread,
     flatten,
     is_size,
 )
@@ -188,6 +190,8 @@ class StorageRows:
 
 def fields_of(value: object, cls: Global, where: Location) -> dict[str, Any]:
     """Returns the fields of an inert instance of a dataclass."""
+    if isinstance(value, Unread):
+        raise ShortcutError
     if not isinstance(value, InertObject) or value.cls != cls:
         raise where.error(f"expected a {cls.name}, found something else")
     if not isinstance(value.state, dict):

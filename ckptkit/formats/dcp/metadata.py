@@ -24,10 +24,13 @@ from ckptkit.formats.dcp.join import (
     TensorRows,
     fields_of,
 )
+from ckptkit.formats.dcp.save_plans import PLANS, SavePlans
 from ckptkit.formats.dcp.shortcuts import (
     CHUNK,
     INDEX,
     INFO,
+    ITEM,
+    PLANNER,
     SIZE,
     FastMachine,
     RunValues,
@@ -41,8 +44,10 @@ _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _STRIDED = Global("torch", "strided")
 _METADATA = Global(_CHECKPOINT, "Metadata")
+_MEGATRON_METADATA = Global(PLANS[1].module, "MCoreMetadata")
 _TENSOR_STORAGE = Global(_CHECKPOINT, "TensorStorageMetadata")
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+_MEGATRON_FIELDS = {"all_local_plans", "mcore_data"}
 # dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride, which is
 # that of the tensor in memory. The archive of a chunk has the strides of its stored bytes.
 _PROPERTIES = range(5, 7)
@@ -124,6 +129,7 @@ class DcpMetadata:
     writer: str
     tied_files: Mapping[int, int]
     has_images: bool = False
+    is_megatron: bool = False
 
 
 def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMetadata:
@@ -131,7 +137,8 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
 
     Every chunk with elements has exactly one stored item, is inside its tensor, and shares no byte
     with another chunk, unless their bytes are identical. Whether chunks cover their tensor is not
-    checked.
+    checked. If Megatron-Core added the save plans of all ranks, they have the same pieces of
+    tensors as the tables.
 
     Args:
         data: The whole file.
@@ -150,7 +157,9 @@ class _Reader:
 
     def __init__(self, root: object, values: RunValues, where: str) -> None:
         self.where = Location(where)
-        self.fields = fields_of(root, _METADATA, self.where)
+        is_megatron = isinstance(root, InertObject) and root.cls == _MEGATRON_METADATA
+        self.fields = fields_of(root, _MEGATRON_METADATA if is_megatron else _METADATA, self.where)
+        self.is_megatron = is_megatron or not _MEGATRON_FIELDS.isdisjoint(self.fields)
         self.values = values
         self.states = self._table("state_dict_metadata")
         self.numbers = {key: number for number, key in enumerate(self.states)}
@@ -180,6 +189,9 @@ class _Reader:
             kinds[key] = dtype, shape
         storage = StorageRows(self.values, self.numbers, self.where)
         storage.read(self._table("storage_data"))
+        plans = self.fields.pop("all_local_plans", None)
+        if plans is not None:
+            SavePlans(self.values, self.numbers, self.where).compare(plans, rows)
         self.states.clear()
         self.fields["storage_data"] = None
         planner_data = self._planner_data()
@@ -201,6 +213,7 @@ class _Reader:
             writer=self._writer(version),
             tied_files=join.tied_files,
             has_images=join.is_bare,
+            is_megatron=self.is_megatron,
         )
 
     def _table(self, name: str) -> dict[Any, Any]:
@@ -310,23 +323,18 @@ def _path(*args: object) -> None:
         raise UnsafePickleError("a path is not made from strings")
 
 
-def _save_plan(*_: object) -> None:
-    """Refuses the save plans of all ranks, which Megatron-Core adds to the metadata.
-
-    Source: megatron/core/dist_checkpointing/strategies/torch.py, `all_local_plans`.
-    """
-    raise UnsupportedError(
-        "a Megatron-Core distributed checkpoint ('all_local_plans' holds the save plans of its"
-        " ranks) is not yet supported",
-        hint="export it to Hugging Face's format by a tool such as Megatron Bridge",
-    )
+def _item_type(*args: object) -> int:
+    if len(args) != 1 or type(args[0]) is not int or args[0] not in range(1, 4):
+        raise UnsafePickleError("WriteItemType is not made from 1, 2 or 3")
+    return args[0]
 
 
 def _allowed() -> dict[tuple[str, str], object]:
     names = ("StorageMeta", "BytesStorageMetadata", "TensorProperties")
     classes = [Global(_CHECKPOINT, name) for name in names]
     classes += [_METADATA, _TENSOR_STORAGE, Global(_SHARDED, "TensorProperties")]
-    classes += [CHUNK, INDEX, INFO]
+    classes += [CHUNK, INDEX, INFO, ITEM, *PLANS, _MEGATRON_METADATA]
+    classes += [Global(PLANNER, name) for name in ("TensorWriteData", "BytesIOWriteData")]
     paths = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     return {
         **{(cls.module, cls.name): inert_class(cls.module, cls.name) for cls in classes},
@@ -336,7 +344,7 @@ def _allowed() -> dict[tuple[str, str], object]:
         ("torch.serialization", "_get_layout"): _layout,
         (_CHECKPOINT, "_MEM_FORMAT_ENCODING"): _memory_format,
         (_SHARDED, "MEM_FORMAT_ENCODING"): _memory_format,
-        ("torch.distributed.checkpoint.planner", "SavePlan"): _save_plan,
+        (PLANNER, "WriteItemType"): _item_type,
         **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in paths},
     }
 

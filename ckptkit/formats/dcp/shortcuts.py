@@ -11,7 +11,7 @@ Each pattern has one group for every hole whose value is needed, and a last grou
 after the last match, so that the matches that `findall` returns are contiguous.
 
 Source: `save_reduce`, `save_tuple` and `_batch_setitems` in CPython's Lib/pickle.py, protocols 4
-and 5; fields in torch/distributed/checkpoint/{metadata,filesystem}.py.
+and 5; fields in torch/distributed/checkpoint/{metadata,filesystem,planner}.py.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ ENTRY_PARTS = (
     *("_StorageInfo", "relative_path", "length"),
 )
 # Below, `%(x)b` is the GET opcode that fetches x from the memo.
+ITEM_PARTS = (
+    *("WriteItem", "index", "type", "tensor_data", "MetadataIndex", "fqn", "offset"),
+    *("TensorWriteData", "chunk", "properties", "size", "TensorProperties"),
+    *("ChunkStorageMetadata", "Size", "offsets", "sizes"),
+)
+_OBJECT_PARTS = ("bytes_io_data", "BytesIOWriteData", "nbytes")  # absent in older versions of torch
 _GET = rb"h.|j.{4}"
 _INT = rb"K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
 _TUPLE = rb"\)|(?:(?:%b){1,3}[\x85-\x87]|\((?:%b){4,64}t)\x94" % (_INT, _INT)
@@ -59,10 +65,25 @@ _ENTRY = b"".join(
         *(rb"%%(offset)b(%b)" % _INT, rb"%%(length)b(%b)" % _INT, _END, _REST),
     ]
 )
+_ITEM = b"".join(
+    [
+        *(rb"%(WriteItem)b", _NEW, rb"%(index)b%(MetadataIndex)b", _NEW),
+        *(rb"%(fqn)b", _TEXT_HOLE, rb"%%(index)b(?:%b|N)" % _INT),
+        *(rb"(?:%(offset)b", _SIZE_HOLE, rb")?", _END, rb"%%(type)b(?:%b)" % _GET),
+        rb"%(objects)b%(tensor_data)b(?:N|%(TensorWriteData)b",
+        *(_NEW, rb"%%(chunk)b(?:%b|%%(ChunkStorageMetadata)b" % _GET, _NEW),
+        *(rb"%(offsets)b", _SIZE_HOLE, rb"%(sizes)b", _SIZE_HOLE, _END, rb")"),
+        rb"%%(properties)b(?:%b|%%(TensorProperties)b(\)\x81\x94\()" % _GET,
+        rb"(?:%b){2}[\x88\x89](?:%b)[\x88\x89]t\x94b)" % (_GET, _GET),
+        *(rb"%(size)b", _SIZE_HOLE, _END, rb")", _END, _REST),
+    ]
+)
+
+_OBJECT = rb"%%(BytesIOWriteData)b(\)\x81\x94)}\x94%%(nbytes)b(?:%b)sb" % _INT
 
 
 def compile_pattern(cls: Global, gets: Mapping[str, bytes]) -> re.Pattern[bytes] | None:
-    """Compiles the pattern of `CHUNK` or of `INDEX`, the key of an entry.
+    """Compiles the pattern of `CHUNK`, of `INDEX`, the key of an entry, or of `ITEM`.
 
     Args:
         cls: The class with which a sequence begins.
@@ -70,12 +91,20 @@ def compile_pattern(cls: Global, gets: Mapping[str, bytes]) -> re.Pattern[bytes]
 
     Returns:
         The pattern; None while one of the opcodes is missing. Its groups are offsets, sizes and the
-        rest for a chunk; fqn, offset, path, start, length and the rest for an entry.
+        rest for a chunk; fqn, offset, path, start, length and the rest for an entry. For an item:
+        fqn, offset, a Python object, offsets and sizes of the chunk, properties, shape of the
+        tensor, and the rest; a group is empty where the value is fetched or absent.
     """
-    template, parts = (_CHUNK, CHUNK_PARTS) if cls == CHUNK else (_ENTRY, ENTRY_PARTS)
+    template, parts = _TEMPLATES[cls]
     if not all(part in gets for part in parts):
         return None
-    opcodes = {part.encode(): re.escape(gets[part]) for part in parts}
+    opcodes = {part.encode(): re.escape(get) for part, get in gets.items()}
+    if cls == ITEM:
+        opcodes[b"objects"] = b"()"
+        if "bytes_io_data" in gets:
+            is_known = all(part in gets for part in _OBJECT_PARTS)
+            literal = _OBJECT % opcodes if is_known else b"()N"
+            opcodes[b"objects"] = rb"%b(?:N|%b|%b)" % (opcodes[b"bytes_io_data"], _GET, literal)
     return re.compile(template % opcodes, re.DOTALL)
 
 
@@ -85,8 +114,23 @@ CHUNK = Global(_MODULE, "ChunkStorageMetadata")
 INDEX = Global(_MODULE, "MetadataIndex")
 INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 SIZE = Global("torch", "Size")
-_CLASSES = {cls.name: cls for cls in (CHUNK, INDEX, INFO, SIZE)}
-_PARTS = frozenset(_CLASSES.get(part, part) for part in (*CHUNK_PARTS, *ENTRY_PARTS))
+PLANNER = "torch.distributed.checkpoint.planner"
+ITEM = Global(PLANNER, "WriteItem")
+_CLASSES = {
+    cls.name: cls
+    for cls in (
+        *(CHUNK, INDEX, INFO, SIZE, ITEM, Global(_MODULE, "TensorProperties")),
+        *(Global(PLANNER, name) for name in ("TensorWriteData", "BytesIOWriteData")),
+    )
+}
+_PARTS = frozenset(
+    _CLASSES.get(part, part) for part in (*CHUNK_PARTS, *ENTRY_PARTS, *ITEM_PARTS, *_OBJECT_PARTS)
+)
+_TEMPLATES = {
+    CHUNK: (_CHUNK, CHUNK_PARTS),
+    INDEX: (_ENTRY, ENTRY_PARTS),
+    ITEM: (_ITEM, ITEM_PARTS),
+}
 _WINDOW_BYTES = 1 << 15  # pickles are cut into frames of 64 KiB, so runs are never longer
 _LEAST_ROWS = 8  # the ordinary machine makes fewer objects faster than numpy makes columns
 _CACHED_INTEGERS = 1 << 16
@@ -131,6 +175,20 @@ class EntryRun(ByIdentity):
     path: Ints
     start: Ints
     length: Ints
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class PlanRun(ByIdentity):
+    """Replaces items in a save plan; columns hold positions in `RunValues`, of tensors only."""
+
+    fqn: Ints
+    offset: Ints
+
+
+class Unread(ByIdentity):
+    """Stands for an object inside a run to which a save plan refers; nothing should need it."""
+
+    __slots__ = ()
 
 
 class _Hole(dict[bytes, int]):
@@ -224,7 +282,8 @@ class FastMachine(Machine):
     """
 
     __slots__ = (
-        *("declined", "gets", "integers", "patterns", "run_skipped", "run_starts", "run_stops"),
+        *("declined", "gets", "integers", "patterns"),
+        *("run_skipped", "run_starts", "run_stops"),
         *("size_hole", "size_slots", "text_hole", "text_slots", "values"),
     )
 
@@ -234,7 +293,7 @@ class FastMachine(Machine):
         super().__init__(data, allowed, _TABLE, where=where)
         self.values = RunValues()
         self.gets: dict[str, bytes] = {}  # the GET opcodes of the fixed parts of patterns
-        self.patterns: dict[Global, re.Pattern[bytes] | None] = {CHUNK: None, INDEX: None}
+        self.patterns: dict[Global, re.Pattern[bytes] | None] = dict.fromkeys(_TEMPLATES)
         # Runs use slots that `memo` does not have: [start, stop), and how many so far.
         self.run_starts = array("q")
         self.run_stops = array("q")
@@ -258,7 +317,10 @@ class FastMachine(Machine):
             name = value.name if isinstance(value, Global) else value
             slot = self.next_slot() - 1
             get = b"h%c" % slot if slot <= _BINGET_MAX else b"j" + slot.to_bytes(4, "little")
-            self.gets.setdefault(name, get)
+            if name not in self.gets:
+                self.gets[name] = get
+                if name in _OBJECT_PARTS and self.patterns:
+                    self.patterns[ITEM] = None
 
     def store(self, slot: int) -> None:
         """Stores the topmost value; numbered slots rule out any further run."""
@@ -281,6 +343,8 @@ class FastMachine(Machine):
             at = bisect_right(slots.slots, slot) - 1
             if at >= 0 and slots.slots[at] == slot:
                 return slots.values[slots.positions[at]]
+        if ITEM.name in self.gets:  # in plans, whose items refer to chunks of the tables
+            return Unread()
         raise ShortcutError
 
     def skip(self, cls: Global) -> bool:
@@ -290,7 +354,7 @@ class FastMachine(Machine):
             pattern = self.patterns[cls] = compile_pattern(cls, self.gets)
         if pattern is None or self.at < self.declined or not self.fence:
             return False
-        if type(self.stack[self.fence - 1]) is not (list if cls == CHUNK else dict):
+        if type(self.stack[self.fence - 1]) is not (dict if cls == INDEX else list):
             return False
         stop = min(self.at + _WINDOW_BYTES, len(self.data))
         rows = pattern.findall(self.data, self.at, stop)
@@ -302,13 +366,18 @@ class FastMachine(Machine):
             return False
         try:
             columns = tuple(zip(*rows, strict=True))
-            run = self._chunks(*columns[:2]) if cls == CHUNK else self._entries(columns)
+            run = self._make_run(cls, columns)
         except _MismatchError:
             self.patterns.clear()
             return False
         self.stack.extend(run)
         self.pos = stop - len(rest)
         return True
+
+    def _make_run(self, cls: Global, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
+        if cls == ITEM:
+            return self._items(columns)
+        return self._chunks(*columns[:2]) if cls == CHUNK else self._entries(columns)
 
     def _reserve(self, widths: Ints) -> None:
         """Reserves the memo slots of a run; `widths` is the number of slots of each row."""
@@ -361,6 +430,35 @@ class FastMachine(Machine):
         )
         self._reserve(widths)
         return [run, run]
+
+    def _items(self, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
+        if b"" not in self.size_hole:  # a group of what is absent or fetched
+            self.size_hole[b""] = 8 * len(self.values.sizes)
+            self.values.sizes.append(())
+        fqn = self.text_hole.column(columns[0])
+        offset, chunk_offset, chunk_size, shape = (
+            self.size_hole.column(columns[group]) for group in (1, 3, 4, 6)
+        )
+        is_object, is_chunk, is_described, is_tensor = (
+            np.fromiter(map(bool, columns[group]), np.bool_, len(fqn)) for group in (2, 3, 5, 6)
+        )
+        after_fqn = 4 + _slots_taken(fqn)
+        after_offset = after_fqn + _slots_taken(offset)
+        chunk = after_offset + 2 * is_object + 2 * is_tensor + 2 * is_chunk
+        after_chunk = chunk + _slots_taken(chunk_offset)
+        after_sizes = after_chunk + _slots_taken(chunk_size)
+        widths = after_sizes + 2 * is_described + _slots_taken(shape)
+        first = self.next_slot() + np.cumsum(widths) - widths
+        self.text_slots.record(np.where(_slots_taken(fqn) > 0, first + 4, -1), fqn)
+        sizes = np.stack([offset, chunk_offset, chunk_size, shape]).T
+        stops = first[:, None] + np.stack([after_offset, after_chunk, after_sizes, widths]).T
+        self.size_slots.record(np.where(_slots_taken(sizes) > 0, stops - 1, -1), sizes)
+        run = PlanRun(
+            self.text_slots.positions_of(fqn, first + 4, self)[is_tensor],
+            self.size_slots.positions_of(offset, first + after_fqn, self)[is_tensor],
+        )
+        self._reserve(widths)
+        return [run]
 
     def _decode_size(self, raw: bytes) -> tuple[tuple[int, ...], int]:
         body = raw[len(self.gets["Size"]) : -4]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,14 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
-import ckptkit
 from ckptkit import inspect
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
@@ -406,60 +398,3 @@ def test_a_file_with_a_rank_longer_than_any_real_one_is_of_no_known_rank(
     found = inspect(tmp_path)
     assert found.world_size is None
     assert {problem.code for problem in found.problems} == {"missing-file"}
-
-
-def with_plans(step: pathlib.Path) -> bytes:
-    """Saves a checkpoint, and adds the plans of its ranks as Megatron-Core does."""
-    dcp.save({"model": {"weight": torch.ones(2, 2)}}, checkpoint_id=step, no_dist=True)
-    metadata = dcp.FileSystemReader(step).read_metadata()
-    index = next(iter(metadata.storage_data))
-    written = TensorWriteData(
-        ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 2])),
-        TensorProperties(),
-        torch.Size([2, 2]),
-    )
-    item = WriteItem(index, WriteItemType.TENSOR, tensor_data=written)
-    metadata.all_local_plans = [SavePlan([item])]  # type: ignore[attr-defined]
-    data = pickle.dumps(metadata)
-    (step / ".metadata").write_bytes(data)
-    return data
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("shortcuts", [True, False])
-def test_a_checkpoint_of_megatron_is_refused_by_name(
-    tmp_path: pathlib.Path, *, shortcuts: bool
-) -> None:
-    data = with_plans(tmp_path / "iter_0000007")
-    with pytest.raises(UnsupportedError, match="a Megatron-Core distributed checkpoint") as caught:
-        parse(data, shortcuts=shortcuts)
-    assert "not yet supported" in caught.value.message
-    assert "Megatron Bridge" in caught.value.hint
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_every_function_names_a_checkpoint_of_megatron(tmp_path: pathlib.Path) -> None:
-    step, out = tmp_path / "iter_0000007", tmp_path / "out"
-    with_plans(step)
-    calls: list[Callable[[], object]] = [
-        lambda: inspect(step),
-        lambda: ckptkit.verify(step),
-        lambda: ckptkit.open(step),
-        lambda: ckptkit.diff(step, step),
-        lambda: ckptkit.consolidate(step, out),
-        lambda: ckptkit.convert(step, out, to="dcp"),
-        lambda: ckptkit.extract_adapter(step, out),
-        lambda: ckptkit.merge_adapter(step, out),
-        lambda: ckptkit.adapter_from_diff(step, out, base=step, rank=2),
-    ]
-    for call in calls:
-        with pytest.raises(UnsupportedError, match="a Megatron-Core distributed checkpoint"):
-            call()
-    assert not out.exists()
-
-
-def test_what_else_a_planner_names_is_refused_as_before() -> None:
-    metadata = sample()
-    metadata.all_local_plans = [WriteItemType.TENSOR]  # type: ignore[attr-defined]
-    with pytest.raises(UnsafePickleError, match="WriteItemType"):
-        parse(metadata)
