@@ -43,6 +43,9 @@ class Options(TypedDict, total=False):
             transformers where they differ from those in training; "hub" insists on them. "live"
             writes what training holds, adapters and packed weights too, which would load as
             something else.
+        map: The name map that converts the names of another framework: "auto", the default, finds
+            it by the tensors' names and the configuration; "none" converts nothing; or the name of
+            a map, or the path of a TOML file.
         base: A model folder to take configuration and tokenizer from where the source has none.
         also: Further directories that hold files of the same checkpoint, such as each node's
             copy of its ranks' files; a file has the same path in each of them as below `src`.
@@ -85,6 +88,7 @@ class Options(TypedDict, total=False):
     dtype: OutputDType | DTypeLike
     keep_dtype: Sequence[str]
     names: NameChoice
+    map: PathLike
     base: PathLike | None
     also: Sequence[PathLike]
     like: PathLike | None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
@@ -160,6 +161,7 @@ class ConsolidateRequest:
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     layout: Layout = "hf"
     names: NameChoice = "auto"
+    map: str = _parsed(os.fspath, "auto")
     allow_code: bool = False
     like: str | None = None
     vocab_size: int | None = _parsed(
@@ -204,16 +206,18 @@ class ConsolidateRequest:
                 where="--names hub",
                 hint="leave --names out",
             )
+        if self.names == "live" and self.map not in {"auto", "none"}:
+            raise UsageError(
+                "cannot be combined with --names live, which keeps all names",
+                where=f"--map {self.map}",
+                hint="leave one of the two out",
+            )
         if self.like is not None and self.layout != "hf":
             raise UsageError(
                 f"keeps the safetensors files of a model, and --to {self.layout} writes none",
                 where=f"--like {self.like}",
                 hint="leave --like out",
             )
-
-    def selecting(self, select: str | None) -> ConsolidateRequest:
-        """Returns the same request with another selection."""
-        return replace(self, select=select)
 
     def wants(self, name: str) -> bool:
         """Returns whether a tensor of that name is written."""

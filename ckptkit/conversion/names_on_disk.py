@@ -296,7 +296,7 @@ def name_on_disk(
         return NamedProducts(
             products, dropped, disk.notes, left_out=find_left_out(products, dropped, tensors)
         )
-    maker = _Maker(disk.names, disk.request, {p.spec.name: p for p in products})
+    maker = ProductMaker(disk.names, disk.request, {p.spec.name: p for p in products})
     renamed = tuple(maker.products())
     called = {s: n for n, t in disk.names.tensors.items() if (s := find_whole(t, disk.names.live))}
     ties = {called.get(t, t): called.get(s, s) for t, s in dropped.items()}
@@ -410,7 +410,7 @@ def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> D
     return DiskNames(None, (note,) if has_config else ())
 
 
-class _Maker:
+class ProductMaker:
     """Makes the tensors on disk from those of training.
 
     Attributes:
@@ -462,7 +462,7 @@ class _Maker:
             spec = replace(product.spec, name=tensor.name, shape=tensor.shape)
             return Product(spec, product.body)
         sources = tensor.sources
-        kernel = rearrange(tensor, [_operand(live[source]) for source in sources])
+        kernel = rearrange(tensor, [operand_of(live[source]) for source in sources])
         dtype = live[sources[0]].spec.dtype  # that of all: joining others is refused
         return Product(TensorSpec(tensor.name, dtype, tensor.shape), Compute(kernel, kernel.reads))
 
@@ -475,7 +475,7 @@ class _Maker:
                 if tensor.computed is not None and tensor.computed.sources == sources
             )
             inputs = [self._live[source] for source in sources]
-            operands = tuple(_operand(product) for product in inputs)
+            operands = tuple(operand_of(product) for product in inputs)
             specs = tuple(product.spec for product in inputs)
             group = self._groups[sources] = Conversion(self._request, specs, operands, outputs)
             self.largest_bytes = max(self.largest_bytes, group.size_bytes)
@@ -495,7 +495,7 @@ def rearrange(tensor: HubTensor, operands: Sequence[Operand]) -> RearrangeKernel
     )
 
 
-def _operand(product: Product) -> Operand:
+def operand_of(product: Product) -> Operand:
     body, spec = product.body, product.spec
     if isinstance(body, Copy):
         return StoredOperand(body.origin, body.key, spec.dtype)

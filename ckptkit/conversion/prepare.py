@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
+    Specs,
     find_left_out,
     name_on_disk,
     reserve_for_conversions,
@@ -44,6 +45,7 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import CastKernel, first_rows, recast
 from ckptkit.engine.reader import Origin
+from ckptkit.hub_names.known_models import FRAMEWORKS
 from ckptkit.options import (
     ConsolidateRequest,
     IfExists,
@@ -77,6 +79,9 @@ from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.vocabulary import Trim, count_tokens, plan_trim, refuse_cut_tokenizer, trim_config
 from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
+
+if TYPE_CHECKING:
+    from ckptkit.conversion.mapped_names import MappedModel
 
 _LISTED = 3
 _KINDS = {"hf": "model", "torch": "torch", "dcp": "dcp"}
@@ -235,19 +240,28 @@ class _Planner:
         refuse_casting_quantized(
             entries, request, config, location=checkpoint.path, base=self._dtypes
         )
+        tensors, mapped = self._map_names(config)
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
+        named = entries if mapped is None else mapped.rename(entries)
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
-        ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, entries, origin)
+        ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, named, origin)
         if request.layout == "dcp":
             absent, note = find_absent_twins(config, {entry.name for entry in entries})
             entries = add_tied_names(entries, absent)
             self._notes += filter(None, [note])
         is_of_base = request.dtype == "base"  # which has the names that are written
         before_names = replace(request, dtype="keep") if is_of_base else request
-        live = make_products(entries, before_names, ties.dropped, CastKernel)
+        tied = ties.dropped
+        if mapped is not None:
+            tied = {mapped.source_of(t): mapped.source_of(s) for t, s in tied.items()}
+        live = make_products(entries, before_names, tied, CastKernel)
         self._notes += filter(None, [describe_masters(entries, live)])
-        names = self._name_on_disk(live, config, ties)
+        names = (
+            self._name_on_disk(live, config, ties, tensors)
+            if mapped is None
+            else mapped.convert(live, ties.dropped)
+        )
         products = self._apply_options(names.products, config, side)
         weights = self._lay_out(products, config, names.dropped)
         config = self._config_to_write(config, products, ties)
@@ -260,7 +274,7 @@ class _Planner:
         states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
         self._notes += (*names.notes, *self._option_notes, *state_notes)
         plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
-        read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
+        read = sum(entry.size_bytes for entry in entries if entry.name not in tied)
         return self._planned(plan, names, comparison, read + states_bytes)
 
     def _planned(
@@ -287,7 +301,7 @@ class _Planner:
 
     def _select_entries(self) -> Sequence[TensorEntry]:
         checkpoint = self._checkpoint
-        request = self._request.selecting(checkpoint.select)
+        request = replace(self._request, select=checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
         if request.names != "live":
             refuse_packed(entries, location=checkpoint.path)
@@ -306,15 +320,38 @@ class _Planner:
             )
         return config
 
-    def _name_on_disk(
-        self, products: Sequence[Product], config: Mapping[str, Any] | None, ties: Ties
-    ) -> NamedProducts:
-        """Gives tensors the names on disk; only model folders are loaded by those."""
-        request, checkpoint = self._request, self._checkpoint
-        whole = replace(request, select=checkpoint.select, include=(), exclude=())
+    def _map_names(self, config: Mapping[str, Any] | None) -> tuple[Specs, MappedModel | None]:
+        """Converts the names if they are those of another framework, or if a map is named.
+
+        Returns:
+            Element types and shapes of the whole model, also of what is left out, and the model
+            with converted names.
+        """
+        checkpoint, choice = self._checkpoint, self._request.map
+        whole = replace(self._request, select=checkpoint.select, include=(), exclude=())
         entries = select_model(checkpoint.index, whole, location=checkpoint.path)
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
+        found = ""
+        for framework, pattern in FRAMEWORKS.items():
+            for name in tensors:
+                if pattern.search(name):
+                    found = framework
+        if choice == "none" or self._request.names == "live" or (choice == "auto" and not found):
+            return tensors, None
+        from ckptkit.conversion.mapped_names import map_names  # few models need it
+
+        return tensors, map_names(choice, found, config, tensors, where=checkpoint.path)
+
+    def _name_on_disk(
+        self,
+        products: Sequence[Product],
+        config: Mapping[str, Any] | None,
+        ties: Ties,
+        tensors: Specs,
+    ) -> NamedProducts:
+        """Gives tensors the names on disk; only model folders are loaded by those."""
+        request = self._request
+        tensors = {**tensors, **{p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}}
         if request.layout != "hf":
             rest = find_left_out(products, ties.dropped, tensors)
             return NamedProducts(products, ties.dropped, left_out=rest)

@@ -200,6 +200,35 @@ class CastOperand:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedOperand:
+    """Another tensor with a constant added, computed in float32 and rounded to its type.
+
+    Attributes:
+        operand: The other tensor.
+        constant: What is added to each element.
+    """
+
+    operand: Operand
+    constant: float
+
+    @property
+    def dtype(self) -> DType:
+        return self.operand.dtype
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        return self.operand.reads
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        return self.operand.demands(span)
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The other one's elements, with the constant."""
+        values = self.operand.values(span, inputs)
+        return (values.astype(np.float32) + np.float32(self.constant)).astype(values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class OperandKernel(ElementKernel):
     """Writes the elements of an operand; the output tensor says in which type.
 

@@ -238,3 +238,9 @@ def explain_doubt(config: Mapping[str, Any], dtypes: Iterable[DType]) -> str:
     kinds = {dtype.kind for dtype in dtypes if dtype.itemsize == 1}
     is_packed = "float" in kinds or ("int" in kinds and bool(config.get("quantization_config")))
     return "the weights are packed in 8 bits or fewer" if is_packed else ""
+
+
+FRAMEWORKS = {
+    "Megatron-Core": re.compile(r"(?:^|\.)decoder\.layers\..*self_attention\.linear_"),
+}
+"""Frameworks with names of their own, each by a part of a name that only its models have."""

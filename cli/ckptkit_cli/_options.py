@@ -108,6 +108,14 @@ NAMES = Option(
     choices=get_args(NameChoice),
     default="auto",
 )
+MAP = Option(
+    "--map",
+    NAMED,
+    "Name map that converts the names of another framework, such as Megatron's: its name, or a"
+    " TOML file. 'auto' finds it by the names and the configuration, 'none' converts nothing.",
+    "NAME|FILE",
+    default="auto",
+)
 COMPARED_NAMES = Option(
     "--names",
     NAMED,
@@ -226,6 +234,7 @@ CONVERSION = (
         repeated=True,
     ),
     NAMES,
+    MAP,
     STRIP_PREFIX,
     Option(
         "--vocab-size",

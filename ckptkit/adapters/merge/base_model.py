@@ -103,7 +103,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
                 checkpoint = OpenedCheckpoint(place, source, "", (), index, None, ())
         if checkpoint is None:
             checkpoint = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
-        request = ConsolidateRequest().selecting(checkpoint.select)
+        request = ConsolidateRequest(select=checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
     except AmbiguousSourceError as error:
         raise AmbiguousSourceError(

@@ -1,0 +1,284 @@
+"""Applies a name map to the tensors of a checkpoint; reads nothing.
+
+Every tensor of the source is taken by exactly one rule, every tensor of the target is made once,
+and no number of a capture is missing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import CannotPlanError, FormatError, IncompleteCheckpointError, UsageError
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.core.text import quote
+from ckptkit.hub_names.arrangements import Arrangement, join
+from ckptkit.hub_names.disk_tensors import HubTensor
+from ckptkit.name_maps.language import NameMap, Rule
+from ckptkit.name_maps.rearrangement import Made
+from ckptkit.name_maps.sizes import Sizes
+
+Numbers = tuple[tuple[str, int], ...]
+"""The numbers of captures, by name."""
+Specs = Mapping[Fqn, tuple[DType, Shape]]
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MappedNames:
+    """What a map makes of a checkpoint.
+
+    Attributes:
+        tensors: The tensors of the target, by name, in the order of the source.
+        added: The constant that is added to all elements of a tensor, by its name.
+        dropped: The tensors of the source that are left out, with the reason.
+    """
+
+    tensors: Mapping[Fqn, HubTensor]
+    added: Mapping[Fqn, float]
+    dropped: Mapping[Fqn, str]
+
+
+@dataclass(slots=True)
+class _Taken:
+    """The tensors that one rule takes: by the numbers of captures, one for each of its names."""
+
+    rule: Rule
+    sets: dict[Numbers, dict[int, Made]] = field(default_factory=lambda: defaultdict(dict))
+    names: dict[Numbers, dict[int, Fqn]] = field(default_factory=lambda: defaultdict(dict))
+
+
+def apply_map(
+    name_map: NameMap, config: Mapping[str, Any], tensors: Specs, *, where: str
+) -> MappedNames:
+    """Applies a map.
+
+    Args:
+        name_map: The map.
+        config: The configuration of the model, for sizes.
+        tensors: Element types and shapes by the names of the source.
+        where: The checkpoint, for messages.
+
+    Raises:
+        CannotPlanError: If a tensor is taken by no rule or by two, or a rule takes none.
+        IncompleteCheckpointError: If a number of a capture is missing, such as a layer.
+        FormatError: If shapes do not fit the sizes.
+    """
+    text = config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
+    sizes = Sizes(name_map.sizes, {**config, **inner}, f"map {name_map.name}")
+    taken, dropped = _take_tensors(name_map, sizes, tensors, where)
+    _check_counts(taken, sizes, where)
+    results: dict[Fqn, HubTensor] = {}
+    added: dict[Fqn, float] = {}
+    made_by: dict[str, Rule] = {}
+    for one in taken:
+        for name, made in _run_rule(one, sizes, where):
+            if name in made_by:
+                raise CannotPlanError(
+                    f"{quote(name)} is made by {made_by[name].where} and by {one.rule.where}",
+                    where=where,
+                    hint="take it out of one of the rules",
+                )
+            made_by[name] = one.rule
+            tensor = made.arrangement.to_tensor(Fqn(name))
+            _check_dtypes(tensor, tensors, one.rule)
+            results[Fqn(name)] = tensor
+            if made.added:
+                added[Fqn(name)] = made.added
+    return MappedNames(results, added, dropped)
+
+
+def _take_tensors(
+    name_map: NameMap, sizes: Sizes, tensors: Specs, where: str
+) -> tuple[list[_Taken], dict[Fqn, str]]:
+    """Gives each tensor of the source to its rule; returns those that are left out beside it."""
+    taken = [_Taken(rule) for rule in name_map.rules]
+    dropped: dict[Fqn, str] = {}
+    for name, (_, shape) in tensors.items():
+        number, numbers, position = _find_rule(name_map, name, where)
+        rule = name_map.rules[number]
+        if rule.drop:
+            dropped[name] = rule.drop
+        for key, made in _unstack(rule, numbers, name, shape, sizes):
+            if position in taken[number].sets[key]:
+                raise FormatError(
+                    f"{_named(key)} comes from {quote(taken[number].names[key][position])} and"
+                    f" from {quote(name)}",
+                    where=f"{where}, {rule.where}",
+                    hint="the checkpoint has one of them twice",
+                )
+            taken[number].sets[key][position] = made
+            taken[number].names[key][position] = name
+    return taken, dropped
+
+
+def _find_rule(
+    name_map: NameMap, name: Fqn, where: str
+) -> tuple[int, Mapping[str, int | None], int]:
+    """Returns the number of the one rule that takes a tensor, its numbers, and its position."""
+    found = [
+        (number, numbers, position)
+        for number, rule in enumerate(name_map.rules)
+        for position, template in enumerate(rule.sources)
+        if (numbers := template.match(name)) is not None
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        both = " and ".join(
+            f"{name_map.rules[number].where} ({name_map.rules[number].sources[position].text!r})"
+            for number, _, position in found[:2]
+        )
+        raise CannotPlanError(
+            f"tensor {quote(name)} is taken by {both}", where=where, hint="make one more narrow"
+        )
+    texts = {t.text: rule.where for rule in name_map.rules for t in rule.sources}
+    nearest = get_close_matches(name, texts, n=1, cutoff=0.0)[0]
+    raise CannotPlanError(
+        f"no rule of map {name_map.name!r} takes tensor {quote(name)}; the nearest is"
+        f" {texts[nearest]}: {nearest!r}",
+        where=where,
+        hint="name the map of the model's family with --map, add a rule to the map, or leave the"
+        " tensor out with --exclude",
+    )
+
+
+def _unstack(
+    rule: Rule, numbers: Mapping[str, int | None], name: Fqn, shape: Shape, sizes: Sizes
+) -> Iterator[tuple[Numbers, Made]]:
+    """Yields a tensor of the source, or what is stacked in it, with the numbers of each."""
+    wanted = rule.targets[0].captures if rule.targets else ()
+    # The axes of absent captures come in the order in which the template has them.
+    stacked = [capture for capture, number in numbers.items() if number is None]
+    stacked += [capture for capture in wanted if capture not in numbers]
+    if rule.drop:
+        stacked = []
+    found = [(dict(numbers), Arrangement.of_live(name, shape))]
+    for capture in stacked:
+        count = sizes.of(capture) if sizes.has(capture) else None
+        longer = []
+        for before, arrangement in found:
+            here = arrangement.shape
+            if not here or (count is not None and here[0] != count):
+                raise FormatError(
+                    f"tensor {quote(name)} has shape {list(shape)}; expected"
+                    f" {'' if count is None else f'{count:,}'} along the axis of {capture!r}",
+                    where=rule.where,
+                    hint="the configuration is of another model, or the checkpoint lacks some",
+                )
+            longer += [({**before, capture: i}, arrangement.selected(0, i)) for i in range(here[0])]
+        found = longer
+    for each, arrangement in found:
+        key = tuple(sorted((c, n) for c, n in each.items() if n is not None))
+        yield key, Made(arrangement)
+
+
+def _run_rule(taken: _Taken, sizes: Sizes, where: str) -> Iterator[tuple[str, Made]]:
+    """Yields what a rule makes, by name."""
+    rule = taken.rule
+    if rule.drop:
+        return
+    captures = rule.targets[0].captures
+    stacks: dict[str, dict[Numbers, Made]] = defaultdict(dict)
+    for key, parts in taken.sets.items():
+        absent = [t.text for i, t in enumerate(rule.sources) if i not in parts]
+        if absent:
+            raise IncompleteCheckpointError(
+                f"{_named(key)} has no {absent[0]!r}, which belongs to"
+                f" {quote(next(iter(taken.names[key].values())))}",
+                where=f"{where}, {rule.where}",
+                hint="a part of the checkpoint is missing, or the map is of another family",
+            )
+        made = [parts[i] for i in range(len(rule.sources))]
+        try:
+            for step in rule.steps:
+                made = step.apply(made, sizes)
+        except FormatError as error:
+            raise error.located(f"tensor {quote(taken.names[key][0])}") from None
+        if len(made) != len(rule.targets):
+            raise UsageError(
+                f"makes {len(made)} tensors for {len(rule.targets)} names",
+                where=rule.where,
+                hint="list one name in 'to' for each tensor",
+            )
+        numbers = dict(key)
+        shown = {c: numbers[c] for c in captures if c in numbers}
+        rest = tuple((c, n) for c, n in key if c not in shown)
+        for template, one in zip(rule.targets, made, strict=True):
+            stacks[template.render(shown)][rest] = one
+    for name, members in stacks.items():
+        first = next(iter(members.values()))
+        if any(members):
+            slabs = [members[key].arrangement.unsqueezed(0) for key in sorted(members)]
+            first = Made(join(slabs, 0), first.added)
+        yield name, first
+
+
+def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
+    """Refuses rules that took nothing, and numbers that are missing or too large."""
+    for one in taken:
+        if not one.sets and not one.rule.is_optional and not one.rule.drop:
+            raise CannotPlanError(
+                f"has no tensor for {one.rule.where}: {one.rule.sources[0].text!r}",
+                where=where,
+                hint="name the map of the model's family with --map; a rule that may match nothing"
+                " says optional = true",
+            )
+    seen: dict[str, set[int]] = defaultdict(set)
+    for one in taken:
+        rule = one.rule
+        captures = (*rule.sources[0].captures, *(rule.targets[0].captures if rule.targets else ()))
+        # The innermost first: an expert that is missing in one layer is not a missing layer.
+        for capture in reversed(tuple(dict.fromkeys(captures))):
+            groups: dict[Numbers, set[int]] = defaultdict(set)
+            for key in () if rule.drop else one.sets:
+                number = dict(key)[capture]
+                groups[tuple(pair for pair in key if pair[0] != capture)].add(number)
+                seen[capture].add(number)
+            for others, numbers in groups.items() if capture not in rule.partial else ():
+                _check_numbers(capture, numbers, sizes, f"{where}, {rule.where}", others)
+    for capture, numbers in seen.items():
+        _check_numbers(capture, numbers, sizes, where, ())
+
+
+def _check_numbers(
+    capture: str, numbers: set[int], sizes: Sizes, place: str, others: Numbers
+) -> None:
+    count = sizes.of(capture) if sizes.has(capture) else max(numbers) + 1
+    missing = sorted(set(range(count)) - numbers)
+    further = sorted(n for n in numbers if n >= count)
+    at = f" of {_named(others)}" if others else ""
+    if missing:
+        listed = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if missing[_SHOWN:] else "")
+        raise IncompleteCheckpointError(
+            f"{capture} {listed}{at} is missing; expected 0 to {count - 1}",
+            where=place,
+            hint="a part of the checkpoint is missing, or the configuration is of another model",
+        )
+    if further:
+        raise FormatError(
+            f"{capture} {further[0]}{at} is one too many; expected 0 to {count - 1}",
+            where=place,
+            hint="the configuration is of another model; name the right one with --base",
+        )
+
+
+def _check_dtypes(tensor: HubTensor, tensors: Specs, rule: Rule) -> None:
+    first, *others = tensor.sources or (None,)
+    for other in others:
+        if first is not None and tensors[other][0] != tensors[first][0]:
+            raise FormatError(
+                f"{quote(first)} is {tensors[first][0].name} and {quote(other)} is"
+                f" {tensors[other][0].name}; both belong to {quote(tensor.name)}",
+                where=rule.where,
+                hint="pass --dtype to give all tensors one element type",
+            )
+
+
+def _named(key: Numbers) -> str:
+    return " ".join(f"{capture} {number}" for capture, number in key) or "the tensor"

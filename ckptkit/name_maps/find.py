@@ -1,0 +1,95 @@
+"""Finds the map for a checkpoint: a file, one that comes with ckptkit by its name, or by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.name_maps.language import NameMap, parse_map, read_document
+
+_FOLDER = Path(__file__).with_name("families")
+_SUFFIX = ".toml"
+
+
+def list_map_names() -> tuple[str, ...]:
+    """Returns the names of the maps that come with ckptkit."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}")))
+
+
+@cache
+def load_own_map(name: str) -> NameMap:
+    """Returns a map that comes with ckptkit."""
+    return _parse((_FOLDER / f"{name}{_SUFFIX}").read_text(encoding="utf-8"), f"map {name}")
+
+
+def load_map(choice: str) -> NameMap:
+    """Returns the map of a name, or of a file.
+
+    Raises:
+        UsageError: If there is none, or if it is no map.
+    """
+    if choice in list_map_names():
+        return load_own_map(choice)
+    path = Path(choice)
+    if path.suffix != _SUFFIX and not path.is_file():
+        nearest = get_close_matches(choice, list_map_names(), n=1, cutoff=0.0)
+        raise UsageError(
+            f"{choice!r} is neither a file nor a map; maps are {', '.join(list_map_names())}",
+            where="--map",
+            hint=f"pass --map {nearest[0]}, or the path of a .toml file",
+        )
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"could not be read: {error}", where=f"--map {choice}", hint="see if the path is right"
+        ) from error
+
+
+def _parse(text: str, where: str) -> NameMap:
+    parent = read_document(text, where=where).get("extends")
+    if parent is None:
+        return parse_map(text, where=where)
+    if not isinstance(parent, str) or parent not in list_map_names():
+        raise UsageError(
+            f"extends {parent!r}, which is no map; maps are {', '.join(list_map_names())}",
+            where=where,
+        )
+    return parse_map(text, where=where, parent=load_own_map(parent))
+
+
+def find_map(framework: str, config: Mapping[str, Any] | None, *, where: str) -> NameMap:
+    """Finds the map from a framework's names to those of Transformers.
+
+    Args:
+        framework: The framework.
+        config: The configuration of the model, or None.
+        where: The checkpoint, for messages.
+
+    Raises:
+        RefusedError: If there is no map for the model.
+    """
+    own = [load_own_map(name) for name in list_map_names()]
+    fitting = [one for one in own if one.source == framework]
+    if config is None:
+        raise RefusedError(
+            f"the names are those of {framework}, and no configuration names the model",
+            where=where,
+            hint="pass the folder of the model with --base, or keep the names with --map none",
+        )
+    kind = config.get("model_type")
+    of_model = [one for one in fitting if kind in one.model_types]
+    if len(of_model) == 1:
+        return of_model[0]
+    known = sorted({model_type for one in fitting for model_type in one.model_types})
+    raise RefusedError(
+        f"the names are those of {framework}, and no map is for the model type {kind!r}; there are"
+        f" maps for {', '.join(known)}",
+        where=where,
+        hint="write a map (see docs/name-maps.md) and pass it with --map FILE, or keep the names"
+        " with --map none",
+    )

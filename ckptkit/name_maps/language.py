@@ -1,0 +1,341 @@
+"""Reads name maps: TOML files that relate the tensors of one framework to those of another.
+
+    name = "megatron-qwen2"            # how --map calls it
+    source = "Megatron-Core"           # the framework whose names are in `from`
+    target = "Transformers"            # the framework whose names are in `to`
+    model_types = ["qwen2"]            # of config.json
+
+    [sizes]
+    layer = "num_hidden_layers"        # a size with the name of a capture is its count
+    heads = "num_attention_heads"
+
+    [[rule]]
+    from = "decoder.layers.{layer?}.mlp.linear_fc1.weight"
+    to = ["model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"]
+    steps = [{ split = ["ffn", "ffn"] }]
+
+A rule takes the tensors whose names fit `from`, and makes those of `to`. If a capture of `to` is
+not in the name of the source, the first axis of the source is unstacked and gives its numbers; a
+capture that `to` does not have is stacked. `steps` apply in between, to the tensors of one set of
+numbers. In a name, `{layer?}` is a capture that may be absent together with its dot, as where
+layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule match nothing,
+`partial = "layer"` lets numbers of that capture be missing where other rules have them. `drop =
+"reason"` takes tensors that are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+from ckptkit.core.errors import UsageError
+from ckptkit.name_maps.rearrangement import Step, parse_step
+
+_KEYS = ("name", "source", "target", "model_types", "extends", "sizes", "rule")
+_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "drop")
+_MOST_BYTES = 1 << 20
+
+
+_TOKEN = re.compile(
+    r"\{(?P<capture>[a-z][a-z0-9_]*)(?P<optional>\?)?\}"
+    r"|\((?P<alternatives>[\w.\-|]+)\)|(?P<text>[\w.\-]+)|(?P<wrong>.)"
+)
+_NUMBER = r"(?P<{}>0|[1-9][0-9]{{0,5}})"
+
+
+@dataclass(frozen=True, slots=True)
+class NameTemplate:
+    """A template of names.
+
+    Attributes:
+        text: As it is written.
+        captures: The names of its captures, in order.
+        optional: Those that may be absent.
+    """
+
+    text: str
+    captures: tuple[str, ...]
+    optional: frozenset[str]
+
+    def match(self, name: str) -> Mapping[str, int | None] | None:
+        """Returns the numbers of a name, None for an absent one; None if the name does not fit.
+
+        >>> parse_template("layers.{layer?}.(up|w1)").match("layers.7.w1")
+        {'layer': 7}
+        """
+        found = _pattern(self.text).fullmatch(name)
+        if found is None:
+            return None
+        return {key: int(n) if n is not None else None for key, n in found.groupdict().items()}
+
+    def render(self, numbers: Mapping[str, int]) -> str:
+        """Returns the name with these numbers, and with the first of each set of alternatives.
+
+        >>> parse_template("layers.{layer?}.(up|w1)").render({})
+        'layers.up'
+        """
+        parts: list[str] = []
+        for token in _TOKEN.finditer(self.text):
+            if token["capture"]:
+                number = numbers.get(token["capture"])
+                parts.append("" if number is None else str(number))
+            elif token["alternatives"]:
+                parts.append(token["alternatives"].partition("|")[0])
+            else:
+                is_joined = parts[-1:] == [""] and token["text"].startswith(".")
+                parts.append(token["text"][1:] if is_joined else token["text"])
+        return "".join(parts)
+
+
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    parts: list[str] = []
+    is_absent = False  # whether the dot before this text is part of an optional capture
+    for token in _TOKEN.finditer(text):
+        if token["capture"]:
+            number = _NUMBER.format(token["capture"])
+            parts.append(rf"(?:{number}\.)?" if token["optional"] else number)
+        elif token["alternatives"]:
+            parts.append(f"(?:{'|'.join(map(re.escape, token['alternatives'].split('|')))})")
+        else:
+            parts.append(re.escape(token["text"][1:] if is_absent else token["text"]))
+        is_absent = bool(token["optional"])
+    return re.compile("".join(parts), re.ASCII)
+
+
+def parse_template(text: Any, *, where: str = "") -> NameTemplate:
+    """Parses a template.
+
+    Args:
+        text: The template.
+        where: The map and the rule, for messages.
+
+    Raises:
+        UsageError: If it is no template.
+    """
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"{text!r} is not a name", where=where, hint=_HINT)
+    captures: list[str] = []
+    optional: set[str] = set()
+    for token in _TOKEN.finditer(text):
+        if token["wrong"]:
+            raise UsageError(
+                f"{text!r} has {token['wrong']!r} at character {token.start() + 1}, which no name"
+                " has",
+                where=where,
+                hint=_HINT,
+            )
+        if token["capture"] in captures:
+            raise UsageError(
+                f"{text!r} has the capture {token['capture']!r} twice", where=where, hint=_HINT
+            )
+        if token["optional"]:
+            if text[token.end() : token.end() + 1] != ".":
+                raise UsageError(
+                    f"{text!r} has no dot after the optional capture {token['capture']!r}",
+                    where=where,
+                    hint=_HINT,
+                )
+            optional.add(token["capture"])
+        if token["capture"]:
+            captures.append(token["capture"])
+    return NameTemplate(text, tuple(captures), frozenset(optional))
+
+
+_HINT = (
+    "a name consists of letters, digits, '_', '-', dots, captures such as {layer} or {layer?}, and"
+    " alternatives such as (up|w1)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How some tensors of the target are made.
+
+    Attributes:
+        where: The map and the position of the rule in it, for messages.
+        sources: Templates of the source's names.
+        targets: Templates of the target's names; none where the sources are left out.
+        steps: What is done to one set of sources, in order.
+        is_optional: Whether the source may have no tensor for it.
+        partial: The captures of which it need not have all numbers.
+        drop: Why the sources are left out; empty if they are not.
+    """
+
+    where: str
+    sources: tuple[NameTemplate, ...]
+    targets: tuple[NameTemplate, ...]
+    steps: tuple[Step, ...] = ()
+    is_optional: bool = False
+    partial: tuple[str, ...] = ()
+    drop: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """A map between the names of two frameworks.
+
+    Attributes:
+        name: Its name.
+        source: The framework whose names the rules take.
+        target: The framework whose names they make.
+        model_types: The `model_type` of the configurations that it is for.
+        sizes: Expressions by the name of a size; see `ckptkit.name_maps.sizes`.
+        rules: The rules.
+        digest: The start of the SHA-256 of its text and of the map that it extends, in hexadecimal.
+    """
+
+    name: str
+    source: str
+    target: str
+    model_types: tuple[str, ...]
+    sizes: Mapping[str, tuple[str, ...]]
+    rules: tuple[Rule, ...]
+    digest: str
+
+
+def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMap:
+    """Parses a map.
+
+    Args:
+        text: The TOML document.
+        where: The file, for messages.
+        parent: The map that `extends` names, if there is one: its sizes and rules come after those
+            of this one, but for rules that take the same names.
+
+    Raises:
+        UsageError: If it is no map.
+    """
+    document = read_document(text, where=where)
+    _check_keys(document, _KEYS, where)
+    rules = document.get("rule", [])
+    if not isinstance(rules, list) or not (rules or parent):
+        raise UsageError("has no [[rule]]", where=where, hint="see docs/name-maps.md for the form")
+    own = [_parse_rule(rule, f"{where}, rule {n}") for n, rule in enumerate(rules, 1)]
+    sizes = document.get("sizes", {})
+    if not isinstance(sizes, dict):
+        raise UsageError("'sizes' is not a table", where=where, hint="write [sizes]")
+    expressions = {
+        name: tuple(_texts(value, f"{where}, size {name!r}")) for name, value in sizes.items()
+    }
+    if parent is not None:
+        replaced = {template.text for rule in own for template in rule.sources}
+        own += [r for r in parent.rules if not replaced & {t.text for t in r.sources}]
+        expressions = {**parent.sizes, **expressions}
+    return NameMap(
+        name=_text(document, "name", where),
+        source=_text(document, "source", where, parent.source if parent else None),
+        target=_text(document, "target", where, parent.target if parent else None),
+        model_types=tuple(_texts(document.get("model_types", []), f"{where}, model_types")),
+        sizes=expressions,
+        rules=tuple(own),
+        digest=sha256((text + (parent.digest if parent else "")).encode()).hexdigest()[:16],
+    )
+
+
+def read_document(text: str, *, where: str) -> dict[str, Any]:
+    """Returns the document of a map as plain values."""
+    if len(text) > _MOST_BYTES:
+        raise UsageError(
+            f"has {len(text):,} characters; a map has at most {_MOST_BYTES:,}", where=where
+        )
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"is not TOML: {error}", where=where, hint="mend the file") from error
+
+
+def _parse_rule(rule: Any, where: str) -> Rule:
+    if not isinstance(rule, dict):
+        raise UsageError("is not a table", where=where, hint="write [[rule]]")
+    _check_keys(rule, _RULE_KEYS, where)
+    sources = tuple(
+        parse_template(text, where=where) for text in _texts(rule.get("from", []), where)
+    )
+    targets = tuple(parse_template(text, where=where) for text in _texts(rule.get("to", []), where))
+    drop = rule.get("drop", "")
+    if not sources or bool(targets) == bool(drop):
+        raise UsageError(
+            "needs 'from', and either 'to' or the reason for which it drops the tensors",
+            where=where,
+            hint='write to = "NAME", or drop = "REASON"',
+        )
+    for names in (sources, targets):
+        if any(set(name.captures) != set(names[0].captures) for name in names):
+            raise UsageError(
+                f"{names[0].text!r} and {names[-1].text!r} do not have the same captures",
+                where=where,
+                hint="the names of one side of a rule stand for one set of tensors each",
+            )
+    steps = rule.get("steps", [])
+    if not isinstance(steps, list) or not isinstance(drop, str):
+        raise UsageError("'steps' is a list of tables, 'drop' a text", where=where)
+    return Rule(
+        where=where,
+        sources=sources,
+        targets=targets,
+        steps=tuple(parse_step(step, f"{where}, step {n}") for n, step in enumerate(steps, 1)),
+        is_optional=rule.get("optional", False) is True,
+        partial=tuple(_texts(rule.get("partial", []), where)),
+        drop=drop,
+    )
+
+
+def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            nearest = get_close_matches(key, known, n=1, cutoff=0.0)
+            raise UsageError(
+                f"has the key {key!r}; known are {', '.join(known)}",
+                where=where,
+                hint=f"did you mean {nearest[0]!r}?",
+            )
+
+
+def _text(document: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
+    value = document.get(key, default)
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"has no text {key!r}", where=where, hint=f'write {key} = "..."')
+    return value
+
+
+def _texts(value: Any, where: str) -> list[str]:
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in listed):
+        raise UsageError(f"{value!r} is not a text or a list of texts", where=where)
+    return listed
+
+
+def invert(map_: NameMap) -> NameMap:
+    """Returns the map from the target's names to the source's.
+
+    Raises:
+        UsageError: If a step has no inverse.
+    """
+    rules = tuple(
+        Rule(
+            where=f"{rule.where}, inverted",
+            sources=rule.targets,
+            targets=rule.sources,
+            steps=tuple(step.inverse() for step in reversed(rule.steps)),
+            is_optional=rule.is_optional,
+            partial=rule.partial,
+        )
+        for rule in map_.rules
+        if not rule.drop
+    )
+    return NameMap(
+        name=map_.name,
+        source=map_.target,
+        target=map_.source,
+        model_types=map_.model_types,
+        sizes=map_.sizes,
+        rules=rules,
+        digest=map_.digest,
+    )

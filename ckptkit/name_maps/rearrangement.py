@@ -1,0 +1,324 @@
+"""The steps of a rule, which move elements; each has an inverse, or says that it has none.
+
+- `{ split = ["q", "k"], axis = 0, groups = "g" }`: one tensor becomes several. With `groups`, the
+  axis consists of that many groups, and each group of one part for every result.
+- `{ concat = ["q", "k"], axis = 0, groups = "g" }`: the inverse of a split.
+- `{ reorder = "(head half pair) -> (head pair half)", head = "heads", half = "2" }`: the indices of
+  an axis in another order, in the notation of einops; one factor may be left open.
+- `{ transpose = [1, 0] }`: the axes in another order.
+- `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding. The inverse
+  adds none.
+- `{ add = 1 }`: a constant is added, in float32; the result has the element type of the source.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from ckptkit.core.errors import FormatError, UsageError
+from ckptkit.hub_names.arrangements import Arrangement, join
+from ckptkit.name_maps.sizes import Sizes
+
+_REORDER = re.compile(r"\(([a-z_ 0-9]+)\)\s*->\s*\(([a-z_ 0-9]+)\)")
+_OF_ANOTHER = (
+    "the map or the configuration is of another model; name the right ones with --map, --base"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor on its way from the source to the target.
+
+    Attributes:
+        arrangement: The elements of the source that it consists of.
+        added: What is added to each of them.
+    """
+
+    arrangement: Arrangement
+    added: float = 0.0
+
+
+class Step(Protocol):
+    """One step of a rule."""
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        """Returns the tensors after the step.
+
+        Raises:
+            FormatError: If their shapes do not fit.
+        """
+        ...
+
+    def inverse(self) -> Step:
+        """Returns the step that undoes it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One tensor becomes several.
+
+    Attributes:
+        where: The rule, for messages.
+        parts: The size of each result along the axis, per group.
+        axis: The axis.
+        groups: The number of groups.
+    """
+
+    where: str
+    parts: tuple[str, ...]
+    axis: int
+    groups: str
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        (made,) = _expect(tensors, 1, self.where)
+        counts, groups = [sizes.of(part) for part in self.parts], sizes.of(self.groups)
+        shape, axis = made.arrangement.shape, self.axis
+        total = groups * sum(counts)
+        if len(shape) <= axis or shape[axis] != total:
+            each = " + ".join(f"{count:,}" for count in counts)
+            raise FormatError(
+                f"has shape {list(shape)}; expected {total:,} along axis {axis}: {groups:,} x"
+                f" ({each})",
+                where=self.where,
+                hint=_OF_ANOTHER,
+            )
+        grouped = made.arrangement
+        if groups != 1:
+            grouped = grouped.viewed((*shape[:axis], groups, sum(counts), *shape[axis + 1 :]))
+        at, results = 0, []
+        for count in counts:
+            part = grouped.sliced(axis + (groups != 1), at, at + count)
+            part = part.viewed((*shape[:axis], groups * count, *shape[axis + 1 :]))
+            results.append(replace(made, arrangement=part))
+            at += count
+        return results
+
+    def inverse(self) -> Step:
+        return Concat(self.where, self.parts, self.axis, self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Several tensors become one; the attributes are those of `Split`."""
+
+    where: str
+    parts: tuple[str, ...]
+    axis: int
+    groups: str
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        _expect(tensors, len(self.parts), self.where)
+        counts, groups = [sizes.of(part) for part in self.parts], sizes.of(self.groups)
+        axis, pieces = self.axis, []
+        for made, count in zip(tensors, counts, strict=True):
+            shape = made.arrangement.shape
+            if len(shape) <= axis or shape[axis] != groups * count:
+                raise FormatError(
+                    f"has shape {list(shape)}; expected {groups * count:,} along axis {axis}",
+                    where=self.where,
+                    hint=_OF_ANOTHER,
+                )
+            split = (*shape[:axis], groups, count, *shape[axis + 1 :])
+            pieces.append(made.arrangement.viewed(split) if groups != 1 else made.arrangement)
+        shape = tensors[0].arrangement.shape
+        joined = join(pieces, axis + (groups != 1))
+        whole = joined.viewed((*shape[:axis], groups * sum(counts), *shape[axis + 1 :]))
+        return [replace(tensors[0], arrangement=whole)]
+
+    def inverse(self) -> Step:
+        return Split(self.where, self.parts, self.axis, self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Reorder:
+    """The indices of an axis in another order.
+
+    Attributes:
+        where: The rule, for messages.
+        before: The factors of the axis, the outermost first.
+        after: The same factors in the new order.
+        factors: Expressions by factor; one may be missing.
+        axis: The axis.
+    """
+
+    where: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    factors: Mapping[str, str]
+    axis: int
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        return [self._reorder(made, sizes) for made in tensors]
+
+    def _reorder(self, made: Made, sizes: Sizes) -> Made:
+        shape, axis = made.arrangement.shape, self.axis
+        known = {name: sizes.of(expression) for name, expression in self.factors.items()}
+        rows, product = (shape[axis] if axis < len(shape) else 0), math.prod(known.values())
+        is_open = len(known) < len(self.before)
+        if not product or rows % product or (not is_open and rows != product):
+            raise FormatError(
+                f"has shape {list(shape)}; axis {axis} does not consist of"
+                f" {' x '.join(f'{n} {size:,}' for n, size in known.items())}",
+                where=self.where,
+                hint=_OF_ANOTHER,
+            )
+        split = tuple(known.get(name, rows // product) for name in self.before)
+        fine = made.arrangement.viewed((*shape[:axis], *split, *shape[axis + 1 :]))
+        order = [axis + self.before.index(name) for name in self.after]
+        behind = range(axis + len(split), len(shape) + len(split) - 1)
+        return replace(
+            made, arrangement=fine.permuted([*range(axis), *order, *behind]).viewed(shape)
+        )
+
+    def inverse(self) -> Step:
+        return replace(self, before=self.after, after=self.before)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """The axes in another order."""
+
+    where: str
+    order: tuple[int, ...]
+
+    def apply(self, tensors: Sequence[Made], _sizes: Sizes) -> list[Made]:
+        for made in tensors:
+            if len(made.arrangement.shape) != len(self.order):
+                raise FormatError(
+                    f"has shape {list(made.arrangement.shape)}; expected {len(self.order)} axes",
+                    where=self.where,
+                    hint=_OF_ANOTHER,
+                )
+        return [replace(m, arrangement=m.arrangement.permuted(self.order)) for m in tensors]
+
+    def inverse(self) -> Step:
+        order = tuple(self.order.index(axis) for axis in range(len(self.order)))
+        return replace(self, order=order)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The first indices of an axis, without the padding after them."""
+
+    where: str
+    count: str
+    axis: int
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        count, axis = sizes.of(self.count), self.axis
+        results = []
+        for made in tensors:
+            shape = made.arrangement.shape
+            if len(shape) <= axis or shape[axis] < count:
+                raise FormatError(
+                    f"has shape {list(shape)}; expected at least {count:,} along axis {axis}",
+                    where=self.where,
+                    hint=_OF_ANOTHER,
+                )
+            results.append(replace(made, arrangement=made.arrangement.sliced(axis, 0, count)))
+        return results
+
+    def inverse(self) -> Step:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A constant is added."""
+
+    where: str
+    value: float
+
+    def apply(self, tensors: Sequence[Made], _sizes: Sizes) -> list[Made]:
+        return [replace(made, added=made.added + self.value) for made in tensors]
+
+    def inverse(self) -> Step:
+        return replace(self, value=-self.value)
+
+
+def parse_step(step: Any, where: str) -> Step:
+    """Parses a step of a rule.
+
+    Raises:
+        UsageError: If it is none.
+    """
+    table = dict(step) if isinstance(step, dict) else {}
+    kind = next((kind for kind in _PARSERS if kind in table), None)
+    if kind is None:
+        raise UsageError(
+            f"{step!r} is no step; a step has one of {', '.join(_PARSERS)}", where=where
+        )
+    value = table.pop(kind)
+    axis = table.pop("axis", 0)
+    if type(axis) is not int or axis < 0:
+        raise UsageError(f"{axis!r} is not an axis", where=where, hint="axes are counted from 0")
+    made: Step | None = _PARSERS[kind](value, axis, table, where)
+    if made is None or table:
+        raise UsageError(f"{step!r} is not a step {kind!r}", where=where, hint=_FORMS)
+    return made
+
+
+_FORMS = "see the steps in docs/name-maps.md"
+
+
+def _parse_parts(kind: type[Split | Concat], value: Any, axis: int, more: Any, where: str) -> Any:
+    groups = more.pop("groups", "1")
+    if not isinstance(value, list) or not value or not all(map(_is_size, [*value, groups])):
+        return None
+    return kind(where, tuple(map(str, value)), axis, str(groups))
+
+
+def _parse_reorder(value: Any, axis: int, more: dict[str, Any], where: str) -> Reorder | None:
+    found = _REORDER.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return None
+    before, after = tuple(found[1].split()), tuple(found[2].split())
+    factors = {name: str(more.pop(name)) for name in before if _is_size(more.get(name))}
+    is_order = sorted(before) == sorted(after) and len(set(before)) == len(before)
+    if not is_order or len(factors) < len(before) - 1:
+        return None
+    return Reorder(where, before, after, factors, axis)
+
+
+def _parse_transpose(value: Any, _axis: int, _more: Any, where: str) -> Transpose | None:
+    is_order = isinstance(value, list) and sorted(map(repr, value)) == [
+        repr(i) for i in range(len(value))
+    ]
+    return Transpose(where, tuple(value)) if is_order else None
+
+
+def _parse_rows(value: Any, axis: int, _more: Any, where: str) -> Rows | None:
+    return Rows(where, str(value), axis) if _is_size(value) else None
+
+
+def _parse_add(value: Any, _axis: int, _more: Any, where: str) -> Add | None:
+    return Add(where, float(value)) if type(value) in {int, float} else None
+
+
+_PARSERS: Mapping[str, Any] = {
+    "split": lambda *given: _parse_parts(Split, *given),
+    "concat": lambda *given: _parse_parts(Concat, *given),
+    "reorder": _parse_reorder,
+    "transpose": _parse_transpose,
+    "rows": _parse_rows,
+    "add": _parse_add,
+}
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, str) or (type(value) is int and value > 0)
+
+
+def _expect(tensors: Sequence[Made], count: int, where: str) -> Sequence[Made]:
+    if len(tensors) != count:
+        raise UsageError(
+            f"the step takes {count} tensors, and {len(tensors)} come from the step before it",
+            where=where,
+            hint="list as many names, or parts",
+        )
+    return tensors

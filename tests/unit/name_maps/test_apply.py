@@ -1,0 +1,283 @@
+"""What a name map makes of tensors, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.index import Fqn
+from ckptkit.name_maps.apply import MappedNames, apply_map
+from ckptkit.name_maps.find import list_map_names, load_own_map
+from ckptkit.name_maps.language import NameMap, invert, parse_map
+
+FLOAT = dtype_named("float32")
+HEAD = 'name = "own"\nsource = "A"\ntarget = "B"\n'
+SIZES = '[sizes]\nlayer = "layers"\nheads = "heads"\nexpert = "experts"\nhalf = "width / 2"\n'
+CONFIG = {"layers": 2, "heads": 3, "experts": 2, "width": 4}
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def made(rules: str) -> NameMap:
+    return parse_map(HEAD + SIZES + rules, where="own.toml")
+
+
+def rule(source: str, target: str, more: str = "") -> str:
+    return f"[[rule]]\nfrom = {source}\nto = {target}\n{more}\n"
+
+
+def apply(name_map: NameMap, arrays: Arrays) -> MappedNames:
+    specs = {Fqn(name): (FLOAT, array.shape) for name, array in arrays.items()}
+    return apply_map(name_map, CONFIG, specs, where="run")
+
+
+def build(names: MappedNames, arrays: Arrays) -> dict[str, NDArray[Any]]:
+    """Returns the tensors that the boxes of `names` describe."""
+    results = {}
+    for name, tensor in names.tensors.items():
+        out = np.full(tensor.grid, np.nan, np.float32)
+        for piece in tensor.pieces:
+            flat = np.ascontiguousarray(arrays[piece.source]).ravel()[piece.start :]
+            steps = [step * 4 for step in piece.steps]
+            at = zip(piece.box.offsets, piece.box.sizes, strict=True)
+            out[tuple(slice(o, o + n) for o, n in at)] = np.lib.stride_tricks.as_strided(
+                flat, piece.box.sizes, steps
+            )
+        results[str(name)] = out.reshape(tensor.shape) + np.float32(names.added.get(name, 0))
+    return results
+
+
+def numbered(*shape: int) -> NDArray[Any]:
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+X = numbered(12, 4)
+GROUPED = X.reshape(3, 4, 4)
+MOVES: Mapping[str, tuple[str, Arrays, Arrays]] = {
+    "a rename with a number": (
+        rule('"a.{layer}.w"', '"b.{layer}.v"'),
+        {"a.0.w": X, "a.1.w": -X},
+        {"b.0.v": X, "b.1.v": -X},
+    ),
+    "stacked layers": (
+        rule('"a.{layer?}.w"', '"b.{layer}.v"'),
+        {"a.w": np.stack([X, -X])},
+        {"b.0.v": X, "b.1.v": -X},
+    ),
+    "stacked layers and experts": (
+        rule('"a.{layer?}.w"', '"b.{layer}.{expert}.v"'),
+        {"a.w": numbered(2, 2, 5)},
+        {f"b.{i}.{j}.v": numbered(2, 2, 5)[i, j] for i in range(2) for j in range(2)},
+    ),
+    "experts become one tensor": (
+        rule('"a.{layer}.{expert}.w"', '"b.{layer}.v"', "steps = [{ transpose = [1, 0] }]"),
+        {f"a.{i}.{j}.w": numbered(2, 2, 5, 3)[i, j] for i in range(2) for j in range(2)},
+        {f"b.{i}.v": numbered(2, 2, 5, 3)[i].transpose(0, 2, 1) for i in range(2)},
+    ),
+    "a split": (
+        rule('"a"', '["b", "c"]', "steps = [{ split = [5, 7] }]"),
+        {"a": X},
+        {"b": X[:5], "c": X[5:]},
+    ),
+    "a split of columns": (
+        rule('"a"', '["b", "c"]', "steps = [{ split = [1, 3], axis = 1 }]"),
+        {"a": X},
+        {"b": X[:, :1], "c": X[:, 1:]},
+    ),
+    "groups": (
+        rule('"a"', '["b", "c"]', 'steps = [{ split = [3, 1], groups = "heads" }]'),
+        {"a": X},
+        {"b": GROUPED[:, :3].reshape(9, 4), "c": GROUPED[:, 3:].reshape(3, 4)},
+    ),
+    "rotary halves": (
+        rule(
+            '"a"',
+            '"b"',
+            'steps = [{ reorder = "(head half n) -> (head n half)", head = "heads", half = 2 }]',
+        ),
+        {"a": X},
+        {"b": X.reshape(3, 2, 2, 4).transpose(0, 2, 1, 3).reshape(12, 4)},
+    ),
+    "padding is cut": (
+        rule('"a"', '"b"', "steps = [{ rows = 10 }]"),
+        {"a": X},
+        {"b": X[:10]},
+    ),
+    "a constant": (rule('"a"', '"b"', "steps = [{ add = 1 }]"), {"a": X}, {"b": X + 1}),
+    "alternatives": (rule('"a.(x|y)"', '"b"'), {"a.y": X}, {"b": X}),
+}
+
+
+@pytest.mark.parametrize("what", MOVES)
+def test_a_rule_moves_elements(what: str) -> None:
+    rules, before, after = MOVES[what]
+    result = build(apply(made(rules), before), before)
+    assert result.keys() == after.keys()
+    for name, array in after.items():
+        np.testing.assert_array_equal(result[name], array)
+
+
+@pytest.mark.parametrize("what", [w for w in MOVES if w != "padding is cut"])
+def test_the_inverse_of_a_rule_restores_the_source(what: str) -> None:
+    rules, before, after = MOVES[what]
+    result = build(apply(invert(made(rules)), after), after)
+    # Stacked tensors come back apart, and the first of the alternatives is written.
+    expected = {
+        "stacked layers": {"a.0.w": X, "a.1.w": -X},
+        "stacked layers and experts": {f"a.{i}.w": numbered(2, 2, 5)[i] for i in range(2)},
+        "alternatives": {"a.x": X},
+    }.get(what, before)
+    assert result.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(result[name], array)
+
+
+ONE = rule('"a.{layer}.w"', '"b.{layer}.v"')
+WRONG: Mapping[str, tuple[str, Arrays, str, str]] = {
+    "a tensor without a rule": (
+        *(ONE, {"a.0.w": X, "a.1.w": X, "a.1.w2": X}, "cannot-plan"),
+        "no rule of map 'own' takes tensor 'a.1.w2'; the nearest is own.toml, rule 1",
+    ),
+    "two rules that take a tensor": (
+        *(ONE + rule('"a.0.w"', '"c"'), {"a.0.w": X, "a.1.w": X}, "cannot-plan"),
+        "'a.0.w' is taken by own.toml, rule 1 .* and own.toml, rule 2",
+    ),
+    "two rules that make a tensor": (
+        *(rule('"a"', '"c"') + rule('"b"', '"c"'), {"a": X, "b": X}, "cannot-plan"),
+        "'c' is made by own.toml, rule 1 and by own.toml, rule 2",
+    ),
+    "a rule that never matches": (
+        *(ONE + rule('"z"', '"c"'), {"a.0.w": X, "a.1.w": X}, "cannot-plan"),
+        "has no tensor for own.toml, rule 2: 'z'",
+    ),
+    "a missing layer": (
+        ONE,
+        {"a.0.w": X},
+        "incomplete-checkpoint",
+        "layer 1 is missing; .* 0 to 1",
+    ),
+    "a layer too many": (
+        *(ONE, {f"a.{i}.w": X for i in range(3)}, "bad-format"),
+        "layer 2 is one too many; expected 0 to 1",
+    ),
+    "a layer twice": (
+        *(rule('"(a|b).{layer}.w"', '"b.{layer}.v"'), {"a.0.w": X, "b.0.w": X}, "bad-format"),
+        "layer 0 comes from 'a.0.w' and from 'b.0.w'",
+    ),
+    "a missing expert": (
+        rule('"a.{layer}.{expert}.w"', '"b.{layer}.{expert}.v"'),
+        {"a.0.0.w": X, "a.0.1.w": X, "a.1.0.w": X},
+        "incomplete-checkpoint",
+        "expert 1 of layer 1 is missing",
+    ),
+    "a part that is missing": (
+        *(rule('["a", "b"]', '"c"', "steps = [{ concat = [12, 12] }]"), {"a": X}),
+        *("incomplete-checkpoint", "has no 'b', which belongs to 'a'"),
+    ),
+    "sizes that do not fit": (
+        *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["heads", 5] }]'), {"a": X}, "bad-format"),
+        r"tensor 'a'.*has shape \[12, 4\]; expected 8 along axis 0: 1 x \(3 \+ 5\)",
+    ),
+    "stacked layers that the configuration does not have": (
+        *(rule('"a.{layer?}.w"', '"b.{layer}.v"'), {"a.w": numbered(3, 2)}, "bad-format"),
+        r"shape \[3, 2\]; expected 2 along the axis of 'layer'",
+    ),
+    "sizes that do not divide": (
+        *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["width / heads", 5] }]'), {"a": X}),
+        *("refused", "4 and 3 do not divide"),
+    ),
+    "a configuration of another family": (
+        *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["kv_rank", 5] }]'), {"a": X}, "refused"),
+        "needs 'kv_rank', which the configuration does not have",
+    ),
+    "too few rows": (
+        *(rule('"a"', '"b"', "steps = [{ rows = 13 }]"), {"a": X}, "bad-format"),
+        "expected at least 13 along axis 0",
+    ),
+    "more tensors than names": (
+        *(rule('"a"', '"b"', "steps = [{ split = [5, 7] }]"), {"a": X}, "bad-option"),
+        "makes 2 tensors for 1 names",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_add_up_is_refused(what: str) -> None:
+    rules, arrays, code, message = WRONG[what]
+    with pytest.raises(CkptkitError, match=message) as caught:
+        apply(made(rules), arrays)
+    assert caught.value.code == code
+
+
+TYPOS = {
+    "no TOML": ("[[rule", "is not TOML"),
+    "no rules": ("", r"has no \[\[rule\]\]"),
+    "a key that is unknown": ('[[rule]]\nfrm = "a"', "has the key 'frm'.*did you mean 'from'"),
+    "neither target nor reason": ('[[rule]]\nfrom = "a"', "needs 'from', and either 'to'"),
+    "a name with a space": (rule('"a b"', '"c"'), "has ' ' at character 2"),
+    "a capture twice": (rule('"a.{l}.{l}"', '"c.{l}"'), "the capture 'l' twice"),
+    "an optional capture at the end": (rule('"a.{l?}"', '"c.{l}"'), "has no dot after"),
+    "captures that differ": (rule('["a.{l}", "b"]', '"c.{l}"'), "not have the same captures"),
+    "a step that is unknown": (rule('"a"', '"b"', "steps = [{ spilt = [1] }]"), "is no step"),
+    "a step with a key too many": (
+        *(rule('"a"', '"b"', "steps = [{ rows = 3, axes = 1 }]"),),
+        "is not a step 'rows'",
+    ),
+    "an order that loses a factor": (
+        rule('"a"', '"b"', 'steps = [{ reorder = "(x y) -> (x)", x = 2 }]'),
+        "is not a step 'reorder'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TYPOS)
+def test_a_typo_in_a_map_is_refused(what: str) -> None:
+    rules, message = TYPOS[what]
+    with pytest.raises(CkptkitError, match=f"(?s){message}") as caught:
+        made(rules)
+    assert "own.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ('a = "b"\nb = "a"', "'a' is computed from itself: a -> b -> a"),
+        ('a = "len(x)"', "is not an expression of sizes"),
+        ('a = "2 ** 9"', "has an operator other than"),
+        ('a = "__import__"', "needs '__import__'"),
+        (f'a = "{"9 * " * 60}9"', "is not an expression of sizes"),
+        ('a = "99999999 * 99999999"', "too large"),
+    ],
+)
+def test_a_size_that_cannot_be_computed_is_refused(sizes: str, message: str) -> None:
+    steps = 'steps = [{ rows = "a" }]'
+    text = f"{HEAD}[sizes]\n{sizes}\n" + rule('"a"', '"b"', steps)
+    with pytest.raises(CkptkitError, match=message):
+        apply(parse_map(text, where="own.toml"), {"a": X})
+
+
+@pytest.mark.parametrize("name", list_map_names())
+def test_every_map_that_comes_along_can_be_read_and_inverted(name: str) -> None:
+    own = load_own_map(name)
+    assert own.name == name
+    inverse = invert(own)
+    assert len(inverse.rules) == sum(1 for rule in own.rules if not rule.drop)
+
+
+def test_the_example_of_the_documentation_is_a_map() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "name-maps.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    config = {"num_hidden_layers": 2, "intermediate_size": 6, "hidden_size": 4}
+    specs = {Fqn(f"blocks.{i}.ffn.up_gate"): (FLOAT, (12, 4)) for i in range(2)}
+    specs[Fqn("blocks.0.rotary_cache")] = specs[Fqn("blocks.1.rotary_cache")] = (FLOAT, (8,))
+    names = apply_map(parse_map(text, where="docs"), config, specs, where="run")
+    made_names = {f"model.layers.{i}.mlp.{n}_proj.weight" for i in range(2) for n in ("gate", "up")}
+    assert names.tensors.keys() == made_names
+    assert len(names.dropped) == 2
