@@ -24,6 +24,7 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
+from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.pickle.zip_directory import data_start
@@ -170,6 +171,11 @@ def _verify_source(
             proven.append(f"objects beside the tensors that have their CRC-32: {match:,}")
         if unverified:
             proven.append(f"objects for which no checksum was stored: {unverified:,}")
+        for unit in checkpoint.units:
+            matching, differing = check_integrity(checkpoint.source, unit.candidate.files)
+            files += differing
+            if matching:
+                proven.append(f"files that have their SHA-256 of '{INTEGRITY}': {matching:,}")
         if manifest is not None:  # of a step that ckptkit saved
             folder = step_folder(checkpoint.units[0].candidate.folder)
             wrong = {problem.where for problem in files}

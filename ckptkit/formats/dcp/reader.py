@@ -34,6 +34,19 @@ from ckptkit.core.index import (
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.compression import decompress, is_zstd
 from ckptkit.formats.dcp.join import LEAST_ARCHIVE_BYTES
+from ckptkit.formats.dcp.megatron import (
+    COMMON,
+    COMMON_STATE,
+    COMPANIONS,
+    KIND,
+    CommonState,
+    describe_ignored,
+    list_companions,
+    parse_common,
+    read_facts,
+    read_kind,
+    split_key,
+)
 from ckptkit.formats.dcp.metadata import DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header, read_shard_offsets
@@ -167,7 +180,8 @@ class DcpReader:
             count = sum(1 for path in files if path.endswith(".distcp"))
             there = "'.metadata'" if posixpath.join(folder, METADATA) in files else "no '.metadata'"
             reason = f"{there} beside {count} '.distcp' file{'' if count == 1 else 's'}"
-            candidates.append(Candidate(self.name, folder, tuple(files), reason))
+            beside = list_companions(folder, paths) if there == "'.metadata'" else []
+            candidates.append(Candidate(self.name, folder, (*files, *beside), reason))
         return candidates
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
@@ -187,7 +201,13 @@ class DcpReader:
             )
         stat = source.stat(path)
         metadata = parse_metadata(source.read(path, 0, stat.size_bytes), where=where)
+        kind_path = posixpath.join(candidate.folder, KIND)
+        if kind_path in candidate.files:
+            kind = read_kind(source, kind_path, is_megatron=metadata.is_megatron)
+            metadata = replace(metadata, is_megatron=metadata.is_megatron or kind is not None)
         index = _Assembly(source, candidate.folder, stat, metadata, where).index()
+        if metadata.is_megatron:
+            return _with_facts_of_megatron(source, candidate, index)
         meta = posixpath.join(candidate.folder, LIGHTNING_META)
         if meta in candidate.files:
             framework = read_lightning_meta(source, meta)
@@ -203,6 +223,25 @@ class DcpReader:
             notes=(*index.run.notes, *framework.notes),
         )
         return replace(index, run=run, problems=(*index.problems, *framework.problems))
+
+
+def _with_facts_of_megatron(
+    source: Source, candidate: Candidate, index: TensorIndex
+) -> TensorIndex:
+    common = CommonState()
+    for path in candidate.files:
+        if posixpath.basename(path) == COMMON:
+            where, size = posixpath.join(source.location, path), source.stat(path).size_bytes
+            common = parse_common(read_from(source, path), size, where=where)
+    for key, value in index.values.items():
+        if str(key[0]).startswith(f"{COMMON_STATE}/") and isinstance(value, BlobRef):
+            where = f"{posixpath.join(source.location, value.path)}, object {COMMON_STATE!r}"
+            common = parse_common(*open_blob(source, value, where=where), where=where)
+    run = read_facts(source, candidate.files, common, index.run)
+    notes = (*run.notes, *describe_ignored(index.values))
+    beside = [path for path in candidate.files if posixpath.basename(path) in COMPANIONS]
+    files = (*index.files, *(source.stat(path) for path in beside))
+    return replace(index, files=files, run=replace(run, notes=notes))
 
 
 class _Assembly:
@@ -272,7 +311,9 @@ class _Assembly:
 
     def _key_path(self, key: str) -> KeyPath:
         paths = self.metadata.planner_data
-        return tuple(paths[key]) if paths else (key,)
+        if paths:
+            return tuple(paths[key])
+        return split_key(key) if self.metadata.is_megatron else (key,)
 
     def _records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
         if self.metadata.has_images:

@@ -13,7 +13,7 @@ torch/distributed/checkpoint/planner.py, torch 2.1 to 2.14.
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -107,7 +107,7 @@ class SavePlans:
             raise self.where.error("offset of a planned piece is not a short tuple of integers")
         self.key.append(self._number(name))
         self.offset.append(len(self.values.sizes))
-        self.values.sizes.append(offset)
+        self.values.sizes.append(cast("tuple[int, ...]", offset))
 
     def _number(self, name: object) -> int:
         number = self.numbers.get(name, _UNKNOWN) if isinstance(name, str) else _UNKNOWN

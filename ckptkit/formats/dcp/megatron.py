@@ -1,0 +1,250 @@
+"""What Megatron-Core writes beside the tables and data files of its `torch_dist` checkpoints.
+
+`metadata.json` names the kind of checkpoint. `common.pt` is an archive of `torch.save` with all
+that is not sharded: the arguments of the training, the iteration and hyperparameters of the
+optimizer; since July 2026 it is the object `common_state` of the checkpoint instead.
+`run_config.yaml` is what Megatron-Bridge writes, and `integrity.json` has the SHA-256 of each file.
+Weights need none of them.
+
+Keys are flat: those of an optimizer begin with `optimizer.` or `chained_N.optimizer.`, all others
+are names in the model. Objects are stored for each part as `NAME/shard_OFFSETS_SHAPE`.
+
+Source: megatron/core/dist_checkpointing/{core,serialization,validation}.py,
+megatron/core/optimizer/optimizer.py (`ChainedOptimizer`), megatron/training/checkpointing.py,
+Megatron-Core 0.7 to 0.19; megatron/bridge/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+from ckptkit.core.errors import FormatError, InputError, LimitError, UnsupportedError
+from ckptkit.core.index import KeyPath, Problem, RunFacts
+from ckptkit.formats.parsing import (
+    Read,
+    is_count,
+    parse_json,
+    read_limited,
+    stays_inside,
+)
+from ckptkit.formats.pickle.machine import Global, InertObject
+from ckptkit.formats.pickle.pickles import parse_pickle
+from ckptkit.formats.pickle.torch_values import inert_value, storage_ref
+from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.trees import EXTRA_STATE, TRAINING_VALUES
+from ckptkit.storage.base import Source
+
+KIND, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
+RUN_CONFIG = "run_config.yaml"
+COMMON_STATE = "common_state"
+COMPANIONS = (KIND, COMMON, INTEGRITY, RUN_CONFIG)
+_MAX_BYTES = 16 << 20
+_MAX_STEP = 10**15
+_READ_BYTES = 8 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+_MAX_SIZE = 1 << 20
+_OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
+_CONTAINER = re.compile(r"(model\d*|rng_state|opt_param_scheduler|rerun_state_machine)\.(.+)")
+# Packages whose functions could be made to do harm are named one by one in TRAINING_VALUES.
+_LISTED = frozenset({*sys.stdlib_module_names, "__builtin__", "copy_reg", "numpy", "torch"})
+_FUNCTIONS = ("torch.nn.functional", "torch._C._nn", "torch.nn.init")
+
+
+class _InertNames(dict[tuple[str, str], object]):
+    """What `common.pt` may name: any class of other packages is kept as its name and arguments."""
+
+    def get(self, key: tuple[str, str], default: object = None) -> object:
+        if key in self:
+            return self[key]
+        module, name = key
+        if module in _FUNCTIONS:
+            return Global(module, name)
+        return default if module.partition(".")[0] in _LISTED else inert_value(module, name)
+
+
+_ALLOWED = _InertNames(TRAINING_VALUES)
+
+
+def list_companions(folder: str, paths: Sequence[str]) -> list[str]:
+    """Returns the files that Megatron-Core writes beside `.metadata`; empty without their mark."""
+    there = set(paths)
+    if posixpath.join(folder, KIND) not in there:
+        return []
+    return [path for name in COMPANIONS if (path := posixpath.join(folder, name)) in there]
+
+
+def split_key(key: str) -> KeyPath:
+    """Splits a flat key into its state dict and the rest; a name in the model is left whole.
+
+    >>> split_key("chained_0.optimizer.state.exp_avg.decoder.final_layernorm.weight")
+    ('chained_0', 'optimizer', 'state.exp_avg.decoder.final_layernorm.weight')
+    """
+    if found := _OPTIMIZER.fullmatch(key):
+        return (*found[1].split("."), found[2])
+    if found := _CONTAINER.fullmatch(key):
+        return found[1], found[2]
+    return (key,)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """What was found of the run; sizes are by dimension, in ranks."""
+
+    step: int | None = None
+    sizes: Mapping[str, int] | None = None
+    world_size: int | None = None
+
+
+def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
+    """Parses an archive with the common state; no class of it is imported.
+
+    Raises:
+        UnsafePickleError: If it names a function of Python, numpy or torch that no state needs.
+    """
+    if size_bytes > _MAX_BYTES:
+        raise LimitError(f"has {size_bytes:,} bytes, at most {_MAX_BYTES:,} are read", where=where)
+    pickle = open_archive(read, size_bytes, where=where).pickle()
+    root = parse_pickle(pickle, _ALLOWED, where=where, persistent=storage_ref)
+    if not isinstance(root, dict):
+        raise FormatError("holds no dictionary", where=where)
+    args = root.get("args")
+    fields = args.state if isinstance(args, InertObject) else args
+    fields = fields if isinstance(fields, dict) else {}
+    step, world_size = root.get("iteration"), fields.get("world_size")
+    sizes = {kind: fields.get(name) for kind, name in _SIZES.items()}
+    return CommonState(
+        step=step if is_count(step, _MAX_STEP) else None,
+        sizes={kind: size for kind, size in sizes.items() if _is_size(size)},
+        world_size=world_size if _is_size(world_size) else None,
+    )
+
+
+def read_kind(source: Source, path: str, *, is_megatron: bool) -> str | None:
+    """Returns the `sharded_backend` of `metadata.json`, or None if another program wrote it."""
+    where = posixpath.join(source.location, path)
+    try:
+        content = parse_json(read_limited(source, path, _MAX_BYTES, KIND), where=where)
+    except InputError:
+        if is_megatron:
+            raise
+        return None
+    kind = content.get("sharded_backend") if isinstance(content, dict) else None
+    if not isinstance(kind, str):
+        return None
+    if kind == "zarr":
+        raise UnsupportedError(
+            "a checkpoint of Megatron-Core's backend 'zarr' is not read",
+            where=where,
+            hint="convert it to 'torch_dist' with Megatron-Core up to 0.11",
+        )
+    return kind
+
+
+def read_facts(
+    source: Source, files: Sequence[str], common: CommonState, run: RunFacts
+) -> RunFacts:
+    """Adds what Megatron-Core's files say to the facts of a run.
+
+    Args:
+        source: The source of the files.
+        files: The files of the checkpoint.
+        common: The common state.
+        run: The facts of the tables.
+    """
+    sizes = dict(common.sizes or {})
+    for path in files:
+        if posixpath.basename(path) == RUN_CONFIG:
+            text = read_limited(source, path, _MAX_BYTES, RUN_CONFIG).decode(errors="replace")
+            sizes = {**_sizes_in(text), **sizes}
+    return replace(
+        run,
+        step=common.step,
+        writer=f"Megatron-Core torch_dist, {run.writer}",
+        mesh=tuple((kind, sizes[kind]) for kind in _SIZES if kind in sizes),
+        world_size=common.world_size or run.world_size,
+    )
+
+
+def _sizes_in(text: str) -> dict[str, int]:
+    found = {}
+    for kind, name in _SIZES.items():
+        values = set(re.findall(rf"(?m)^[ \t]+{name}:[ \t]*(\d{{1,7}})[ \t]*\r?$", text))
+        if len(values) == 1:
+            found[kind] = int(values.pop())
+    return found
+
+
+def describe_ignored(values: Iterable[KeyPath]) -> tuple[str, ...]:
+    """Returns a note about objects that hold no weights, if there are any."""
+    names = (str(path[-1]).partition("/")[0] for path in values)
+    count = sum(1 for name in names if name.endswith(EXTRA_STATE))
+    if not count:
+        return ()
+    return (f"objects '{EXTRA_STATE}' of layers were ignored, they hold no weights: {count:,}",)
+
+
+def check_integrity(source: Source, files: Sequence[str]) -> tuple[int, list[Problem]]:
+    """Compares files with the SHA-256 in `integrity.json`, if a checkpoint has one.
+
+    Returns:
+        How many files match, and the problems of the others.
+    """
+    matching, problems = 0, []
+    for listing in files:
+        if posixpath.basename(listing) != INTEGRITY:
+            continue
+        folder = posixpath.dirname(listing)
+        for name, expected in _read_listing(source, listing).items():
+            path = posixpath.join(folder, name)
+            try:
+                actual = _digest(source, path)
+            except InputError as error:
+                problems.append(Problem(error.code, path, f"{error.message}; {INTEGRITY} names it"))
+                continue
+            if actual == expected:
+                matching += 1
+                continue
+            message = f"has SHA-256 {actual[:16]}…, {INTEGRITY} {expected[:16]}…"
+            problems.append(Problem("digest-mismatch", path, message))
+    return matching, problems
+
+
+def _read_listing(source: Source, path: str) -> dict[str, str]:
+    where = posixpath.join(source.location, path)
+    content: Any = parse_json(read_limited(source, path, _MAX_BYTES, INTEGRITY), where=where)
+    listed = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(listed, dict) or not all(
+        isinstance(digest, str) and _SHA256.fullmatch(digest) for digest in listed.values()
+    ):
+        raise FormatError("has no 'files' with a SHA-256 for each", where=where)
+    algorithm = content.get("algorithm", "sha256")
+    if algorithm != "sha256":
+        raise UnsupportedError(f"digests are of {algorithm!r}, not of 'sha256'", where=where)
+    for name in listed:
+        if not stays_inside(name) or "/" in name or "\\" in name:
+            raise FormatError(f"file name {name!r} is not one in the same folder", where=where)
+    return listed
+
+
+def _digest(source: Source, path: str) -> str:
+    size = source.stat(path).size_bytes
+    digest = hashlib.sha256()
+    for start in range(0, size, _READ_BYTES):
+        digest.update(source.read(path, start, min(start + _READ_BYTES, size)))
+    return digest.hexdigest()
+
+
+def _is_size(value: object) -> TypeGuard[int]:
+    return is_count(value, _MAX_SIZE) and value != 0
