@@ -104,6 +104,16 @@ def _universal(fixture: str) -> FaultCase:
 
 DCP = (
     FaultCase(
+        "megatron_tensor_parallel",
+        "checkpoint/iter_0000007",
+        needed=(".metadata",),
+        ranks=("__*.distcp",),
+        pickles=(".metadata",),
+        archives=("*.distcp", "common.pt"),
+        stale={"__2_0.distcp": "__1_0.distcp"},
+        stale_is_left_alone=_DCP_STALE,
+    ),
+    FaultCase(
         "fsdp2_hsdp",
         needed=(".metadata",),
         ranks=("__*_0.distcp",),
