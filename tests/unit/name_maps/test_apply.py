@@ -275,8 +275,10 @@ def test_the_example_of_the_documentation_is_a_map() -> None:
     page = (Path(__file__).parents[3] / "docs" / "name-maps.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     config = {"num_hidden_layers": 2, "intermediate_size": 6, "hidden_size": 4}
-    specs = {Fqn(f"blocks.{i}.ffn.up_gate"): (FLOAT, (12, 4)) for i in range(2)}
-    specs[Fqn("blocks.0.rotary_cache")] = specs[Fqn("blocks.1.rotary_cache")] = (FLOAT, (8,))
+    kept, cached = [(12, 4), (8,)]
+    specs = {Fqn(f"blocks.{i}.ffn.up_gate"): (FLOAT, kept) for i in range(2)} | {
+        Fqn(f"blocks.{i}.rotary_cache"): (FLOAT, cached) for i in range(2)
+    }
     names = apply_map(parse_map(text, where="docs"), config, specs, where="run")
     made_names = {f"model.layers.{i}.mlp.{n}_proj.weight" for i in range(2) for n in ("gate", "up")}
     assert names.tensors.keys() == made_names
