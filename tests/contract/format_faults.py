@@ -106,6 +106,7 @@ DCP = (
     FaultCase(
         "megatron_tensor_parallel",
         "checkpoint/iter_0000007",
+        options={"map": "none"},
         needed=(".metadata",),
         ranks=("__*.distcp",),
         pickles=(".metadata",),

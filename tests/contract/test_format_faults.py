@@ -231,7 +231,7 @@ def _result(
     folder: Path, out: Path, case: FaultCase
 ) -> tuple[dict[str, bytes], CkptkitError | None]:
     """Consolidates the model alone: of the guest's optimizer the host may have no equal."""
-    options = {name: value for name, value in case.options.items() if name == "select"}
+    options = {name: value for name, value in case.options.items() if name in {"select", "map"}}
     try:
         return consolidated(folder, out, options), None
     except CkptkitError as error:

@@ -75,7 +75,6 @@ CASES = (
     Case("fsdp2_actor_and_critic", select="actor", truth="truth_actor.safetensors"),
     Case("fsdp2_actor_and_critic", "critic", truth="truth_critic.safetensors"),
     Case("fsdp2_extra_state"),
-    Case("megatron_tensor_parallel"),
     Case("fsdp2_without_checksums"),
     Case("dcp_dtypes_and_layouts"),
     Case("hf_tied", absent=TIED),

@@ -37,6 +37,7 @@ PREFIXES = {
     "fsdp2_wrapped": "model._orig_mod.",
     "lightning_fabric_sharded": "network.",
     "lightning_trainer_sharded": "state_dict.",
+    "megatron_tensor_parallel": "",
     "torchtitan_model_only": "",
     "torchtitan_steps": "",
 }
