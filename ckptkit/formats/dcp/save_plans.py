@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from ckptkit.core.errors import FormatError
+from ckptkit.core.geometry import distinct
 from ckptkit.formats.dcp.join import Location, TensorRows, fields_of
 from ckptkit.formats.dcp.shortcuts import (
     INDEX,
@@ -45,7 +46,7 @@ class SavePlans:
         self.values = values
         self.numbers = numbers
         self.where = where
-        self.key, self.offset = array("q"), array("q")
+        self.name, self.offset = array("q"), array("q")
 
     def compare(self, plans: object, rows: TensorRows) -> None:
         """Refuses plans that have another piece than the tables, or lack one of theirs."""
@@ -55,9 +56,9 @@ class SavePlans:
             [places.setdefault(size, len(places)) for size in self.values.sizes], np.int64
         )
         keys = np.repeat(np.array(rows.numbers, np.int64), np.array(rows.counts, np.int64))
-        stored = np.unique(keys * len(places) + place[np.frombuffer(rows.offset, np.int32)])
+        stored = distinct(keys * len(places) + place[np.frombuffer(rows.offset, np.int32)])
         offsets = np.frombuffer(self.offset, np.int64)
-        planned = np.unique(np.frombuffer(self.key, np.int64) * len(places) + place[offsets])
+        planned = distinct(self._planned_keys() * len(places) + place[offsets])
         differing = np.setxor1d(planned, stored, assume_unique=True)
         if len(differing):
             raise self._error(int(differing[0]), planned, stored, list(places))
@@ -74,6 +75,19 @@ class SavePlans:
             hint=_HINT,
         )
 
+    def _planned_keys(self) -> Ints:
+        """Returns the number of the tensor of each planned piece."""
+        texts = self.values.texts
+        number = np.array([self.numbers.get(text, _UNKNOWN) for text in texts], np.int64)
+        names = np.frombuffer(self.name, np.int64)
+        keys = number[names]
+        if (keys == _UNKNOWN).any():
+            name = texts[names[np.argmax(keys == _UNKNOWN)]]
+            raise self.where.tensor(name).error(
+                "a save plan has it, but the index does not name it"
+            )
+        return keys
+
     def _read(self, plans: object) -> None:
         if not isinstance(plans, list):
             raise self.where.error("'all_local_plans' is not a list")
@@ -87,31 +101,22 @@ class SavePlans:
             seen.add(id(items))
             for item in items:
                 if isinstance(item, PlanRun):
-                    self._add_run(item)
+                    self.name.frombytes(item.fqn.tobytes())
+                    self.offset.frombytes(item.offset.tobytes())
                 else:
                     self._add(fields_of(item, ITEM, self.where))
             items.clear()
-
-    def _add_run(self, run: PlanRun) -> None:
-        names, inverse = np.unique(run.fqn, return_inverse=True)
-        numbers = [self._number(self.values.texts[name]) for name in names.tolist()]
-        self.key.frombytes(np.array(numbers, np.int64)[inverse].tobytes())
-        self.offset.frombytes(run.offset.tobytes())
 
     def _add(self, item: dict[str, Any]) -> None:
         if item.get("tensor_data") is None:
             return
         index = fields_of(item.get("index"), INDEX, self.where)
         name, offset = index.get("fqn"), index.get("offset")
+        if not isinstance(name, str):
+            raise self.where.error("name of a planned piece is not a string")
         if not is_size(offset):
             raise self.where.error("offset of a planned piece is not a short tuple of integers")
-        self.key.append(self._number(name))
+        self.name.append(len(self.values.texts))
+        self.values.texts.append(name)
         self.offset.append(len(self.values.sizes))
         self.values.sizes.append(cast("tuple[int, ...]", offset))
-
-    def _number(self, name: object) -> int:
-        number = self.numbers.get(name, _UNKNOWN) if isinstance(name, str) else _UNKNOWN
-        if number == _UNKNOWN:
-            shown = self.where.tensor(name) if isinstance(name, str) else self.where
-            raise shown.error("a save plan has it, but the index does not name it")
-        return number
