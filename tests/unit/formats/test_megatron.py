@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import io
 import json
 import os
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -23,7 +30,7 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.formats.dcp.megatron import split_key
+from ckptkit.formats.dcp.megatron import parse_common, split_key
 from ckptkit.formats.pickle.torch_zip import TensorCache
 
 FIXTURE = Path(__file__).resolve().parents[3] / "fixtures" / "megatron_tensor_parallel"
@@ -139,6 +146,38 @@ def test_a_common_state_of_another_form_is_refused_or_ignored(state: object, run
     else:
         with pytest.raises(FormatError, match="holds no dictionary"):
             ckptkit.inspect(run)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_common_state_that_is_an_object_of_the_checkpoint_is_read(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(tensor_model_parallel_size=4, world_size=8)
+    state = {"iteration": 11, "args": arguments}
+    folder = tmp_path / "step"
+    dcp.save(
+        {"decoder.weight": torch.ones(2, 2), "common_state/shard_0_1": state},
+        checkpoint_id=folder,
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    found = ckptkit.inspect(folder)
+    assert (found.step, found.world_size) == (11, 8)
+    assert [(d.name, d.size) for d in found.mesh] == [("tensor", 4)]
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_as_common_state_end_in_a_result_or_a_refusal(data: bytes) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("common/data.pkl", data)
+        archive.writestr("common/version", "3")
+    for content in (buffer.getvalue(), data):
+
+        def read(start: int, stop: int, content: bytes = content) -> bytes:
+            return content[start:stop]
+
+        with contextlib.suppress(CkptkitError):
+            parse_common(read, len(content), where="x")
 
 
 def test_integrity_is_verified(run: Path) -> None:
