@@ -19,8 +19,9 @@ not in the name of the source, the first axis of the source is unstacked and giv
 capture that `to` does not have is stacked. `steps` apply in between, to the tensors of one set of
 numbers. In a name, `{layer?}` is a capture that may be absent together with its dot, as where
 layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule match nothing,
-`partial = "layer"` lets numbers of that capture be missing where other rules have them. `drop =
-"reason"` takes tensors that are left out.
+`partial = "layer"` lets numbers of that capture be missing where other rules have them. `inverse =
+false` is for a further form of the source, which the inverse does not write. `drop = "reason"`
+takes tensors that are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.rearrangement import Step, parse_step
 
 _KEYS = ("name", "source", "target", "model_types", "extends", "sizes", "rule")
-_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "drop")
+_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop")
 _MOST_BYTES = 1 << 20
 
 
@@ -165,6 +166,8 @@ class Rule:
         steps: What is done to one set of sources, in order.
         is_optional: Whether the source may have no tensor for it.
         partial: The captures of which it need not have all numbers.
+        has_inverse: Whether the inverse of the map contains it; not where another rule makes the same
+            tensors from another form of the source.
         drop: Why the sources are left out; empty if they are not.
     """
 
@@ -174,6 +177,7 @@ class Rule:
     steps: tuple[Step, ...] = ()
     is_optional: bool = False
     partial: tuple[str, ...] = ()
+    has_inverse: bool = True
     drop: str = ""
 
 
@@ -283,6 +287,7 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         steps=tuple(parse_step(step, f"{where}, step {n}") for n, step in enumerate(steps, 1)),
         is_optional=rule.get("optional", False) is True,
         partial=tuple(_texts(rule.get("partial", []), where)),
+        has_inverse=rule.get("inverse", True) is True,
         drop=drop,
     )
 
@@ -328,7 +333,7 @@ def invert(map_: NameMap) -> NameMap:
             partial=rule.partial,
         )
         for rule in map_.rules
-        if not rule.drop
+        if rule.has_inverse and not rule.drop
     )
     return NameMap(
         name=map_.name,
