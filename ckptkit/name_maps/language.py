@@ -166,8 +166,8 @@ class Rule:
         steps: What is done to one set of sources, in order.
         is_optional: Whether the source may have no tensor for it.
         partial: The captures of which it need not have all numbers.
-        has_inverse: Whether the inverse of the map contains it; not where another rule makes the same
-            tensors from another form of the source.
+        has_inverse: Whether the inverse of the map contains it; not where another rule makes the
+            same tensors from another form of the source.
         drop: Why the sources are left out; empty if they are not.
     """
 

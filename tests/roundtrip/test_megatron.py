@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +81,7 @@ def test_a_map_of_ones_own_replaces_rules_of_another(tmp_path: Path) -> None:
     assert equal(out, truth)
 
 
-REFUSED = {
+REFUSED: Mapping[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
     "no configuration": (None, {}, "no configuration names the model"),
     "a family without a map": ({"model_type": "bloom"}, {}, "no map is for the model type 'bloom'"),
     "a map of another family": (

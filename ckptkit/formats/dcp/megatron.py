@@ -77,14 +77,6 @@ class _InertNames(dict[tuple[str, str], object]):
 _ALLOWED = _InertNames(TRAINING_VALUES)
 
 
-def list_companions(folder: str, paths: Sequence[str]) -> list[str]:
-    """Returns the files that Megatron-Core writes beside `.metadata`; empty without their mark."""
-    there = set(paths)
-    if posixpath.join(folder, KIND) not in there:
-        return []
-    return [path for name in COMPANIONS if (path := posixpath.join(folder, name)) in there]
-
-
 def split_key(key: str) -> KeyPath:
     """Splits a flat key into its state dict and the rest; a name in the model is left whole.
 

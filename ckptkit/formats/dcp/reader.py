@@ -41,7 +41,6 @@ from ckptkit.formats.dcp.megatron import (
     KIND,
     CommonState,
     describe_ignored,
-    list_companions,
     parse_common,
     read_facts,
     read_kind,
@@ -173,14 +172,18 @@ class DcpReader:
             for path in paths
             if path.endswith(".distcp") or posixpath.basename(path) in {METADATA, LIGHTNING_META}
         ]
-        candidates = []
+        candidates, known = [], set(paths)
         for folder, files in group_by_folder(own).items():
             if all(posixpath.basename(path) == LIGHTNING_META for path in files):
                 continue
             count = sum(1 for path in files if path.endswith(".distcp"))
             there = "'.metadata'" if posixpath.join(folder, METADATA) in files else "no '.metadata'"
             reason = f"{there} beside {count} '.distcp' file{'' if count == 1 else 's'}"
-            beside = list_companions(folder, paths) if there == "'.metadata'" else []
+            beside = [
+                path for name in COMPANIONS if (path := posixpath.join(folder, name)) in known
+            ]
+            if there != "'.metadata'" or posixpath.join(folder, KIND) not in known:
+                beside = []  # of another program
             candidates.append(Candidate(self.name, folder, (*files, *beside), reason))
         return candidates
 

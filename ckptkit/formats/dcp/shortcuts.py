@@ -366,18 +366,18 @@ class FastMachine(Machine):
             return False
         try:
             columns = tuple(zip(*rows, strict=True))
-            run = self._make_run(cls, columns)
+            if cls == ITEM:
+                run = self._items(columns)
+            elif cls == CHUNK:
+                run = self._chunks(*columns[:2])
+            else:
+                run = self._entries(columns)
         except _MismatchError:
             self.patterns.clear()
             return False
         self.stack.extend(run)
         self.pos = stop - len(rest)
         return True
-
-    def _make_run(self, cls: Global, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
-        if cls == ITEM:
-            return self._items(columns)
-        return self._chunks(*columns[:2]) if cls == CHUNK else self._entries(columns)
 
     def _reserve(self, widths: Ints) -> None:
         """Reserves the memo slots of a run; `widths` is the number of slots of each row."""
