@@ -244,11 +244,13 @@ class _Planner:
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         named = entries if mapped is None else mapped.rename(entries)
+        absent: Mapping[Fqn, Fqn] = {}
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
         ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, named, origin)
         if request.layout == "dcp":
-            absent, note = find_absent_twins(config, {entry.name for entry in entries})
-            entries = add_tied_names(entries, absent)
+            written = {e.name for e in entries} if mapped is None else set(mapped.names.tensors)
+            absent, note = find_absent_twins(config, written)
+            entries = entries if mapped is not None else add_tied_names(entries, absent)
             self._notes += filter(None, [note])
         is_of_base = request.dtype == "base"  # which has the names that are written
         before_names = replace(request, dtype="keep") if is_of_base else request
@@ -260,7 +262,7 @@ class _Planner:
         names = (
             self._name_on_disk(live, config, ties, tensors)
             if mapped is None
-            else mapped.convert(live, ties.dropped)
+            else mapped.convert(live, ties.dropped, absent)
         )
         products = self._apply_options(names.products, config, side)
         weights = self._lay_out(products, config, names.dropped)
@@ -336,6 +338,7 @@ class _Planner:
             for name in tensors:
                 if pattern.search(name):
                     found = framework
+                    break
         if choice == "none" or self._request.names == "live" or (choice == "auto" and not found):
             return tensors, None
         from ckptkit.conversion.mapped_names import map_names  # few models need it

@@ -34,7 +34,7 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.core.index import Key
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.manifest import MAP_VERSION, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.decompress import decoding_bytes
@@ -328,16 +328,7 @@ def _differences(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
         if was.get(name) != asked.get(name):
             value = was.get(name, "left at its default")
             yield f"option {name} was {value} against {asked.get(name, 'its default')}"
-    # The path of the source may be another one, such as the run's or the step's.
-    read, source = manifest.source, describe_sources(planned.sources)
-    for name in ("format", "step", "world_size"):
-        if read.get(name) != source[name]:
-            yield f"the source's {name} was {read.get(name)} against {source[name]}"
-    if read.get(SOURCE_IDENTITY) != source[SOURCE_IDENTITY]:
-        yield (
-            f"its source {read.get('path')!r} had other files, or was written again since,"
-            f" against {source['path']!r}"
-        )
+    yield from _other_sources(planned, manifest)
     expected = {
         str(spec.name): (spec.dtype.name, spec.shape, file.path)
         for file, _, spec in planned.plan.specs()
@@ -348,6 +339,23 @@ def _differences(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
             ours, theirs = _shown(expected.get(name)), _shown(actual.get(name))
             yield f"tensor {name!r} is {theirs} against {ours}"
     yield from _other_files(planned, manifest)
+
+
+def _other_sources(planned: PlannedOutput, manifest: Manifest) -> Iterator[str]:
+    for name, version in planned.versions.items():
+        # A map file of the same path, names and shapes may take other rows. Libraries do not.
+        if name.startswith(MAP_VERSION) and manifest.versions.get(name) != version:
+            yield f"{name} had another content"
+    # The path of the source may be another one, such as the run's or the step's.
+    read, source = manifest.source, describe_sources(planned.sources)
+    for name in ("format", "step", "world_size"):
+        if read.get(name) != source[name]:
+            yield f"the source's {name} was {read.get(name)} against {source[name]}"
+    if read.get(SOURCE_IDENTITY) != source[SOURCE_IDENTITY]:
+        yield (
+            f"its source {read.get('path')!r} had other files, or was written again since,"
+            f" against {source['path']!r}"
+        )
 
 
 def _shown(tensor: tuple[str, tuple[int, ...], str] | None) -> str:

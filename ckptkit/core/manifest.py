@@ -28,6 +28,8 @@ RUN_FACTS = f"{SIDE_FOLDER}/run.json"
 FLAT_LAYOUT = f"{SIDE_FOLDER}/flat_parameters.json"
 BY_STORE = "store-crc32"
 """The proof of a tensor if the store copied bytes of it that ckptkit did not read."""
+MAP_VERSION = "map "
+"""What the name of a name map among the versions begins with; its digest is the version."""
 LEAF_BYTES = 8 << 20  # digests are trees over leaves of this many bytes of a tensor
 _MAX_MANIFEST_BYTES = 256 << 20
 

@@ -157,16 +157,14 @@ class StoredOperand:
 
 
 @dataclass(frozen=True, slots=True)
-class CastOperand:
-    """Another tensor in another float type.
+class WrappingOperand:
+    """An operand whose elements are computed from those of another one, each from one.
 
     Attributes:
-        operand: The other tensor.
-        dtype: The type that its elements are cast to.
+        operand: The other one.
     """
 
     operand: Operand
-    dtype: DType
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
@@ -174,6 +172,17 @@ class CastOperand:
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
         return self.operand.demands(span)
+
+
+@dataclass(frozen=True, slots=True)
+class CastOperand(WrappingOperand):
+    """Another tensor in another float type.
+
+    Attributes:
+        dtype: The type that its elements are cast to.
+    """
+
+    dtype: DType
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """The other one's elements, cast."""
@@ -200,32 +209,25 @@ class CastOperand:
 
 
 @dataclass(frozen=True, slots=True)
-class AddedOperand:
-    """Another tensor with a constant added, computed in float32 and rounded to its type.
+class AddedOperand(WrappingOperand):
+    """Another tensor with a constant added, computed in float32 or wider, rounded to its type.
 
     Attributes:
-        operand: The other tensor.
         constant: What is added to each element.
     """
 
-    operand: Operand
     constant: float
 
     @property
     def dtype(self) -> DType:
         return self.operand.dtype
 
-    @property
-    def reads(self) -> tuple[tuple[str, Key], ...]:
-        return self.operand.reads
-
-    def demands(self, span: Span) -> tuple[Demand, ...]:
-        return self.operand.demands(span)
-
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """The other one's elements, with the constant."""
         values = self.operand.values(span, inputs)
-        return (values.astype(np.float32) + np.float32(self.constant)).astype(values.dtype)
+        wide = values.astype(np.promote_types(values.dtype, np.float32))
+        wide += self.constant
+        return wide.astype(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,14 @@ class MappedNames:
         tensors: The tensors of the target, by name, in the order of the source.
         added: The constant that is added to all elements of a tensor, by its name.
         dropped: The tensors of the source that are left out, with the reason.
+        padding: By the name of a tensor of the source, the rows after its last that are left out as
+            padding: the first of them, and the number of rows with them.
     """
 
     tensors: Mapping[Fqn, HubTensor]
     added: Mapping[Fqn, float]
     dropped: Mapping[Fqn, str]
+    padding: Mapping[Fqn, tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -75,6 +78,7 @@ def apply_map(
     _check_counts(taken, sizes, where)
     results: dict[Fqn, HubTensor] = {}
     added: dict[Fqn, float] = {}
+    padding: dict[Fqn, tuple[int, int]] = {}
     made_by: dict[str, Rule] = {}
     for one in taken:
         for name, made in _run_rule(one, sizes, where):
@@ -86,17 +90,23 @@ def apply_map(
                 )
             made_by[name] = one.rule
             tensor = made.arrangement.to_tensor(Fqn(name))
-            _check_dtypes(tensor, tensors, one.rule)
+            _check_dtypes(tensor, tensors, one.rule, adds=bool(made.added))
             results[Fqn(name)] = tensor
             if made.added:
                 added[Fqn(name)] = made.added
-    return MappedNames(results, added, dropped)
+            if made.padding is not None:
+                padding[tensor.sources[0]] = made.padding
+    return MappedNames(results, added, dropped, padding)
 
 
 def _take_tensors(
     name_map: NameMap, sizes: Sizes, tensors: Specs, where: str
 ) -> tuple[list[_Taken], dict[Fqn, str]]:
-    """Gives each tensor of the source to its rule; returns those that are left out beside it."""
+    """Finds the rule of every tensor.
+
+    Returns:
+        What each rule takes, and the reason for each tensor that is left out.
+    """
     taken = [_Taken(rule) for rule in name_map.rules]
     dropped: dict[Fqn, str] = {}
     for name, (_, shape) in tensors.items():
@@ -104,6 +114,7 @@ def _take_tensors(
         rule = name_map.rules[number]
         if rule.drop:
             dropped[name] = rule.drop
+            continue
         for key, made in _unstack(rule, numbers, name, shape, sizes):
             if position in taken[number].sets[key]:
                 raise FormatError(
@@ -156,8 +167,6 @@ def _unstack(
     # The axes of absent captures come in the order in which the template has them.
     stacked = [capture for capture, number in numbers.items() if number is None]
     stacked += [capture for capture in wanted if capture not in numbers]
-    if rule.drop:
-        stacked = []
     found = [(dict(numbers), Arrangement.of_live(name, shape))]
     for capture in stacked:
         count = sizes.of(capture) if sizes.has(capture) else None
@@ -181,7 +190,7 @@ def _unstack(
 def _run_rule(taken: _Taken, sizes: Sizes, where: str) -> Iterator[tuple[str, Made]]:
     """Yields what a rule makes, by name."""
     rule = taken.rule
-    if rule.drop:
+    if not taken.sets:
         return
     captures = rule.targets[0].captures
     stacks: dict[str, dict[Numbers, Made]] = defaultdict(dict)
@@ -268,8 +277,14 @@ def _check_numbers(
         )
 
 
-def _check_dtypes(tensor: HubTensor, tensors: Specs, rule: Rule) -> None:
+def _check_dtypes(tensor: HubTensor, tensors: Specs, rule: Rule, *, adds: bool) -> None:
     first, *others = tensor.sources or (None,)
+    if adds and first is not None and tensors[first][0].kind != "float":
+        raise FormatError(
+            f"{quote(first)} is {tensors[first][0].name}; a constant is added to floats only",
+            where=rule.where,
+            hint="take the step out of the rule",
+        )
     for other in others:
         if first is not None and tensors[other][0] != tensors[first][0]:
             raise FormatError(

@@ -21,7 +21,7 @@ numbers. In a name, `{layer?}` is a capture that may be absent together with its
 layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule match nothing,
 `partial = "layer"` lets numbers of that capture be missing where other rules have them. `inverse =
 false` is for a further form of the source, which the inverse does not write. `drop = "reason"`
-takes tensors that are left out.
+takes tensors that are left out; only there a name may end with `*`, for any rest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MOST_BYTES = 1 << 20
 
 
 _TOKEN = re.compile(
-    r"\{(?P<capture>[a-z][a-z0-9_]*)(?P<optional>\?)?\}"
+    r"\{(?P<capture>[a-z][a-z0-9_]*)(?P<optional>\?)?\}|(?P<rest>\*$)"
     r"|\((?P<alternatives>[\w.\-|]+)\)|(?P<text>[\w.\-]+)|(?P<wrong>.)"
 )
 _NUMBER = r"(?P<{}>0|[1-9][0-9]{{0,5}})"
@@ -102,6 +102,8 @@ def _pattern(text: str) -> re.Pattern[str]:
         if token["capture"]:
             number = _NUMBER.format(token["capture"])
             parts.append(rf"(?:{number}\.)?" if token["optional"] else number)
+        elif token["rest"]:
+            parts.append(".*")
         elif token["alternatives"]:
             parts.append(f"(?:{'|'.join(map(re.escape, token['alternatives'].split('|')))})")
         else:
@@ -165,7 +167,7 @@ class Rule:
         targets: Templates of the target's names; none where the sources are left out.
         steps: What is done to one set of sources, in order.
         is_optional: Whether the source may have no tensor for it.
-        partial: The captures of which it need not have all numbers.
+        partial: The captures whose numbers need not all be there.
         has_inverse: Whether the inverse of the map contains it; not where another rule makes the
             same tensors from another form of the source.
         drop: Why the sources are left out; empty if they are not.
@@ -264,6 +266,12 @@ def _parse_rule(rule: Any, where: str) -> Rule:
     )
     targets = tuple(parse_template(text, where=where) for text in _texts(rule.get("to", []), where))
     drop = rule.get("drop", "")
+    if not drop and any(name.text.endswith("*") for name in (*sources, *targets)):
+        raise UsageError(
+            "only a rule that drops tensors may have a name with '*'",
+            where=where,
+            hint="write the whole name, with captures such as {layer}",
+        )
     if not sources or bool(targets) == bool(drop):
         raise UsageError(
             "needs 'from', and either 'to' or the reason for which it drops the tensors",

@@ -6,8 +6,8 @@
 - `{ reorder = "(head half pair) -> (head pair half)", head = "heads", half = "2" }`: the indices of
   an axis in another order, in the notation of einops; one factor may be left open.
 - `{ transpose = [1, 0] }`: the axes in another order.
-- `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding. The inverse
-  adds none.
+- `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding up to a
+  multiple of some number. The inverse adds none.
 - `{ add = 1 }`: a constant is added, in float32; the result has the element type of the source.
 """
 
@@ -24,6 +24,9 @@ from ckptkit.hub_names.arrangements import Arrangement, join
 from ckptkit.name_maps.sizes import Sizes
 
 _REORDER = re.compile(r"\(([a-z_ 0-9]+)\)\s*->\s*\(([a-z_ 0-9]+)\)")
+# Vocabularies are padded to a multiple of 128 rows for each tensor-parallel rank, unless a user
+# says otherwise; more would be rows of another model's tokens.
+_MOST_PADDING = 128 * 128
 _OF_ANOTHER = (
     "the map or the configuration is of another model; name the right ones with --map, --base"
 )
@@ -36,10 +39,13 @@ class Made:
     Attributes:
         arrangement: The elements of the source that it consists of.
         added: What is added to each of them.
+        padding: The first row that was left out as padding, and the number of rows with the
+            padding; None where there is none.
     """
 
     arrangement: Arrangement
     added: float = 0.0
+    padding: tuple[int, int] | None = None
 
 
 class Step(Protocol):
@@ -220,7 +226,19 @@ class Rows:
                     where=self.where,
                     hint=_OF_ANOTHER,
                 )
-            results.append(replace(made, arrangement=made.arrangement.sliced(axis, 0, count)))
+            whole, extra = shape[axis], shape[axis] - count
+            if extra >= _MOST_PADDING or not any(
+                whole % unit == 0 for unit in range(extra + 1, _MOST_PADDING + 1)
+            ):
+                raise FormatError(
+                    f"has {whole:,} rows against {count:,} in the configuration: {extra:,} more is"
+                    " no padding, which fills up to a multiple of a number up to"
+                    f" {_MOST_PADDING:,}",
+                    where=self.where,
+                    hint=_OF_ANOTHER,
+                )
+            kept = replace(made, arrangement=made.arrangement.sliced(axis, 0, count))
+            results.append(replace(kept, padding=(count, whole)) if extra else kept)
         return results
 
     def inverse(self) -> Step:

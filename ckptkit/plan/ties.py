@@ -114,7 +114,7 @@ def find_absent_tied_names(
 def find_class_without_targets(
     config: Mapping[str, Any] | None, names: Collection[Fqn]
 ) -> str | None:
-    """Finds the class that ties names by patterns, none of which matches a name.
+    """Finds a class that ties names by patterns. The checkpoint has no name that fits them.
 
     Which names a live model has there is not in the configuration.
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, OutputExistsError
 from tests.command_line import run_command
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -30,6 +30,15 @@ def equal(out: Path, truth: dict[str, torch.Tensor]) -> bool:
         got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
         for name, tensor in truth.items()
     )
+
+
+def own_map(path: Path, constant: float) -> Path:
+    path.write_text(
+        'name = "own"\nextends = "megatron-llama"\nmodel_types = ["llama"]\n\n'
+        '[[rule]]\nfrom = "decoder.final_layernorm.weight"\nto = "model.norm.weight"\n'
+        f"steps = [{{ add = {constant} }}]\n"
+    )
+    return path
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -67,13 +76,7 @@ def test_slices_write_the_same_model(tmp_path: Path) -> None:
 
 
 def test_a_map_of_ones_own_replaces_rules_of_another(tmp_path: Path) -> None:
-    own = tmp_path / "own.toml"
-    own.write_text(
-        'name = "own"\nextends = "megatron-llama"\nmodel_types = ["llama"]\n\n'
-        '[[rule]]\nfrom = "decoder.final_layernorm.weight"\nto = "model.norm.weight"\n'
-        "steps = [{ add = 0.5 }]\n"
-    )
-    out = tmp_path / "out"
+    own, out = own_map(tmp_path / "own.toml", 0.5), tmp_path / "out"
     ckptkit.consolidate(LLAMA / "checkpoint", out, base=LLAMA, map=own)
     truth = load_file(LLAMA / "truth.safetensors")
     norm = truth["model.norm.weight"]
@@ -110,6 +113,24 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(what: str, tmp_path
     with pytest.raises(CkptkitError, match=message):
         ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", base=base, **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_changed_map_is_another_output(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    own = own_map(tmp_path / "own.toml", 0.5)
+    ckptkit.consolidate(LLAMA / "checkpoint", out, base=LLAMA, map=own)
+    ckptkit.consolidate(LLAMA / "checkpoint", out, base=LLAMA, map=own, if_exists="verify")
+    own_map(own, 0.75)
+    with pytest.raises(OutputExistsError):
+        ckptkit.consolidate(LLAMA / "checkpoint", out, base=LLAMA, map=own, if_exists="verify")
+
+
+def test_a_checkpoint_for_training_has_both_names_of_a_tied_weight(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ckptkit.convert(LLAMA / "checkpoint", out, to="dcp", base=LLAMA)
+    with ckptkit.open(out) as checkpoint:
+        names = set(checkpoint)
+    assert names == {*load_file(LLAMA / "truth.safetensors"), "lm_head.weight"}
 
 
 def test_names_are_kept_where_no_map_is_wanted(tmp_path: Path) -> None:

@@ -223,9 +223,8 @@ def parse_front(head: bytes, expected: ExpectedTensor) -> ArchiveFront:
     needed = math.prod(tensor.shape) * tensor.dtype.itemsize
     if (tensor.storage.size_bytes, tensor.storage_offset) != (needed, 0):
         raise FormatError(
-            f"its storage has {tensor.storage.size_bytes:,} bytes, of which it uses"
-            f" {needed:,} from element {tensor.storage_offset:,} on; torch saves no more than it"
-            " uses",
+            f"it uses {needed:,} bytes from element {tensor.storage_offset:,} on, and its storage"
+            f" has {tensor.storage.size_bytes:,}; torch saves no more than a tensor uses",
             where=where,
         )
     record = f"{prefix}/data/{tensor.storage.key}"

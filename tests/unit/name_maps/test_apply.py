@@ -201,6 +201,10 @@ WRONG: Mapping[str, tuple[str, Arrays, str, str]] = {
         *(rule('"a"', '"b"', "steps = [{ rows = 13 }]"), {"a": X}, "bad-format"),
         "expected at least 13 along axis 0",
     ),
+    "rows of another vocabulary": (
+        *(rule('"a"', '"b"', "steps = [{ rows = 32000 }]"), {"a": numbered(64000, 1)}),
+        *("bad-format", "64,000 rows against 32,000 in the configuration"),
+    ),
     "more tensors than names": (
         *(rule('"a"', '"b"', "steps = [{ split = [5, 7] }]"), {"a": X}, "bad-option"),
         "makes 2 tensors for 1 names",
@@ -214,6 +218,18 @@ def test_what_does_not_add_up_is_refused(what: str) -> None:
     with pytest.raises(CkptkitError, match=message) as caught:
         apply(made(rules), arrays)
     assert caught.value.code == code
+
+
+def test_a_constant_is_added_to_floats_only() -> None:
+    own = made(rule('"a"', '"b"', "steps = [{ add = 1 }]"))
+    with pytest.raises(CkptkitError, match="'a' is int64; a constant is added to floats only"):
+        apply_map(own, CONFIG, {Fqn("a"): (dtype_named("int64"), (3,))}, where="run")
+
+
+def test_tensors_of_any_rest_of_a_name_are_dropped() -> None:
+    own = made(ONE + '[[rule]]\nfrom = "mtp.*"\ndrop = "not part of it"\n')
+    names = apply(own, {"a.0.w": X, "a.1.w": X, "mtp.layers.0.x": X, "mtp.y": X})
+    assert names.dropped == {"mtp.layers.0.x": "not part of it", "mtp.y": "not part of it"}
 
 
 TYPOS = {
@@ -230,6 +246,8 @@ TYPOS = {
         *(rule('"a"', '"b"', "steps = [{ rows = 3, axes = 1 }]"),),
         "is not a step 'rows'",
     ),
+    "any rest in a name that is kept": (rule('"a.*"', '"b"'), r"a name with '\*'"),
+    "any text within a name": (rule('"a*b"', '"c"'), r"has '\*' at character 2"),
     "an order that loses a factor": (
         rule('"a"', '"b"', 'steps = [{ reorder = "(x y) -> (x)", x = 2 }]'),
         "is not a step 'reorder'",
