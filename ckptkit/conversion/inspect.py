@@ -27,7 +27,8 @@ from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.engine.locate import Locator
-from ckptkit.formats.discovery import FileGroup, group_files
+from ckptkit.formats.discovery import TRACKER
+from ckptkit.formats.registry import FileGroup, group_files
 from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.plan.coverage import find_problems
 from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
@@ -37,7 +38,7 @@ from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.steps import parse_metrics
 from ckptkit.storage.places import PathLike
 
-_DESCRIBING = (SIDE_FOLDER, "huggingface")  # folders of side files
+_DESCRIBING = (SIDE_FOLDER, "huggingface", "context", "tokenizer")  # folders of side files
 
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
@@ -265,7 +266,7 @@ def _describes(path: str, base: str) -> bool:
     """Returns whether a file describes the model or the step, by its name."""
     first, _, rest = posixpath.relpath(path, base or ".").partition("/")
     name = posixpath.basename(path)
-    is_known = name == MANIFEST_NAME or name in TAG_FILES or is_side_file(name)
+    is_known = name == MANIFEST_NAME or name in {TRACKER, *TAG_FILES} or is_side_file(name)
     return is_known or (rest != "" and first in _DESCRIBING)
 
 

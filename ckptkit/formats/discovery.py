@@ -1,22 +1,26 @@
 """The choice among the candidates under a path: the newest step, and models without companions.
 
-A step of a run is a folder, or a file such as `epoch=0-step=500.ckpt` and `iter_2000.pth`. Files
-that belong to no checkpoint are grouped, so that they can be listed.
+A step of a run is a folder, or a file such as `epoch=0-step=500.ckpt` and `iter_2000.pth`. The
+newest one is taken, or that which Megatron-LM's file `latest_checkpointed_iteration.txt` names;
+verl, slime and Megatron-Bridge write this file too.
 
 Source: lightning/pytorch/callbacks/model_checkpoint.py (`format_checkpoint_name`,
-`CHECKPOINT_NAME_LAST`), mmengine/hooks/checkpoint_hook.py, fairseq/checkpoint_utils.py.
+`CHECKPOINT_NAME_LAST`), nemo/lightning/pytorch/callbacks/model_checkpoint.py,
+megatron/training/checkpointing.py (`get_checkpoint_tracker_filename`, `read_metadata`),
+mmengine/hooks/checkpoint_hook.py, fairseq/checkpoint_utils.py.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
+from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp.megatron import RUN_CONFIG
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
 from ckptkit.formats.safetensors.hf_shards import SHARDED_FOLDER, HfShardsReader
 from ckptkit.formats.torch_files import (
@@ -33,6 +37,7 @@ _SHARDS = HfShardsReader.name  # noted where they are compared with the model ne
 _NO_CHECKPOINTS = {ForeignReader.name, TorchOptimizerReader.name}  # by themselves
 _OF_RANKS = RankFilesReader.name
 _COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
+_COPY_OF_DCP = "hf"  # Megatron-Bridge's, below the step
 
 
 def is_certain(candidate: Candidate) -> bool:
@@ -67,10 +72,13 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
     )
     of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
+    of_bridge = {c.folder for c in candidates if _has_run_config(c)}
 
     def is_kept(candidate: Candidate) -> bool:
         above, name = posixpath.split(candidate.folder)
         if name == _COPY_OF_RANKS and above in of_ranks:
+            return False
+        if name == _COPY_OF_DCP and above in of_bridge:
             return False
         if candidate.format in _SECONDARY or candidate in leftover:
             return not has_model
@@ -80,6 +88,10 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         return candidate.folder not in safe if _is_model(candidate) else not has_better
 
     return [candidate for candidate in candidates if is_kept(candidate)]
+
+
+def _has_run_config(candidate: Candidate) -> bool:
+    return any(posixpath.basename(path) == RUN_CONFIG for path in candidate.files)
 
 
 def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
@@ -148,14 +160,18 @@ def is_single_file(candidate: Candidate) -> bool:
 
 _STEP = re.compile(
     r"(?:(?:checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch)?[-_=]?|.*\bstep=)"
-    r"0*(\d{1,15})(?:\.ckpt)?",
+    r"0*(\d{1,15})(?:-\w+=-?[\d.]+)*(?:-last)?(?:\.ckpt)?",  # as NeMo names them
     re.IGNORECASE,
 )
+_OF_VERL = "dist_ckpt"  # its folder for Megatron-Core's files
 _UNIT_FOLDER = re.compile(
     r"(pytorch_model_fsdp|optimizer|model|base_model)_\d+|model|actor|critic|state\.ckpt|optim(izer)?"
+    rf"|{_OF_VERL}"
     r"|pytorch_model(_\d+)?"  # accelerate's tags for DeepSpeed
 )
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
+TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, in the folder of a run
+RELEASE = "release"  # the folder of weights that no training of the run has changed
 _HERE = "."  # the name of the run in the root itself, also for --select
 
 
@@ -193,8 +209,22 @@ class ResolvedSource:
 
 DescribeMissing = Callable[[Candidate], str]
 """Says what a candidate lacks; empty if it is complete."""
-FindRolledBack = Callable[[Sequence[str]], Collection[str]]
-"""Returns those of some folders of steps from which training was rolled back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecords:
+    """What the files of runs say of their steps.
+
+    Attributes:
+        find_rolled_back: Returns those of some folders of steps that training went back from.
+        read_tracker: Returns what the file `TRACKER` in a folder says: the number of an iteration,
+            or `RELEASE`; None where there is no such file.
+    """
+
+    find_rolled_back: Callable[[Sequence[str]], Collection[str]] = lambda _folders: ()
+    read_tracker: Callable[[str], str | None] = lambda _folder: None
+
+
 ReadStep = Callable[[Candidate], int | None]
 """Returns the step in a candidate's contents, or None."""
 MakeNotFoundError = Callable[[str], NotACheckpointError]
@@ -224,6 +254,9 @@ def parse_step(folder: str) -> int | None:
     return None
 
 
+_NO_RECORDS = RunRecords()
+
+
 def resolve(
     candidates: Sequence[Candidate],
     *,
@@ -232,7 +265,7 @@ def resolve(
     describe_missing: DescribeMissing,
     not_found: MakeNotFoundError,
     read_step: ReadStep = lambda _candidate: None,
-    find_rolled_back: FindRolledBack = lambda _folders: (),
+    records: RunRecords = _NO_RECORDS,
     links: Sequence[str] = (),
 ) -> ResolvedSource:
     """Decides which candidates a path stands for.
@@ -248,16 +281,21 @@ def resolve(
         describe_missing: Says what a candidate lacks.
         not_found: Returns the error for a folder without a candidate.
         read_step: Returns the step in a candidate's contents.
-        find_rolled_back: Returns those of some folders of steps that training went back from.
+        records: What the files of runs say of their steps.
         links: Folders that are links, which were not searched.
 
     Returns:
         The candidates, and what was passed over.
     """
-    resolver = _Resolver(location, describe_missing, not_found, read_step, find_rolled_back)
+    resolver = _Resolver(location, describe_missing, not_found, read_step, records)
     resolved = resolver.choose(drop_lone_optimizers(candidates), "", select)
     chosen = parse_step(resolved.folder) if resolved.folder else None
-    newer = [link for link in links if chosen is not None and (parse_step(link) or 0) > chosen]
+    is_tracked = records.read_tracker(posixpath.dirname(resolved.folder)) is not None
+    newer = [
+        link
+        for link in links
+        if not is_tracked and chosen is not None and (parse_step(link) or 0) > chosen
+    ]
     if newer and select is None:
         raise AmbiguousSourceError(
             f"{newer[-1]!r} is newer than {resolved.folder!r}, but a link, which is not followed",
@@ -275,7 +313,7 @@ class _Resolver:
     describe_missing: DescribeMissing
     not_found: MakeNotFoundError
     read_step: ReadStep
-    find_rolled_back: FindRolledBack
+    records: RunRecords
     # The numbers of steps that are files, or named as the last.
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -347,7 +385,7 @@ class _Resolver:
         self, candidates: Sequence[Candidate], base: str
     ) -> tuple[_Steps, list[Candidate]]:
         """Splits candidates into steps, which are folders and files, and others."""
-        folders, others = _split_step_folders(candidates, base)
+        folders, others = self._split_step_folders(candidates, base)
         numbers: dict[str, int] = {}
         files: _Steps = {}
         kinds = set()
@@ -371,6 +409,28 @@ class _Resolver:
         self.numbers |= numbers
         return folders | files, rest
 
+    def _split_step_folders(
+        self, candidates: Sequence[Candidate], base: str
+    ) -> tuple[_Steps, list[Candidate]]:
+        """Splits candidates into those of folders of steps below a folder, and others."""
+        steps: _Steps = {}
+        others: list[Candidate] = []
+        for candidate in candidates:
+            parts = [p for p in _relative(candidate.folder, base).split("/") if p != _HERE]
+            folders = [posixpath.join(base, *parts[: at + 1]) for at in range(len(parts))]
+            step = next(filter(self._is_step, folders), None)
+            if step is None:
+                others.append(candidate)
+            else:
+                steps.setdefault(step, []).append(candidate)
+        return steps, others
+
+    def _is_step(self, folder: str) -> bool:
+        above, name = posixpath.split(folder)
+        if name == RELEASE:
+            return self.records.read_tracker(above) is not None
+        return _STEP.fullmatch(name) is not None
+
     def _sort_key(self, step: str) -> tuple[int, bool, str]:
         """Returns the sort key of a step; one that is named as the last precedes its equal."""
         number = self.numbers.get(step, parse_step(step) or 0)
@@ -378,29 +438,59 @@ class _Resolver:
 
     def _choose_newest(self, steps: _Steps, select: str | None) -> ResolvedSource:
         rolled_back: Collection[str] = frozenset()  # only complete steps count
-        if self.find_rolled_back(list(steps)):
+        if self.records.find_rolled_back(list(steps)):
             inside = {folder: self._resolve_step(steps[folder], folder, select) for folder in steps}
             complete = [f for f, (resolved, missing) in inside.items() if resolved and not missing]
-            rolled_back = frozenset(self.find_rolled_back(complete))
-        ordered = sorted(steps, key=lambda s: (s not in rolled_back, self._sort_key(s)))[::-1]
-        passed: list[str] = []
-        for folder in ordered:
+            rolled_back = frozenset(self.records.find_rolled_back(complete))
+        named, passed = self._follow_tracker(steps)
+        ordered = sorted(
+            steps, key=lambda s: (s in named, s not in rolled_back, self._sort_key(s))
+        )[::-1]
+        for at, folder in enumerate(ordered):
             resolved, missing = self._resolve_step(steps[folder], folder, select)
             # The reader's own error is more precise, so that of an only step is left to it.
             if resolved is not None and (not missing or len(ordered) == 1):
-                back = sorted({*rolled_back} - {folder}, key=self._sort_key)
-                others = len(ordered) - len(passed) - 1 - len(back)
-                gone = [f"{', '.join(back)} left alone: training went back from it"] if back else []
-                older = f"{others} older step{'' if others == 1 else 's'} left alone"
+                rest = set(ordered[at + 1 :])
+                gone = self._describe_rest(folder, rest, rolled_back, is_named=folder in named)
                 taken = [f"{folder} was taken"] if folder in self.numbers else []
-                notes = [*taken, *passed, *gone, *([older] if others > 0 else [])]
-                return replace(resolved, notes=(*notes, *resolved.notes))
+                return replace(resolved, notes=(*taken, *passed, *gone, *resolved.notes))
             passed.append(f"{folder} was passed over: {missing}")
         raise NotACheckpointError(
             f"none of {len(ordered)} steps is complete; {passed[0]}",
             where=self.location,
             hint=f"see `ckptkit inspect {posixpath.join(self.location, ordered[0])}`",
         )
+
+    def _follow_tracker(self, steps: _Steps) -> tuple[Collection[str], list[str]]:
+        """Returns the steps that the run's tracker names, and a note if there is none."""
+        run = posixpath.dirname(next(iter(steps)))
+        tracked = self.records.read_tracker(run)
+        if tracked is None:
+            return (), []
+        number = int(tracked) if tracked.isascii() and tracked.isdigit() else None
+        named = [
+            step
+            for step in steps
+            if posixpath.basename(step) == tracked
+            or (number is not None and parse_step(step) == number)
+        ]
+        return named, [] if named else [f"{TRACKER!r} names {quote(tracked)}, which is not there"]
+
+    def _describe_rest(
+        self, taken: str, rest: set[str], rolled_back: Collection[str], *, is_named: bool
+    ) -> list[str]:
+        """Returns notes about steps that are left alone."""
+        back = sorted(rest & set(rolled_back), key=self._sort_key)
+        notes = [f"{', '.join(back)} left alone: training went back from it"] if back else []
+        rest -= set(back)
+        newer = [s for s in rest if is_named and self._sort_key(s) > self._sort_key(taken)]
+        if newer:
+            names = ", ".join(sorted(newer, key=self._sort_key))
+            notes.append(f"{names} left alone: {TRACKER!r} names {taken}")
+        older = len(rest) - len(newer)
+        if older:
+            notes.append(f"{older} older step{'' if older == 1 else 's'} left alone")
+        return notes
 
     def _resolve_step(
         self, candidates: Sequence[Candidate], folder: str, select: str | None
@@ -430,22 +520,6 @@ class _Resolver:
 _Steps = dict[str, list[Candidate]]
 
 
-def _split_step_folders(
-    candidates: Sequence[Candidate], base: str
-) -> tuple[_Steps, list[Candidate]]:
-    """Splits candidates into those of folders of steps below a folder, and others."""
-    steps: _Steps = {}
-    others: list[Candidate] = []
-    for candidate in candidates:
-        parts = [part for part in _relative(candidate.folder, base).split("/") if part != _HERE]
-        at = next((i for i, part in enumerate(parts) if _STEP.fullmatch(part)), None)
-        if at is None:
-            others.append(candidate)
-        else:
-            steps.setdefault(posixpath.join(base, *parts[: at + 1]), []).append(candidate)
-    return steps, others
-
-
 def _relative(folder: str, base: str) -> str:
     return posixpath.relpath(folder or _HERE, base or _HERE)
 
@@ -463,7 +537,9 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, 
     ]
     units = []
     for candidate in candidates:
-        relative = _relative(candidate.folder, base)
+        above, name = posixpath.split(candidate.folder)
+        home = above if name == _OF_VERL and above not in (*folders, base) else candidate.folder
+        relative = _relative(home, base)
         is_optimizer = is_optimizer_candidate(candidate)
         label = "" if relative == _HERE else relative
         if not label or is_optimizer or folders.count(candidate.folder) > 1:
@@ -471,61 +547,3 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, 
         is_optimizer = is_optimizer or is_optimizer_folder(posixpath.basename(candidate.folder))
         units.append(CheckpointUnit(label, candidate, is_optimizer))
     return tuple(units)
-
-
-_NUMBER = re.compile(r"\d+")
-_MOST_GROUPS = 24
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class FileGroup:
-    """Files of one folder whose names differ in numbers, or all files below a folder.
-
-    Attributes:
-        name: The path, with `*` for numbers that differ; that of a folder ends with `/`. Empty
-            for the rest, where there are too many groups.
-        files: The number of files.
-    """
-
-    name: str
-    files: int
-
-    def __str__(self) -> str:
-        if not self.name:
-            return f"{self.files:,} more"
-        return self.name if self.files == 1 else f"{self.name} ({self.files:,})"
-
-
-def group_files(
-    paths: Sequence[str], *, base: str = "", recognised: Collection[str] = ()
-) -> tuple[FileGroup, ...]:
-    """Groups files for a list of them.
-
-    Args:
-        paths: The files, all of them below `base`.
-        base: A folder; names are relative to it.
-        recognised: Files of checkpoints. The files in the folder of one are listed one by one; a
-            folder without any is listed as one.
-
-    Returns:
-        The groups, sorted by name; the last one stands for the rest if there are too many.
-    """
-    opened = {base, *_above(base), *(folder for path in recognised for folder in _above(path))}
-    groups: dict[str, list[str]] = defaultdict(list)
-    for path in paths:
-        closed = [folder for folder in _above(path) if folder not in opened]
-        name = (f"{closed[-1]}/" if closed else path)[len(base) :].lstrip("/")
-        groups[_NUMBER.sub("*", name)].append(name)
-    sorted_groups = sorted(
-        FileGroup(names[0] if len(set(names)) == 1 else pattern, len(names))
-        for pattern, names in groups.items()
-    )
-    rest = sum(group.files for group in sorted_groups[_MOST_GROUPS:])
-    return (*sorted_groups[:_MOST_GROUPS], *([FileGroup("", rest)] if rest else []))
-
-
-def _above(path: str) -> Iterator[str]:
-    """Yields the folders that contain a file, the innermost first; the root is empty."""
-    while path:
-        path = posixpath.dirname(path)
-        yield path

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
@@ -21,7 +22,7 @@ from ckptkit.core.errors import CkptkitError, InputError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
-from ckptkit.formats.discovery import group_files, is_certain
+from ckptkit.formats.discovery import is_certain
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
 from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
 from ckptkit.formats.ranks.rank_files import METADATA_PICKLE
@@ -247,6 +248,64 @@ def list_plug_in_problems() -> tuple[str, ...]:
         if reader.failure
     )
     return (*loaded.unusable, *failed)
+
+
+_NUMBER = re.compile(r"\d+")
+_MOST_GROUPS = 24
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FileGroup:
+    """Files of one folder whose names differ in numbers, or all files below a folder.
+
+    Attributes:
+        name: The path, with `*` for numbers that differ; that of a folder ends with `/`. Empty
+            for the rest, where there are too many groups.
+        files: The number of files.
+    """
+
+    name: str
+    files: int
+
+    def __str__(self) -> str:
+        if not self.name:
+            return f"{self.files:,} more"
+        return self.name if self.files == 1 else f"{self.name} ({self.files:,})"
+
+
+def group_files(
+    paths: Sequence[str], *, base: str = "", recognised: Collection[str] = ()
+) -> tuple[FileGroup, ...]:
+    """Groups files for a list of them.
+
+    Args:
+        paths: The files, all of them below `base`.
+        base: A folder; names are relative to it.
+        recognised: Files of checkpoints. The files in the folder of one are listed one by one; a
+            folder without any is listed as one.
+
+    Returns:
+        The groups, sorted by name; the last one stands for the rest if there are too many.
+    """
+    opened = {base, *_above(base), *(folder for path in recognised for folder in _above(path))}
+    groups: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        closed = [folder for folder in _above(path) if folder not in opened]
+        name = (f"{closed[-1]}/" if closed else path)[len(base) :].lstrip("/")
+        groups[_NUMBER.sub("*", name)].append(name)
+    sorted_groups = sorted(
+        FileGroup(names[0] if len(set(names)) == 1 else pattern, len(names))
+        for pattern, names in groups.items()
+    )
+    rest = sum(group.files for group in sorted_groups[_MOST_GROUPS:])
+    return (*sorted_groups[:_MOST_GROUPS], *([FileGroup("", rest)] if rest else []))
+
+
+def _above(path: str) -> Iterator[str]:
+    """Yields the folders that contain a file, the innermost first; the root is empty."""
+    while path:
+        path = posixpath.dirname(path)
+        yield path
 
 
 def make_not_found_error(paths: Sequence[str], location: str, base: str) -> NotACheckpointError:

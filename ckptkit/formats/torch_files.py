@@ -55,10 +55,13 @@ from ckptkit.formats.trees import (
 from ckptkit.storage.base import Source
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
-# Files that accelerate, the Trainer and DeepSpeed write next to a model.
+# Files that accelerate, the Trainer, DeepSpeed and others write next to a model.
 _NOT_A_MODEL = re.compile(
     r"optim.*|scheduler.*|lr_scheduler.*|scaler.*|sampler.*|rng_state.*|random_states.*|dl_state_dict.*"
     r"|training_args\.bin|extra_state.*|(bf16_)?zero_pp_rank_.*"
+    # Megatron-LM, Megatron-Bridge and slime
+    r"|distrib_optim\.pt|layer_wise_optimizer_\d+\.pt|train_dataloader_dprank\d+\.pt"
+    r"|latest_train_state\.pt|global_dataset_state_dict_\d+\.pt"
 )
 _OPTIMIZER_FILE = re.compile(r"optimizer(_\d{1,7})?\.(bin|pt)")
 _NUMBER = re.compile(r".*_(\d{1,7})")

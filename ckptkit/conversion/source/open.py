@@ -29,8 +29,10 @@ from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import (
+    TRACKER,
     CheckpointUnit,
     ResolvedSource,
+    RunRecords,
     is_single_file,
     parse_step,
     parse_step_file,
@@ -55,7 +57,7 @@ from ckptkit.formats.registry import (
     recognise,
 )
 from ckptkit.formats.torch_files import TorchFileReader
-from ckptkit.formats.zero.reader import drop_older_tags
+from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.runs.run_paths import hold_candidates
@@ -68,7 +70,13 @@ from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.place_identity import PlaceRelation, find_overlaps
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
-_MARKS = {"trainer_state.json": "Transformers Trainer"}
+_MARKS = {
+    "trainer_state.json": "Transformers Trainer",
+    "run_config.yaml": "Megatron-Bridge",
+    "context/io.json": "NeMo 2",
+    "transformer_config.json": "verl",
+}
+_UNFINISHED = "-unfinished"  # NeMo's file has the name of the folder with this ending
 _ACCELERATE = "pytorch_model_fsdp_"
 _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
 
@@ -241,7 +249,7 @@ class _Search:
             links=self._source.linked_folders() if self._only is None else (),
             not_found=partial(make_not_found_error, paths, self._location),
             read_step=self._step_inside,
-            find_rolled_back=self._left_behind,
+            records=RunRecords(self._left_behind, self._read_tracker),
         )
         found = compare_leftovers(
             self._source, self._location, candidates, self._index, found, select
@@ -284,6 +292,10 @@ class _Search:
             place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
             series.setdefault("/".join(place), []).append(saved)
         return frozenset[str]().union(*(left_behind(self._source, own) for own in series.values()))
+
+    def _read_tracker(self, run: str) -> str | None:
+        path = posixpath.join(run, TRACKER)
+        return read_tag(self._source, path) if path in self._paths else None
 
     def _candidates(self) -> list[Candidate]:
         """Recognises checkpoints; steps in parts are replaced by the whole that the parts make."""
@@ -361,6 +373,9 @@ class _Search:
         unfinished = self._steps.lacks(candidate)
         if unfinished:
             return unfinished
+        for folder in (candidate.folder, posixpath.dirname(candidate.folder)):
+            if f"{folder}{_UNFINISHED}" in self._paths:
+                return f"the file '{posixpath.basename(folder)}{_UNFINISHED}' is beside it"
         try:
             return describe_missing_files(self._index(candidate))
         except InputError as error:

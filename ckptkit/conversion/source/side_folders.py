@@ -31,8 +31,12 @@ from ckptkit.storage.places import PathLike, is_url, place_of
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
 
-_SHALLOW = ("ckptkit", "huggingface", "additional_chat_templates")
 _NESTED = ("ckptkit", "huggingface")  # folders of the training hooks, and of verl
+_MEGATRON_FORMATS = {"dcp", "megatron"}
+# Folders of Megatron-LM and Megatron-Bridge, and of NeMo.
+_OF_MEGATRON = ("hf", "tokenizer", "context/artifacts", "context/nemo_tokenizer")
+_WEIGHTS = "weights"  # NeMo's folder, beside `context`
+_SHALLOW = (*_NESTED, *_OF_MEGATRON, "additional_chat_templates")
 _HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
 _AUTO_MAP = "auto_map"
 _CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
@@ -52,13 +56,16 @@ class SideFolders:
         self.base = None if base is None else place_of(base)
         self.sources: dict[str, Folder] = {}
         base_folder = None if base is None else open_folder(stack, base, "--base")
+        formats = {unit.candidate.format for unit in checkpoint.units}
+        names = (*_NESTED, *(() if formats.isdisjoint(_MEGATRON_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
         for root in checkpoint.source.folders:
             above: dict[str, StoreFolder | None] = {}
             step = _in(root.location, checkpoint.folder)
             units = [_in(root.location, folder) for folder in models]
-            homes = [*(unit for unit in units if unit != step), step, *_above(step)]
-            for path in dict.fromkeys(_in(home, name) for home in homes for name in (*_NESTED, "")):
+            inside = [home for unit in units if unit != step for home in (unit, *_above(unit))]
+            homes = [*inside, step, *_above(step)]
+            for path in dict.fromkeys(_in(home, name) for home in homes for name in names):
                 if path not in self.sources:
                     source = _open_if_there(stack, root, path, above)
                     if source is not None:
@@ -177,7 +184,7 @@ def _above(step: str) -> Iterator[str]:
     path = make_absolute(step)
     for _ in range(_CLIMB):
         name = posixpath.basename(path)
-        if not (is_unit_folder(name) or parse_step(name) is not None):
+        if not (is_unit_folder(name) or name == _WEIGHTS or parse_step(name) is not None):
             return
         above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
         if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):

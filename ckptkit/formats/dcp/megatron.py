@@ -55,6 +55,7 @@ _SIZES = {
     "expert": "expert_model_parallel_size",
 }
 _MAX_SIZE = 1 << 20
+_SLIME = re.compile(r"slime\.")
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
 _CONTAINER = re.compile(r"(model\d*|rng_state|opt_param_scheduler|rerun_state_machine)\.(.+)")
 # Packages whose functions could be made to do harm are named one by one in TRAINING_VALUES.
@@ -92,11 +93,15 @@ def split_key(key: str) -> KeyPath:
 
 @dataclass(frozen=True, slots=True)
 class CommonState:
-    """What was found of the run; sizes are by dimension, in ranks."""
+    """What was found of the run; sizes are by dimension, in ranks.
+
+    The framework is empty where the arguments are those of Megatron-LM, or none are there.
+    """
 
     step: int | None = None
     sizes: Mapping[str, int] | None = None
     world_size: int | None = None
+    framework: str = ""
 
 
 def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
@@ -120,6 +125,7 @@ def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
         step=step if is_count(step, _MAX_STEP) else None,
         sizes={kind: size for kind, size in sizes.items() if _is_size(size)},
         world_size=world_size if _is_size(world_size) else None,
+        framework="slime" if _SLIME.match(str(fields.get("rollout_function_path"))) else "",
     )
 
 
@@ -163,7 +169,7 @@ def read_facts(
     return replace(
         run,
         step=common.step,
-        writer=f"Megatron-Core torch_dist, {run.writer}",
+        writer=", ".join(filter(None, [common.framework, "Megatron-Core torch_dist", run.writer])),
         mesh=tuple((kind, sizes[kind]) for kind in _SIZES if kind in sizes),
         world_size=common.world_size or run.world_size,
     )

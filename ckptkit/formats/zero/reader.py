@@ -152,7 +152,7 @@ def drop_older_tags(
         # Tags may be named after steps, or after one of a step's models.
         are_numbered = all(parse_step(tag) is not None or is_unit_folder(tag) for tag in names)
         has_other_names = len(tags) > 1 and not are_numbered
-        latest = _read_tag(source, posixpath.join(run, file)) if has_other_names else None
+        latest = read_tag(source, posixpath.join(run, file)) if has_other_names else None
         others = [tag for tag in tags if posixpath.basename(tag.folder) != latest]
         if len(others) == len(tags) - 1:
             dropped += others
@@ -161,7 +161,7 @@ def drop_older_tags(
     return [candidate for candidate in candidates if candidate not in dropped], tuple(notes)
 
 
-def _read_tag(source: Source, path: str) -> str | None:
+def read_tag(source: Source, path: str) -> str | None:
     """Returns the tag in a file that names the latest one, or None if there is none."""
     try:
         size = min(source.stat(path).size_bytes, _MAX_TAG_BYTES)

@@ -69,6 +69,7 @@ def test_the_newest_of_two_steps_is_taken(run: Path) -> None:
     newer = run / "iter_0000012"
     shutil.copytree(run / STEP, newer)
     torch.save({"iteration": 12}, newer / "common.pt")
+    (run / "latest_checkpointed_iteration.txt").unlink()
     found = ckptkit.inspect(run)
     assert (found.path, found.step) == (str(newer), 12)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.formats.discovery import FileGroup, group_files
+from ckptkit.formats.registry import FileGroup, group_files
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 SAVED = "peft_checkpointer/checkpoint/checkpoint-2"
