@@ -180,6 +180,9 @@ class MergeOptions(TypedDict, total=False):
         allow_other_base: Whether a base that is proven to be another is taken all the same.
         names: "auto", the default, refuses what would not load as the model of the configuration;
             "live" compares nothing.
+        map: The name map that converts the names of the base, see `Options`.
+        model_config: A model folder with configuration and tokenizer, where neither the adapter
+            nor the base has them; a base with the names of Megatron-Core needs one.
         select: Which model to take where there are several.
         also: Further directories that hold files of the same checkpoint, see `Options`.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
@@ -205,6 +208,8 @@ class MergeOptions(TypedDict, total=False):
     allow_untrained: bool
     allow_other_base: bool
     names: MergeNames
+    map: PathLike
+    model_config: PathLike | None
     select: str | None
     also: Sequence[PathLike]
     max_shard_size: int | str
@@ -251,7 +256,7 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
     merged = run_merge(
         list_choices(sources.first, first, options.get("adapters", ()), further),
         values["out"],
-        MergeRequest.from_options(options),
+        MergeRequest.from_options(values),
         base=values["base"],
         overwrite=options.get("overwrite", False),
         resources=resources,

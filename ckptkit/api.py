@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -120,6 +121,8 @@ def open(  # noqa: A001
     *,
     select: str | None = None,
     also: Sequence[PathLike] = (),
+    map: PathLike = "none",  # noqa: A002
+    base: PathLike | None = None,
     src_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Opens the checkpoint at or under a path, for reading single tensors.
@@ -128,6 +131,9 @@ def open(  # noqa: A001
         path: Any path in or above a checkpoint; of a run, the newest complete step is taken.
         select: Which model to take where there are several.
         also: Further directories that hold files of the same checkpoint, see `Options`.
+        map: The name map that converts the names of another framework, see `Options`; "none", the
+            default, keeps names as they are stored. A tensor is converted when it is read.
+        base: A model folder with the configuration, if the checkpoint has none.
         src_options: Options of the storage, see `Options`.
 
     Returns:
@@ -140,7 +146,13 @@ def open(  # noqa: A001
     from ckptkit.conversion.source.read import Checkpoint
 
     sources = Sources(path, src_options)
-    return Checkpoint(sources.first, select=select, also=sources.further(also))
+    return Checkpoint(
+        sources.first,
+        select=select,
+        also=sources.further(also),
+        choice=os.fspath(map),
+        base=sources.optional(base),
+    )
 
 
 @check_arguments
@@ -250,10 +262,21 @@ def diff(
     a: PathLike,
     b: PathLike,
     *,
+    map: PathLike = "auto",  # noqa: A002
+    base: PathLike | None = None,
     src_options: Mapping[str, Any] | None = None,
     listener: Listener | None = None,
 ) -> Difference:
     """Compares the models of two checkpoints bit by bit, across formats.
+
+    Args:
+        a: The first one.
+        b: The second one.
+        map: The name map, see `Options`; it converts the names of each side that it is for.
+        base: A folder with the configuration of the model. A side without one takes this, or else
+            that of the other side.
+        src_options: Options of the storage, see `Options`.
+        listener: Receives progress events, from several threads.
 
     Returns:
         How they differ.
@@ -264,7 +287,13 @@ def diff(
     from ckptkit.conversion.diff import run_diff
 
     sources = Sources(a, src_options)
-    return run_diff(sources.first, sources.place(b), listener=listener)
+    return run_diff(
+        sources.first,
+        sources.place(b),
+        choice=os.fspath(map),
+        base=sources.optional(base),
+        listener=listener,
+    )
 
 
 @check_arguments

@@ -462,7 +462,7 @@ def select_evenly(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Ten
 
 def _join_crc32(locator: Locator, entry: TensorEntry) -> int | None:
     """Joins the checksums of a tensor's chunks, if each is a run of elements with a checksum."""
-    if entry.rounded_from is not None:
+    if entry.rounded_from is not None or entry.derivation is not None:
         return None
     whole = RangeChecksum()
     seen = set()

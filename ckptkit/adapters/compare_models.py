@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge.base_model import BaseSource, open_base, place_on_disk
+from ckptkit.adapters.merge.base_model import (
+    BaseSource,
+    NamesOfBase,
+    convert_names,
+    open_base,
+    place_on_disk,
+)
 from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.conversion.source.open import OpenedCheckpoint, is_folder, open_checkpoint
 from ckptkit.conversion.source.read import find_ties
@@ -316,7 +322,8 @@ def open_models(
     `exclude` has patterns of names that may be in one model only, or differ in shape.
     """
     after = _open_tuned(stack, tuned, select)
-    before = open_base(stack, base, None)
+    before = open_base(stack, base, None, NamesOfBase(config=after.config, option="--base"))
+    after = _convert_names(after, before.config)
     for side in (after, before):
         _refuse_quantized(list(side.entries.values()), side.config, side.opened.path)
     config = after.config or before.config
@@ -358,6 +365,17 @@ def _open_tuned(stack: ExitStack, path: PathLike, select: str | None) -> BaseSou
         folders.config(folders.choose(allow_code=False)[0]),
         is_live=True,
     )
+
+
+def _convert_names(side: BaseSource, config: Mapping[str, Any] | None) -> BaseSource:
+    """Converts the names of the trained model, if a map is for them."""
+    opened = convert_names(side.opened, "auto", side.config or config)
+    if opened is side.opened:
+        return side
+    request = ConsolidateRequest(select=opened.select)
+    entries = {e.name: e for e in select_model(opened.index, request, location=opened.path)}
+    origin = Origin(side.origin.name, opened.source, opened.index)
+    return replace(side, opened=opened, origin=origin, entries=entries, is_live=False)
 
 
 def _refuse_quantized(

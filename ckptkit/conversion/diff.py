@@ -6,20 +6,21 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ckptkit.conversion.source.open import open_checkpoint
+from ckptkit.conversion.source.adapters import read_config
+from ckptkit.conversion.source.open import open_checkpoint, read_config_in
 from ckptkit.conversion.source.read import leaf_span, same_bytes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
-from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.hub_names.known_models import determine_need
+from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
@@ -84,21 +85,40 @@ class Difference:
 
 
 class _Side:
-    """One of the two checkpoints."""
+    """One of the two checkpoints.
+
+    Attributes:
+        checkpoint: The checkpoint, with the names that are compared.
+        config: Its configuration, or None.
+        name: What its origin is called.
+    """
 
     def __init__(self, stack: ExitStack, path: PathLike, name: str) -> None:
-        checkpoint = stack.enter_context(open_checkpoint(path))
-        request = ConsolidateRequest(select=checkpoint.select)
-        entries = select_model(checkpoint.index, request, location=checkpoint.path)
-        refuse_problems(checkpoint.index, entries, checkpoint.path)
-        self.path = checkpoint.path
-        self.entries = {entry.name: entry for entry in entries}
-        self.origin = Origin(name, checkpoint.source, checkpoint.index)
-        folders = SideFolders(stack, checkpoint, None)
-        try:
-            self.config = folders.config(folders.choose(allow_code=False)[0])
-        except CkptkitError:
-            self.config = None
+        self.checkpoint = stack.enter_context(open_checkpoint(path))
+        self.name = name
+        folders = SideFolders(stack, self.checkpoint, None)
+        self.config = read_config(folders)
+
+    @cached_property
+    def origin(self) -> Origin:
+        return Origin(self.name, self.checkpoint.source, self.checkpoint.index)
+
+    @cached_property
+    def entries(self) -> dict[Fqn, TensorEntry]:
+        index, path = self.checkpoint.index, self.checkpoint.path
+        request = ConsolidateRequest(select=self.checkpoint.select)
+        entries = select_model(index, request, location=path)
+        refuse_problems(index, entries, path)
+        return {entry.name: entry for entry in entries}
+
+    def convert(self, choice: str, config: Mapping[str, Any] | None) -> None:
+        """Converts the names, if a map is for them."""
+        if choice == "none":
+            return
+        from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
+
+        self.checkpoint = convert_checkpoint(self.checkpoint, choice, config)
+        self.config = config
 
     def with_ties_of(self, other: _Side) -> dict[Fqn, TensorEntry]:
         """Returns the tensors, each tied name that only `other` writes standing for its source."""
@@ -116,14 +136,29 @@ class _Side:
         return self.entries | tied
 
 
-def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> Difference:
+def run_diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    choice: str = "auto",
+    base: PathLike | None = None,
+    listener: Listener | None = None,
+) -> Difference:
     """Compares the models of two checkpoints bit by bit, whatever their formats.
+
+    Args:
+        a: The first one.
+        b: The second one.
+        choice: The map of names, for each side that it is for.
+        base: A folder with the configuration, where neither side has one.
+        listener: Receives progress events, from several threads.
 
     Returns:
         How they differ.
     """
     with ExitStack() as stack:
         sides = _Side(stack, a, "a"), _Side(stack, b, "b")
+        note = _convert_names(sides, choice, base)
         first, second = sides[0].with_ties_of(sides[1]), sides[1].with_ties_of(sides[0])
         common = [name for name in first if name in second]
         reshaped: dict[str, tuple[str, str]] = {
@@ -142,15 +177,48 @@ def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> D
         # Names in training differ from those on disk where transformers has to be asked.
         is_renamed = any(determine_need(s.config, has_base=True).kind == "ask" for s in sides)
         return Difference(
-            a=sides[0].path,
-            b=sides[1].path,
+            a=sides[0].checkpoint.path,
+            b=sides[1].checkpoint.path,
             equal=len(alike) - len(changed),
             only_in_a=only[0],
             only_in_b=only[1],
             reshaped=reshaped,
             changed=changed,
-            note=_NAMES_DIFFER if all(only) and is_renamed else "",
+            note=note or (_NAMES_DIFFER if all(only) and is_renamed else ""),
         )
+
+
+def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | None) -> str:
+    """Gives both sides the names of Transformers, where a map is for theirs.
+
+    A side without a configuration takes that of `base`, or of the other side.
+
+    Returns:
+        Why names were kept that a map might convert; empty otherwise.
+    """
+    names = [[str(entry.name) for entry in s.checkpoint.index.of_part("model")] for s in sides]
+    wanted = ["", ""]
+    if choice == "auto":
+        wanted = [recognise_framework(listed) for listed in names]
+    elif choice != "none":
+        from ckptkit.name_maps.find import load_map
+
+        name_map = load_map(choice)
+        wanted = [name_map.source if name_map.takes_any(listed) else "" for listed in names]
+        if not any(wanted):
+            wanted[0] = name_map.source  # whose error says which rule is the nearest
+    if not any(wanted):
+        return ""
+    given = None if base is None else read_config_in(base, "--base")
+    configs = [s.config or given or t.config for s, t in (sides, sides[::-1])]
+    if choice == "auto" and configs == [None, None] and wanted[0] == wanted[1]:
+        return (
+            f"names are compared as {wanted[0]} stores them, since no configuration was found; pass"
+            " --base DIR to compare padded vocabularies, and layers stacked and apart"
+        )
+    for side, framework, config in zip(sides, wanted, configs, strict=True):
+        side.convert(choice if framework else "none", config)
+    return ""
 
 
 def _extent(entry: TensorEntry) -> str:

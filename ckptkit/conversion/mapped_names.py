@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +13,23 @@ from ckptkit.conversion.names_on_disk import (
     Specs,
     find_left_out,
     operand_of,
+    rearrange,
 )
-from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
-from ckptkit.engine.kernels import AddedOperand, OperandKernel
-from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest
+from ckptkit.engine.kernels import AddedOperand, Operand, OperandKernel, StoredOperand
+from ckptkit.engine.rearranged import ComputedOperand
+from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, find_whole
+from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.name_maps.apply import MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map
 from ckptkit.name_maps.language import NameMap
-from ckptkit.plan.plan import Product
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.plan import SOURCE, Product, TensorSpec
+from ckptkit.plan.selection import select_model
 
 _SHOWN = 3
 
@@ -40,6 +47,25 @@ class MappedModel:
     name_map: NameMap
     names: MappedNames
     live: Specs
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The map with its digest, as a manifest has it."""
+        return {f"{MAP_VERSION}{self.name_map.name}": self.name_map.digest}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user is to know of the conversion."""
+        notes = [f"names were converted by map {self.name_map.name!r}"]
+        for name, (first, count) in self.names.padding.items():
+            notes.append(f"rows {first:,} to {count - 1:,} of {quote(name)} are padding: left out")
+        by_reason: dict[str, list[Fqn]] = {}
+        for name, reason in self.names.dropped.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, left in by_reason.items():
+            more = f" and {len(left) - _SHOWN:,} more" if len(left) > _SHOWN else ""
+            notes.append(f"left out: {', '.join(map(quote, left[:_SHOWN]))}{more}: {reason}")
+        return tuple(notes)
 
     def rename(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
         """Returns the entries that become one tensor each, under the target's names.
@@ -80,18 +106,41 @@ class MappedModel:
                 product = by_name[source]
                 made.append(replace(product, spec=replace(product.spec, name=target)))
         specs = {n: (self.live[t.sources[0]][0], t.shape) for n, t in names.tensors.items()}
-        notes = [f"names were converted by map {self.name_map.name!r}"]
-        for name, (first, count) in self.names.padding.items():
-            notes.append(f"rows {first:,} to {count - 1:,} of {quote(name)} are padding: left out")
-        by_reason: dict[str, list[Fqn]] = {}
-        for name, reason in self.names.dropped.items():
-            by_reason.setdefault(reason, []).append(name)
-        for reason, left in by_reason.items():
-            more = f" and {len(left) - _SHOWN:,} more" if len(left) > _SHOWN else ""
-            notes.append(f"left out: {', '.join(map(quote, left[:_SHOWN]))}{more}: {reason}")
         rest = find_left_out(made, dropped, specs)
-        versions = {f"{MAP_VERSION}{self.name_map.name}": self.name_map.digest}
-        return NamedProducts(made, dropped, tuple(notes), versions, left_out=rest)
+        return NamedProducts(made, dropped, self.notes, self.versions, left_out=rest)
+
+    def derive(self, entries: Mapping[Fqn, TensorEntry]) -> Iterator[TensorEntry]:
+        """Yields the tensors of the target, made of those of the source; keys are their names.
+
+        Args:
+            entries: The tensors of the source, by name.
+        """
+        live = {name: shape for name, (_, shape) in self.live.items()}
+        for name, tensor in self.names.tensors.items():
+            first = entries[tensor.sources[0]]
+            whole, constant = find_whole(tensor, live), self.names.added.get(name)
+            if whole is not None and constant is None and live[whole] == tensor.shape:
+                yield replace(first, key=Key(name), name=name)
+                continue
+            stored = [StoredOperand(SOURCE, entries[s].key, first.dtype) for s in tensor.sources]
+            operand: Operand = stored[0]
+            if whole is None:
+                kernel = rearrange(tensor, stored)
+                spec = TensorSpec(name, first.dtype, tensor.shape)
+                operand = ComputedOperand(kernel, spec, kernel.reads)
+            if constant is not None:
+                operand = AddedOperand(operand, constant)
+            yield TensorEntry(
+                key=Key(name),
+                key_path=(name,),
+                name=name,
+                tree=first.tree,
+                part="model",
+                dtype=first.dtype,
+                shape=tensor.shape,
+                chunks=ChunkTable.of((), len(tensor.shape)),
+                derivation=operand,
+            )
 
     def _add(self, product: Product) -> Product:
         constant = self.names.added.get(product.spec.name)
@@ -99,6 +148,45 @@ class MappedModel:
             return product
         operand = AddedOperand(operand_of(product), constant)
         return replace(product, body=OperandKernel(operand).compute())
+
+
+def convert_checkpoint(
+    checkpoint: OpenedCheckpoint, choice: str, config: Mapping[str, Any] | None
+) -> OpenedCheckpoint:
+    """Returns a checkpoint whose model has the tensors that a map makes; nothing is read.
+
+    Its index has the tensors of the target, each made of those of the source when it is read, and
+    those of the source as tensors that belong to no model.
+
+    Args:
+        checkpoint: The checkpoint; one that no map is for is returned as it is.
+        choice: `auto`, `none`, the name of a map or a file.
+        config: The configuration of the model, or None.
+
+    Raises:
+        InputError: If a tensor of the model cannot be read whole.
+        CannotPlanError: If the map does not fit the tensors.
+        RefusedError: If there is no map for the model.
+    """
+    index, where = checkpoint.index, checkpoint.path
+    entries = select_model(index, ConsolidateRequest(select=checkpoint.select), location=where)
+    framework = recognise_framework(entry.name for entry in entries)
+    if choice == "none" or (choice == "auto" and not framework):
+        return checkpoint
+    refuse_problems(index, entries, where)
+    tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+    mapped = map_names(choice, framework, config, tensors, where=where)
+    made = mapped.derive({entry.name: entry for entry in entries})
+    sources = {entry.key: replace(entry, part="other") for entry in entries}
+    for entry in made:
+        key = entry.key if entry.key not in index.tensors else Key(f"{entry.key} by --map")
+        sources[key] = replace(entry, key=key)
+    return replace(
+        checkpoint,
+        index=replace(index, tensors={**index.tensors, **sources}),
+        notes=(*checkpoint.notes, *mapped.notes),
+        maps=mapped.versions,
+    )
 
 
 def map_names(

@@ -45,7 +45,7 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import CastKernel, first_rows, recast
 from ckptkit.engine.reader import Origin
-from ckptkit.hub_names.known_models import FRAMEWORKS
+from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import (
     ConsolidateRequest,
     IfExists,
@@ -333,12 +333,7 @@ class _Planner:
         whole = replace(self._request, select=checkpoint.select, include=(), exclude=())
         entries = select_model(checkpoint.index, whole, location=checkpoint.path)
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        found = ""
-        for framework, pattern in FRAMEWORKS.items():
-            for name in tensors:
-                if pattern.search(name):
-                    found = framework
-                    break
+        found = recognise_framework(tensors)
         if choice == "none" or self._request.names == "live" or (choice == "auto" and not found):
             return tensors, None
         from ckptkit.conversion.mapped_names import map_names  # few models need it

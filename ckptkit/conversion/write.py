@@ -193,7 +193,7 @@ def choose_settings(
         bodies = (segment.body for file in plan.files for segment in file.segments)
         entries = (entry for source in sources for entry in source.index.tensors.values())
         computes = any(isinstance(body, Compute) for body in bodies) or any(
-            entry.rounded_from is not None for entry in entries
+            entry.rounded_from is not None or entry.derivation is not None for entry in entries
         )
         if is_far and is_s3 and not computes:
             # What was fetched in addition to a block is dropped before anything is sent.

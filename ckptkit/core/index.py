@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NewType, overload
+from typing import Any, Literal, NewType, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -289,6 +289,23 @@ class Master:
     dtype: DType
 
 
+class Derivation(Protocol):
+    """How the elements of a tensor are made from those of others in the same index."""
+
+    def demands(self, span: Span) -> tuple[Any, ...]:
+        """Returns what a range of elements is made from, as `ckptkit.plan.plan.Demand`."""
+        ...
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Returns the elements of the range, one-dimensional.
+
+        Args:
+            span: The range.
+            inputs: One array for each of `demands(span)`.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a checkpoint.
@@ -305,6 +322,8 @@ class TensorEntry:
         rounded_from: Element type in the chunks where reading rounds them to `dtype`, because
             the live tensor was so rounded and is stored nowhere; None where they have `dtype`.
         master: Where the same values are unrounded, or None.
+        derivation: How it is made from other tensors of the index; it then has no chunks. None
+            where it is stored.
     """
 
     key: Key
@@ -317,6 +336,7 @@ class TensorEntry:
     chunks: ChunkTable
     rounded_from: DType | None = None
     master: Master | None = None
+    derivation: Derivation | None = None
 
     @property
     def stored_dtype(self) -> DType:

@@ -26,6 +26,7 @@ from ckptkit.engine.prefetch import (
     ByteRun,
     RangeCache,
     coalesce,
+    find_stored,
     ranges_of,
     requests,
     windows_of,
@@ -152,8 +153,10 @@ def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> ReadEstimate | 
         for name, key, span in (read for part in task.parts for read in _reads_of(part)):
             if name in far:
                 index = origins[name].index
-                lookup = ChunkLookup(index.tensors[key])
-                wanted.setdefault(name, []).extend(ranges_of(index, lookup, span, nothing_located))
+                for stored, part in find_stored(index, key, span):
+                    lookup = ChunkLookup(index.tensors[stored])
+                    read = ranges_of(index, lookup, part, nothing_located)
+                    wanted.setdefault(name, []).extend(read)
         for ranges in wanted.values():
             asked = list(requests(coalesce(ranges)))
             count += len(asked)
@@ -370,7 +373,7 @@ def _candidates(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[_Candidat
                 continue
             origin = origins[segment.body.origin]
             entry = origin.index.tensors[segment.body.key]
-            if entry.rounded_from:
+            if entry.rounded_from or entry.derivation is not None:
                 continue
             lookup = ChunkLookup(entry)
             least_elements = MIN_PART_BYTES / entry.stored_dtype.itemsize

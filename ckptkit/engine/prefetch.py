@@ -186,6 +186,16 @@ class RangeCache:
         return data[start - begin : stop - begin] if stop <= end else None
 
 
+def find_stored(index: TensorIndex, key: Key, span: Span) -> Iterator[tuple[Key, Span]]:
+    """Yields the stored tensors that a span of a tensor is read from, and the spans of them."""
+    derivation = index.tensors[key].derivation
+    if derivation is None:
+        yield key, span
+        return
+    for demand in derivation.demands(span):
+        yield from find_stored(index, demand.key, demand.place)
+
+
 def ranges_of(
     index: TensorIndex,
     lookup: ChunkLookup,

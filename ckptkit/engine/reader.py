@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.geometry import (
     Overlap,
     contiguous_parts,
@@ -30,12 +31,21 @@ from ckptkit.core.geometry import (
     row_major_strides,
     widen,
 )
-from ckptkit.core.index import Box, ChunkTable, FileRange, Key, Span, TensorEntry, TensorIndex
+from ckptkit.core.index import (
+    Box,
+    ChunkTable,
+    Derivation,
+    FileRange,
+    Key,
+    Span,
+    TensorEntry,
+    TensorIndex,
+)
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
 from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, Locator, SpanOverlap
-from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, RangeCache, ranges_of
+from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, RangeCache, find_stored, ranges_of
 from ckptkit.storage.base import Source
 
 # Large enough that Python's share of a read is small, and that a scratch buffer of many column
@@ -44,6 +54,8 @@ RUN_BYTES = 4 << 20
 # Where a column of a matrix is wanted, runs below a page are read with what is between them.
 _SHORT_RUN_BYTES = 4 << 10
 _DIRECT_READS = 8  # of `RUN_BYTES` each, that a distant source is asked for together
+# Blocks of tensors that are made from others; what they are made from takes up to twice as much.
+_DERIVED_BYTES = 2 << 20
 _LOOKUPS = 16
 _MOST_RUNS = 8  # of chunks that are smaller, several are better read with one request
 _LOCATED = 4096
@@ -161,6 +173,10 @@ class TensorReader:
 
     def fill(self, key: Key, span: Span, target: memoryview) -> None:
         """Writes the elements of `span` into `target`, which has exactly their size in bytes."""
+        entry = self._origin.index.tensors[key]
+        if entry.derivation is not None:
+            self._derive(entry, entry.derivation, span, target)
+            return
         lookup = self._lookup(key)
         itemsize = lookup.entry.dtype.itemsize
         for part in self._windows(lookup, span):
@@ -201,6 +217,8 @@ class TensorReader:
 
         Nothing is read: chunks that were not located yet count as others.
         """
+        if self._origin.index.tensors[key].derivation is not None:
+            return ()
         lookup = self._lookup(key)
         itemsize = lookup.entry.stored_dtype.itemsize
         runs: list[ByteRun] = []
@@ -239,12 +257,36 @@ class TensorReader:
             wanted: Tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a
                 part of a span is served too.
         """
-        if not self.cache.is_distant or all(self._is_prefetched(key, span) for key, span in wanted):
+        if not self.cache.is_distant:
             return
         index, located = self._origin.index, self._origin.located
+        wanted = [stored for key, span in wanted for stored in find_stored(index, key, span)]
+        if all(self._is_prefetched(key, span) for key, span in wanted):
+            return
         ranges = (ranges_of(index, self._lookup(key), span, located) for key, span in wanted)
         self.cache.fetch(part for group in ranges for part in group)
         self._prefetched = tuple(wanted)
+
+    def _derive(
+        self, entry: TensorEntry, derivation: Derivation, span: Span, target: memoryview
+    ) -> None:
+        """Makes elements from those of other tensors, block by block."""
+        itemsize = entry.dtype.itemsize
+        elements = np.frombuffer(target, byte_type(itemsize))
+        step = _DERIVED_BYTES // itemsize
+        for start in range(span.start, span.stop, step):
+            part = Span(start, min(start + step, span.stop))
+            self.prefetch([(entry.key, part)])
+            inputs = []
+            for demand in derivation.demands(part):
+                dtype = numpy_dtype(self._origin.index.tensors[demand.key].dtype)
+                values = np.empty(demand.place.stop - demand.place.start, dtype)
+                self.fill(demand.key, demand.place, values.view(np.uint8).data)
+                if demand.key in self._origin.unverified:
+                    self._origin.unverified.add(entry.key)
+                inputs.append(values)
+            made = derivation.values(part, inputs).view(byte_type(itemsize))
+            elements[part.start - span.start : part.stop - span.start] = made
 
     def _is_prefetched(self, key: Key, span: Span) -> bool:
         return any(

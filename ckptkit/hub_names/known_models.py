@@ -244,3 +244,12 @@ FRAMEWORKS = {
     "Megatron-Core": re.compile(r"(?:^|\.)decoder\.layers\..*self_attention\.linear_"),
 }
 """Frameworks with names of their own, each by a part of a name that only its models have."""
+
+
+def recognise_framework(names: Iterable[str]) -> str:
+    """Returns the framework whose names these are; empty where none is known by its names."""
+    listed = list(names)
+    for framework, pattern in FRAMEWORKS.items():
+        if any(map(pattern.search, listed)):
+            return framework
+    return ""

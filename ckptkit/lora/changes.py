@@ -14,6 +14,7 @@ in `utils/other.py`, `_add_targets_to_tie` in `tuners/lora/model.py`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -184,6 +185,8 @@ class MergeRequest:
         allow_code: Whether `*.py` files and `auto_map` entries are copied.
         names: `auto` refuses what would not load as the model of the configuration; `live`
             compares nothing.
+        map: The map that converts the names of the base; see `ckptkit.api.Options`.
+        model_config: A model folder with the configuration of the base, or None.
         report: Whether norms are measured, which reads the changed weights again.
     """
 
@@ -195,6 +198,8 @@ class MergeRequest:
     allow_other_base: bool = False
     allow_code: bool = False
     names: MergeNames = "auto"
+    map: str = "auto"
+    model_config: str | None = None
     report: bool = False
 
     @classmethod
@@ -206,6 +211,7 @@ class MergeRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
+        object.__setattr__(self, "map", os.fspath(self.map))
         check_choice("--names", self.names, get_args(MergeNames))
         if self.qlora_base is not None:
             check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))

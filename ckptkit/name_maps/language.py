@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -204,6 +204,11 @@ class NameMap:
     sizes: Mapping[str, tuple[str, ...]]
     rules: tuple[Rule, ...]
     digest: str
+
+    def takes_any(self, names: Iterable[str]) -> bool:
+        """Returns whether a rule takes one of the names."""
+        templates = [template for rule in self.rules for template in rule.sources]
+        return any(template.match(name) is not None for name in names for template in templates)
 
 
 def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMap:

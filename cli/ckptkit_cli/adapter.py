@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -211,6 +211,11 @@ def _adapter_table(
         READ,
         "Accept a base that is proven to differ from the one trained on.",
     ),
+    replace(
+        options.MODEL_CONFIG,
+        help="Model folder with configuration and tokenizer, if neither the adapter nor --base has"
+        " them; a base of Megatron needs one.",
+    ),
     *options.ADAPTER_HINTS,
     options.MAX_SHARD_SIZE,
     options.ALLOW_CODE,
@@ -241,6 +246,7 @@ def _adapter_table(
         parse=lambda text: choose_dtype(text, get_args(DTypeChoice)),
     ),
     options.COMPARED_NAMES,
+    replace(options.MAP, help="Name map that converts the names of --base, as for `consolidate`."),
     options.MEMORY_BUDGET,
     options.MEMORY_LIMIT,
     options.WORKERS,

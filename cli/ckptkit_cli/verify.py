@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._command import Argument, command
-from ckptkit_cli._options import ALSO, JSON, QUIET, SELECT, SRC_OPTION
+from ckptkit_cli._options import ALSO, BASE, JSON, MAP, QUIET, SELECT, SRC_OPTION
 from ckptkit_cli._output import Output, counted, escaped, exit_unless, first_of, wrapped
 from ckptkit_cli._progress import Progress
 
@@ -83,21 +84,42 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
 @command(
     Argument("a", "A", "A checkpoint, or a folder that contains one."),
     Argument("b", "B", "Another one, of any format."),
+    replace(
+        BASE,
+        help="Folder with the config.json of the model. A side without one takes this, or else that"
+        " of the other side.",
+    ),
+    MAP,
     SRC_OPTION,
     JSON,
 )
-def diff(output: Output, a: str, b: str, src_option: Mapping[str, Any]) -> None:
+def diff(
+    output: Output,
+    a: str,
+    b: str,
+    base: str | None,
+    map: str,  # noqa: A002
+    src_option: Mapping[str, Any],
+) -> None:
     """Compare two models bit by bit.
 
         ckptkit diff runs/llama/checkpoint-500 models/llama
+        ckptkit diff runs/megatron/iter_0001000 models/llama
 
-    Tensors are compared by name, whatever the two formats. Exits with 6 if the models differ.
+    Tensors are compared by name, whatever the two formats; --map converts the names of each side
+    that it is for. Exits with 6 if the models differ.
     """
     from ckptkit.conversion.diff import run_diff
 
     with Progress(output, "diff") as progress:
         sources = Sources(a, src_option)
-        difference = run_diff(sources.first, sources.place(b), listener=progress.listen)
+        difference = run_diff(
+            sources.first,
+            sources.place(b),
+            choice=map,
+            base=sources.optional(base),
+            listener=progress.listen,
+        )
     output.document(difference.to_json())
     output.lines(_diff_page(output, difference))
     exit_unless(difference.same)

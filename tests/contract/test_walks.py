@@ -24,7 +24,7 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (86, 708, 130),
+    "consolidate": (86, 709, 130),
     "adapter merge": (102, 873, 180),
     "save": (34, 221, 49),
     "push": (43, 248, 40),

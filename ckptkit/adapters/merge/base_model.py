@@ -20,11 +20,17 @@ from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.source.open import OpenedCheckpoint, is_anything, is_folder, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
-from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError, RefusedError
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    CkptkitError,
+    NotACheckpointError,
+    RefusedError,
+)
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, find_whole
+from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.layers import build_table
@@ -83,7 +89,29 @@ class Alignment:
     versions: Mapping[str, str] | None = None
 
 
-def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> BaseSource:
+@dataclass(frozen=True, slots=True)
+class NamesOfBase:
+    """How the names of a base are converted.
+
+    Attributes:
+        map: The map; see `ckptkit.api.Options`.
+        model_config: A model folder with the configuration that the base lacks, or None.
+        config: That of another model, if there is none.
+        option: The option that names a folder with one, for messages.
+    """
+
+    map: str = "auto"
+    model_config: PathLike | None = None
+    config: Mapping[str, Any] | None = None
+    option: str = "--model-config"
+
+
+def open_base(
+    stack: ExitStack,
+    path: PathLike,
+    limit_bytes: int | None,
+    names: NamesOfBase = NamesOfBase(),
+) -> BaseSource:
     """Opens a model folder, or any other checkpoint that holds a whole model."""
     if not is_anything(path):
         raise NotACheckpointError(
@@ -93,16 +121,15 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             " or a URL such as hf://org/name",
         )
     try:
-        checkpoint = None
-        if is_folder(path):  # `from_pretrained` has no other weights to choose here
-            place = place_of(path)
-            folder = stack.enter_context(open_source(place))
-            index = read_pretrained_index(folder)
-            if index is not None:
-                source = OverlaySource([folder])
-                checkpoint = OpenedCheckpoint(place, source, "", (), index, None, ())
-        if checkpoint is None:
-            checkpoint = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
+        checkpoint = _open_weights(stack, path, limit_bytes)
+        folders = SideFolders(stack, checkpoint, names.model_config)
+        side, _ = folders.choose(allow_code=False)
+        config = folders.config(side)
+        try:
+            checkpoint = convert_names(checkpoint, names.map, config or names.config)
+        except CkptkitError as error:
+            hint = error.hint.replace("--base", names.option)
+            raise type(error)(error.message, where=f"--base {error.where}", hint=hint) from error
         request = ConsolidateRequest(select=checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
     except AmbiguousSourceError as error:
@@ -114,16 +141,36 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
         ) from error
     refuse_problems(checkpoint.index, entries, checkpoint.path)
     plain = _name_plainly(entries, checkpoint.path)
-    folders = SideFolders(stack, checkpoint, None)
-    side, _ = folders.choose(allow_code=False)
     return BaseSource(
         checkpoint,
         Origin(BASE, checkpoint.source, checkpoint.index),
         plain,
-        folders.config(side),
+        config,
         is_live=False,
         home=next((file.origin for file in side if file.name == CONFIG), ""),
     )
+
+
+def _open_weights(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> OpenedCheckpoint:
+    if is_folder(path):  # `from_pretrained` has no other weights to choose here
+        place = place_of(path)
+        folder = stack.enter_context(open_source(place))
+        index = read_pretrained_index(folder)
+        if index is not None:
+            return OpenedCheckpoint(place, OverlaySource([folder]), "", (), index, None, ())
+    return stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
+
+
+def convert_names(
+    checkpoint: OpenedCheckpoint, choice: str, config: Mapping[str, Any] | None
+) -> OpenedCheckpoint:
+    """Converts the names of a model, if a map is for them; see `convert_checkpoint`."""
+    is_foreign = choice != "auto" or recognise_framework(checkpoint.index.tensors)
+    if choice == "none" or not is_foreign:
+        return checkpoint
+    from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
+
+    return convert_checkpoint(checkpoint, choice, config)
 
 
 def _name_plainly(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:

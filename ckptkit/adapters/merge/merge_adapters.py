@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from ckptkit.adapters.merge.base_model import open_base
+from ckptkit.adapters.merge.base_model import NamesOfBase, open_base
 from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
@@ -178,7 +178,10 @@ def prepare_merge(
                 )
             seen.add(identity)
         limit = resources.memory_limit_bytes
-        given = None if base is None else open_base(stack, base, limit)
+        given = None
+        if base is not None:
+            names = NamesOfBase(request.map, request.model_config)
+            given = open_base(stack, base, limit, names)
         preparation = MergePreparation(stack, opened, given, request, resources)
         prepared, layers = preparation.run(out)
         yield PlannedMerge(prepared, layers)

@@ -201,6 +201,8 @@ class MergePreparation:
         )
         config = self._write_config(config, products, changes, shapes, ties)
         self._notes += [*alignment.notes, *self._checks.notes(quantized)]
+        if self._base.opened.maps:
+            self._notes += self._base.opened.notes
         comparison = self._compare_names(products, config)
         names = {live: tensor.name for live, tensor in by_live.items()}
         dropped = {names.get(t, t): names.get(s, s) for t, s in ties.dropped.items()}
@@ -377,7 +379,7 @@ class MergePreparation:
             kind="model",
             options=self._request.changed(),
             facts=collect_source_facts(self._adapters, self._base, quantized.facts),
-            versions=dict(alignment.versions or {}),
+            versions={**self._base.opened.maps, **(alignment.versions or {})},
         )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class OpenedCheckpoint:
         notes: What was ignored, and why.
         manifest: The manifest of a step that ckptkit saved, else None.
         paths: All files of the source, relative to its root.
+        maps: The map that converted the names of the model, if there is one, with its digest.
     """
 
     location: str
@@ -106,6 +107,7 @@ class OpenedCheckpoint:
     notes: tuple[str, ...]
     manifest: Manifest | None = None
     paths: Sequence[str] = ()
+    maps: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -164,20 +166,7 @@ def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
     # Late, since it is needed with --model-config only.
     from ckptkit.conversion.naming_program import ask_parameters
 
-    with ExitStack() as stack:
-        source = open_folder(stack, folder, "--model-config")
-        where = posixpath.join(source.location, CONFIG)
-        try:
-            size = source.stat(CONFIG).size_bytes
-        except MissingFileError as error:
-            raise NotACheckpointError(
-                f"holds no {CONFIG!r}",
-                where=f"--model-config {folder}",
-                hint="name a folder as save_pretrained writes it; its weights may be missing",
-            ) from error
-        if size > MAX_JSON_BYTES:
-            raise FormatError(f"has {size:,} bytes, more than any configuration", where=where)
-        config = parse_model_config(source.read(CONFIG, 0, size), where=where)
+    config = read_config_in(folder, "--model-config")
     alone = {entry.name for entry in index.of_part("model") if not is_flat(entry)}
     slices = {str(path[-1]): value for path, value in index.values.items() if path[:1] == SLICES}
     parameters = (
@@ -188,6 +177,29 @@ def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
     lengths = {str(entry.name): entry.elements for entry in flat}
     vectors = compute_vectors(missing, lengths, index.run.world_size or 1, slices)
     return unflatten(index, flat, vectors, f"--model-config {folder}")
+
+
+def read_config_in(folder: PathLike, option: str) -> dict[str, Any]:
+    """Returns the `config.json` of a folder.
+
+    Args:
+        folder: The folder.
+        option: The option that names it, for messages.
+    """
+    with ExitStack() as stack:
+        source = open_folder(stack, folder, option)
+        where = posixpath.join(source.location, CONFIG)
+        try:
+            size = source.stat(CONFIG).size_bytes
+        except MissingFileError as error:
+            raise NotACheckpointError(
+                f"holds no {CONFIG!r}",
+                where=f"{option} {folder}",
+                hint="name a folder as save_pretrained writes it; its weights may be missing",
+            ) from error
+        if size > MAX_JSON_BYTES:
+            raise FormatError(f"has {size:,} bytes, more than any configuration", where=where)
+        return parse_model_config(source.read(CONFIG, 0, size), where=where)
 
 
 SOURCE_IDENTITY = "identity"

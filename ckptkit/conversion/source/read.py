@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ckptkit.conversion.naming_program import ask_parameters
 from ckptkit.conversion.source.open import open_checkpoint
+from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
@@ -71,7 +72,13 @@ class Checkpoint(Closing):
     """The model of a checkpoint, read tensor by tensor. Use it as a context manager."""
 
     def __init__(
-        self, path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+        self,
+        path: PathLike,
+        *,
+        select: str | None = None,
+        also: Sequence[PathLike] = (),
+        choice: str = "none",
+        base: PathLike | None = None,
     ) -> None:
         """Finds and parses the checkpoint; no tensor data is read.
 
@@ -79,9 +86,17 @@ class Checkpoint(Closing):
             path: Any path in or above a checkpoint.
             select: The model to take where there are several.
             also: Further directories that hold files of the same checkpoint.
+            choice: The map of names.
+            base: A model folder with the configuration, if the checkpoint has none.
         """
         with ExitStack() as stack:
             self._opened = stack.enter_context(open_checkpoint(path, select=select, also=also))
+            if choice != "none":
+                from ckptkit.conversion.mapped_names import convert_checkpoint
+
+                folders = SideFolders(stack, self._opened, base)
+                config = folders.config(folders.choose(allow_code=False)[0])
+                self._opened = convert_checkpoint(self._opened, choice, config)
             request = ConsolidateRequest(select=self._opened.select)
             entries = select_model(self._opened.index, request, location=self._opened.path)
             self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
