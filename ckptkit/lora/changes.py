@@ -14,7 +14,6 @@ in `utils/other.py`, `_add_targets_to_tie` in `tuners/lora/model.py`.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -211,7 +210,7 @@ class MergeRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
-        object.__setattr__(self, "map", os.fspath(self.map))
+        object.__setattr__(self, "map", str(self.map))
         check_choice("--names", self.names, get_args(MergeNames))
         if self.qlora_base is not None:
             check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))
