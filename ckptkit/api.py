@@ -163,8 +163,21 @@ def inspect(
     also: Sequence[PathLike] = (),
     src_options: Mapping[str, Any] | None = None,
     model_config: PathLike | None = None,
+    base: PathLike | None = None,
+    map: PathLike | None = None,  # noqa: A002
 ) -> Inspection:
     """Describes the checkpoint at or under a path, reading headers only.
+
+    Args:
+        path: Any path in or above a checkpoint; of a run, the newest complete step is taken.
+        select: Which model to take where there are several.
+        also: Further directories that hold files of the same checkpoint, see `Options`.
+        src_options: Options of the storage, see `Options`.
+        model_config: A folder with the configuration of a model in flat parameters.
+        base: A model folder with the configuration, if the checkpoint has none.
+        map: The name map, see `Options`; the `map` of the result shows what becomes what. None
+            takes that of a conversion without this option; where it would be refused, the result
+            has a `map_refusal`.
 
     Returns:
         What was found.
@@ -181,6 +194,8 @@ def inspect(
         select=select,
         also=sources.further(also),
         model_config=sources.optional(model_config),
+        base=sources.optional(base),
+        choice=None if map is None else os.fspath(map),
     )
 
 

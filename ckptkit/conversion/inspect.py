@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,13 +30,19 @@ from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import TRACKER
 from ckptkit.formats.registry import FileGroup, group_files
 from ckptkit.formats.zero.reader import TAG_FILES
+from ckptkit.hub_names.known_models import recognise_framework
+from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems
+from ckptkit.plan.selection import model_trees, select_model
 from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
 from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.steps import parse_metrics
 from ckptkit.storage.places import PathLike
+
+if TYPE_CHECKING:
+    from ckptkit.conversion.map_report import MapReport
 
 _DESCRIBING = (SIDE_FOLDER, "huggingface", "context", "tokenizer")  # folders of side files
 
@@ -111,7 +117,9 @@ class Inspection:
     `adapter` is None where the one model has none. The mesh has the name and the size of each
     dimension. Ignored files are in the folder of the step, without any part of the model or of the
     optimizer. `peft` is set for adapters of every method, and `refusals` has the reason why a state
-    dict is not consolidated.
+    dict is not consolidated. `framework` is the one whose names the model has, empty for those of
+    Transformers; `map` is what a name map makes of them, and `map_refusal` the error where a
+    conversion would have none, as `--json` shows errors.
     """
 
     path: str
@@ -140,6 +148,9 @@ class Inspection:
     ignored: tuple[FileGroup, ...] = ()
     peft: PeftFinding | None = None
     refusals: Mapping[str, str] = field(default_factory=dict)
+    framework: str = ""
+    map: MapReport | None = None
+    map_refusal: Mapping[str, Any] | None = None
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
@@ -168,15 +179,28 @@ def run_inspection(
     select: str | None = None,
     also: Sequence[PathLike] = (),
     model_config: PathLike | None = None,
+    base: PathLike | None = None,
+    choice: str | None = None,
 ) -> Inspection:
-    """Describes the checkpoint at or under a path; reads headers, never tensor data."""
+    """Describes the checkpoint at or under a path; reads headers, never tensor data.
+
+    Args:
+        path: Any path in or above a checkpoint.
+        select: Which of several checkpoints or models to take.
+        also: Further directories, which hold files of the same checkpoint.
+        model_config: A folder with the configuration of the model in flat parameters.
+        base: A model folder with the configuration, if the checkpoint has none.
+        choice: The map of names. None is that of a conversion without the option, whose refusal is
+            reported; one that is named is refused as a conversion refuses it.
+    """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(
             open_checkpoint(path, select=select, also=also, model_config=model_config)
         )
-        folders = SideFolders(stack, checkpoint, None)
+        folders = SideFolders(stack, checkpoint, base)
         config = read_config(folders)
         report = _report(checkpoint, config or {}, _ties(checkpoint, config))
+        report = _add_map(report, checkpoint, config, choice)
         peft = find_peft(checkpoint, folders)
         return replace(
             report,
@@ -185,6 +209,35 @@ def run_inspection(
             peft=peft,
             refusals=_refusals(report.tensors, peft, config),
         )
+
+
+def _add_map(
+    report: Inspection,
+    checkpoint: OpenedCheckpoint,
+    config: Mapping[str, Any] | None,
+    choice: str | None,
+) -> Inspection:
+    """Adds what a map makes of the model, if one is named or the names are another framework's."""
+    is_named = choice not in {None, "none"}
+    trees = model_trees(checkpoint.index)
+    if not is_named and checkpoint.select not in trees and len(trees) != 1:
+        return report
+    request = ConsolidateRequest(select=checkpoint.select)
+    entries = select_model(checkpoint.index, request, location=checkpoint.path)
+    tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+    framework = recognise_framework(tensors)
+    report = replace(report, framework=framework)
+    if choice == "none" or not (framework or choice not in {None, "auto"}):
+        return report
+    from ckptkit.conversion.map_report import report_map  # few checkpoints need it
+
+    try:
+        found = report_map(choice or "auto", framework, config, tensors, where=checkpoint.path)
+    except CkptkitError as error:
+        if choice is not None:
+            raise
+        return replace(report, map_refusal=error.to_json())
+    return replace(report, map=found)
 
 
 def _refusals(

@@ -38,12 +38,14 @@ class MappedNames:
         dropped: The tensors of the source that are left out, with the reason.
         padding: By the name of a tensor of the source, the rows after its last that are left out as
             padding: the first of them, and the number of rows with them.
+        made_by: The rule that makes each tensor of the target.
     """
 
     tensors: Mapping[Fqn, HubTensor]
     added: Mapping[Fqn, float]
     dropped: Mapping[Fqn, str]
     padding: Mapping[Fqn, tuple[int, int]]
+    made_by: Mapping[Fqn, Rule]
 
 
 @dataclass(slots=True)
@@ -79,9 +81,10 @@ def apply_map(
     results: dict[Fqn, HubTensor] = {}
     added: dict[Fqn, float] = {}
     padding: dict[Fqn, tuple[int, int]] = {}
-    made_by: dict[str, Rule] = {}
+    made_by: dict[Fqn, Rule] = {}
     for one in taken:
-        for name, made in _run_rule(one, sizes, where):
+        for text, made in _run_rule(one, sizes, where):
+            name = Fqn(text)
             if name in made_by:
                 raise CannotPlanError(
                     f"{quote(name)} is made by {made_by[name].where} and by {one.rule.where}",
@@ -89,14 +92,14 @@ def apply_map(
                     hint="take it out of one of the rules",
                 )
             made_by[name] = one.rule
-            tensor = made.arrangement.to_tensor(Fqn(name))
+            tensor = made.arrangement.to_tensor(name)
             _check_dtypes(tensor, tensors, one.rule, adds=bool(made.added))
-            results[Fqn(name)] = tensor
+            results[name] = tensor
             if made.added:
-                added[Fqn(name)] = made.added
+                added[name] = made.added
             if made.padding is not None:
                 padding[tensor.sources[0]] = made.padding
-    return MappedNames(results, added, dropped, padding)
+    return MappedNames(results, added, dropped, padding, made_by)
 
 
 def _take_tensors(

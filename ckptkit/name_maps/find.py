@@ -10,20 +10,15 @@ from typing import Any
 
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.name_maps.language import NameMap, parse_map, read_document
+from ckptkit.name_maps.shipped import list_map_names, read_map_text
 
-_FOLDER = Path(__file__).with_name("families")
 _SUFFIX = ".toml"
-
-
-def list_map_names() -> tuple[str, ...]:
-    """Returns the names of the maps that come with ckptkit."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob(f"*{_SUFFIX}")))
 
 
 @cache
 def load_own_map(name: str) -> NameMap:
     """Returns a map that comes with ckptkit."""
-    return _parse((_FOLDER / f"{name}{_SUFFIX}").read_text(encoding="utf-8"), f"map {name}")
+    return _parse(read_map_text(name), f"map {name}")
 
 
 def load_map(choice: str) -> NameMap:

@@ -7,17 +7,32 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine, run_inspection
 from ckptkit.conversion.source.adapters import AdapterFacts, build_selection_options
 from ckptkit.core.index import Part
 from ckptkit.core.text import size_text
+from ckptkit.name_maps.shipped import list_map_names
 from ckptkit.options import matches
 from ckptkit.plan.weight_kinds import explain_lost_adapter
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._command import Option, command
-from ckptkit_cli._options import ALSO, JSON, MODEL_CONFIG, OUTPUT, SELECT, SRC, SRC_OPTION
+from ckptkit_cli._options import (
+    ALSO,
+    BASE,
+    JSON,
+    MAP,
+    MODEL_CONFIG,
+    OUTPUT,
+    SELECT,
+    SRC,
+    SRC_OPTION,
+)
 from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
+
+if TYPE_CHECKING:
+    from ckptkit.conversion.map_report import MapReport
 
 
 @command(
@@ -25,6 +40,14 @@ from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapp
     SELECT,
     ALSO,
     MODEL_CONFIG,
+    BASE,
+    replace(
+        MAP,
+        help="Show what a name map makes of each tensor, as `consolidate` would: the name of a map,"
+        f" or a TOML file. Maps are {', '.join(list_map_names())}. 'auto' finds it by the names"
+        " and the configuration, and is the default where it finds one.",
+        default=None,
+    ),
     SRC_OPTION,
     Option(
         "--tensors",
@@ -41,14 +64,17 @@ def inspect(
     select: str | None,
     also: Sequence[str],
     model_config: str | None,
+    base: str | None,
+    map: str | None,  # noqa: A002
     src_option: Mapping[str, object],
 ) -> None:
     """Show the contents of a checkpoint.
 
         ckptkit inspect runs/llama
+        ckptkit inspect runs/megatron --base Llama-3.2-1B
 
-    Tensors, how they are split over ranks, tied weights, problems, and the command to run next.
-    Only headers are read.
+    Tensors, how they are split over ranks, tied weights, problems, and the command to run next;
+    of another framework's checkpoint, what its tensors become. Only headers are read.
     """
     sources = Sources(src, src_option)
     inspection = run_inspection(
@@ -56,6 +82,8 @@ def inspect(
         select=select,
         also=sources.further(also),
         model_config=sources.optional(model_config),
+        base=sources.optional(base),
+        choice=map,
     )
     if tensors is not None:
         kept = tuple(line for line in inspection.tensors if matches(line.name, (tensors,)))
@@ -63,7 +91,7 @@ def inspect(
     if output.as_json:
         output.document(inspection.to_json())
         return
-    typed = InspectArguments(src, select, tuple(also))
+    typed = InspectArguments(src, select, tuple(also), base, map)
     output.lines(inspection_page(output, inspection, typed, pattern=tensors))
 
 
@@ -83,11 +111,15 @@ class InspectArguments:
         source: The path.
         select: What was selected there.
         also: Further directories.
+        base: A model folder with the configuration.
+        map: The name map.
     """
 
     source: str
     select: str | None = None
     also: tuple[str, ...] = ()
+    base: str | None = None
+    map: str | None = None
 
 
 def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
@@ -112,12 +144,34 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     elif inspection.format == "safetensors" and inspection.model_type:
         command = _command("verify", path, typed=typed)
         remark = "reads all data; these weights load as they are"
+    elif inspection.framework or inspection.map is not None:
+        return _of_framework(inspection, path, typed)
     else:
         refusal = next(iter(inspection.refusals.values()), "")
         live = ["--names", "live"] if refusal else []
         command = _command("consolidate", path, "OUT", *live, typed=typed)
         remark = f"writes the raw state dict, since {escaped(refusal)}" if refusal else ""
     return NextStep(command, remark)
+
+
+def _of_framework(inspection: Inspection, path: str, typed: InspectArguments) -> NextStep:
+    """Returns the command for a checkpoint with the names of another framework."""
+    words = [] if typed.map in {None, "auto"} else ["--map", str(typed.map)]
+    if typed.base is not None:
+        words = ["--base", typed.base, *words]
+    refusal = inspection.map_refusal
+    if inspection.model_type is None and typed.base is None and typed.map != "none":
+        return NextStep(
+            _command("consolidate", path, "OUT", "--base", "DIR", *words, typed=typed),
+            "DIR is a folder with the config.json of the model, whose sizes the conversion of"
+            f" {inspection.framework}'s names needs; `ckptkit inspect --base DIR` shows what"
+            " becomes what",
+        )
+    remark = ""
+    if refusal is not None:
+        remark = f"is refused: {refusal['where']}: {refusal['message']}; {refusal['hint']}"
+    command = _command("consolidate", path, "OUT", *words, typed=typed)
+    return NextStep(command, escaped(remark))
 
 
 def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> NextStep:
@@ -180,7 +234,7 @@ def inspection_page(
     """
     page = _Page(output, inspection)
     yield output.styled(escaped(inspection.path), "bold")
-    yield from page.facts()
+    yield from page.facts(typed)
     if pattern is not None:
         yield from page.matches(pattern)
         return
@@ -189,6 +243,8 @@ def inspection_page(
     yield from page.ties()
     yield from page.problems()
     yield from page.notes()
+    if inspection.map is not None and typed.map is not None:
+        yield from page.rules(inspection.map)
     yield from page.largest()
     yield from page.heading("Next")
     step = next_step(inspection, typed)
@@ -210,7 +266,7 @@ class _Page:
         yield ""
         yield self._output.styled(text, "bold")
 
-    def facts(self) -> Iterator[str]:
+    def facts(self, typed: InspectArguments) -> Iterator[str]:
         inspection, metrics = self._inspection, self._inspection.metrics
         size = f"{counted(inspection.files, 'file')}, {size_text(inspection.size_bytes)}"
         model = escaped(inspection.model_type or "")
@@ -235,6 +291,7 @@ class _Page:
             escaped(", ".join(f"{axis.name} {axis.size:,}".strip() for axis in inspection.mesh)),
         )
         yield from self._fact("model", model)
+        yield from self._fact("names", escaped(self._names(listed=typed.map is not None)))
         if inspection.peft is not None and not inspection.peft.is_of_lora:
             yield from self._fact("adapter", inspection.peft.title)
         yield from self._fact("on disk", size)
@@ -249,6 +306,16 @@ class _Page:
         if inspection.problems:
             text = counted(len(inspection.problems), "problem")
             yield from self._fact("state", self._output.styled(text, "red"))
+
+    def _names(self, *, listed: bool) -> str:
+        """Returns which framework's names these are, and what becomes of them."""
+        framework, found = self._inspection.framework, self._inspection.map
+        if found is None:
+            return f"those of {framework}" if framework else ""
+        taken = counted(sum(len(rule.sources) for rule in found.rules), "tensor")
+        made = sum(len(rule.targets) for rule in found.rules)
+        text = f"those of {found.source}; map {found.name} makes {made:,} of {taken}"
+        return text if listed else f"{text} (--map auto shows how)"
 
     def _fact(self, label: str, text: str) -> list[str]:
         if not text:
@@ -325,6 +392,25 @@ class _Page:
             yield from self.heading("Notes")
             yield from self.prose([escaped(note) for note in self._inspection.notes])
 
+    def rules(self, report: MapReport) -> Iterator[str]:
+        """Shows what each rule of a name map takes and makes."""
+        title = f"Map {report.name}: {report.source} to {report.target}"
+        yield from self.heading(escaped(title))
+        for rule in report.rules:
+            for line in _fold_shapes(rule.sources):
+                yield from wrapped(escaped(line), width=self._width, rest="      ")
+            made = _fold_shapes(rule.targets)
+            if rule.left_out:
+                made = [f"left out: {rule.left_out}"]
+            for line in made:
+                text = escaped(line)
+                yield from wrapped(text, width=self._width, first="    -> ", rest="       ")
+            padding = dict.fromkeys((rule.padding or {}).values())
+            remarks = [f"rows {first:,} to {count - 1:,} are padding" for first, count in padding]
+            for line in filter(None, ["; ".join([*rule.steps, *remarks])]):
+                text = self._output.styled(escaped(line), "dim")
+                yield from wrapped(text, width=self._width, first="       ", rest="       ")
+
     def largest(self) -> Iterator[str]:
         lines = self._inspection.tensors
         part = next((part for part in _PARTS if any(line.part == part for line in lines)), None)
@@ -387,3 +473,25 @@ def _ranks(sizes: Sequence[int]) -> str:
         return f"written per rank: {each}"
     low, middle, high = (size_text(int(f(sizes))) for f in (min, median, max))
     return f"{len(sizes):,} ranks wrote {low} to {high} each, half of them at most {middle}"
+
+
+def _fold_shapes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Returns names and shapes, folded: numbers as ranges, siblings as alternatives."""
+    from ckptkit.conversion.map_report import fold_names  # imported already where there is a map
+
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name, shape in shapes.items():
+        by_shape.setdefault(shape, []).append(name)
+    folded = [(n, list(shape)) for shape, names in by_shape.items() for n in fold_names(names)]
+    merged: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for name, size in folded:
+        before, _, last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
+        rest = name[len(before) + len(last) + bool(before) :]
+        merged.setdefault((before, rest), []).append((last, str(size)))
+    lines = []
+    for (before, rest), siblings in merged.items():
+        lasts, sizes = [last for last, _ in siblings], [text for _, text in siblings]
+        last = lasts[0] if len(lasts) == 1 else f"({'|'.join(lasts)})"
+        listed = sizes[0] if len(set(sizes)) == 1 else ", ".join(sizes)
+        lines.append(f"{before}{'.' if before else ''}{last}{rest}  {listed}")
+    return lines

@@ -24,8 +24,8 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (86, 709, 130),
-    "adapter merge": (102, 873, 180),
+    "consolidate": (86, 712, 131),
+    "adapter merge": (102, 878, 181),
     "save": (34, 221, 49),
     "push": (43, 248, 40),
 }

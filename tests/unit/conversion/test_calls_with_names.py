@@ -49,7 +49,7 @@ ALLOWED = {
     ("ckptkit/conversion/naming_program", "_library", ".glob"): CONSTANT,
     ("ckptkit/conversion/names_on_disk", "Converter._start", "subprocess.Popen"): PROGRAM,
     ("ckptkit/conversion/naming_program", "NamingProgram.ask", "subprocess.Popen"): PROGRAM,
-    ("ckptkit/name_maps/find", "list_map_names", "_FOLDER.glob"): CONSTANT,
+    ("ckptkit/name_maps/shipped", "list_map_names", "_FOLDER.glob"): CONSTANT,
     ("ckptkit/options", "matches", "fnmatchcase"): GIVEN,
     ("ckptkit/plan/side_files", "_fits", "fnmatchcase"): GIVEN,
     ("ckptkit/storage/remote/store", "read_hub_range", "filesystem.open"): EXACT,

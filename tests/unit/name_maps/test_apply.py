@@ -15,8 +15,9 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import Fqn
 from ckptkit.name_maps.apply import MappedNames, apply_map
-from ckptkit.name_maps.find import list_map_names, load_own_map
+from ckptkit.name_maps.find import load_own_map
 from ckptkit.name_maps.language import NameMap, invert, parse_map
+from ckptkit.name_maps.shipped import list_map_names
 
 FLOAT = dtype_named("float32")
 HEAD = 'name = "own"\nsource = "A"\ntarget = "B"\n'
