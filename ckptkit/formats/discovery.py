@@ -54,10 +54,14 @@ def _is_primary(candidate: Candidate) -> bool:
     return is_certain(candidate) and candidate.format not in _SECONDARY
 
 
+def _main_path(candidate: Candidate) -> str:
+    """Returns a candidate's index, or its first file."""
+    files = candidate.files
+    return next((path for path in files if path.endswith(".index.json")), files[0])
+
+
 def _main_file(candidate: Candidate) -> str:
-    """Returns the name of a candidate's index, or of its first file."""
-    names = [posixpath.basename(path) for path in candidate.files]
-    return next((name for name in names if name.endswith(".index.json")), names[0])
+    return posixpath.basename(_main_path(candidate))
 
 
 def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -543,7 +547,7 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, 
         is_optimizer = is_optimizer_candidate(candidate)
         label = "" if relative == _HERE else relative
         if not label or is_optimizer or folders.count(candidate.folder) > 1:
-            label = posixpath.join(label, _main_file(candidate))
+            label = posixpath.join(label, _relative(_main_path(candidate), candidate.folder))
         is_optimizer = is_optimizer or is_optimizer_folder(posixpath.basename(candidate.folder))
         units.append(CheckpointUnit(label, candidate, is_optimizer))
     return tuple(units)

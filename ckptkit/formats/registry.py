@@ -23,6 +23,7 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.formats.discovery import is_certain
+from ckptkit.formats.megatron.reader import MegatronReader
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
 from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
 from ckptkit.formats.ranks.rank_files import METADATA_PICKLE
@@ -47,6 +48,7 @@ _PARSING_FACTORS = {METADATA: 3, SNAPSHOT_METADATA: 12, METADATA_PICKLE: 12}
 READERS: tuple[CheckpointReader, ...] = (
     TorchsnapshotReader(),  # first: its files may have any name
     TorchCheckpointingReader(),
+    MegatronReader(),
     RankFilesReader(),  # before readers that would take a rank's file for a model
     ForeignReader(),  # its files are kept from the others, which would misread them
     UniversalReader(),  # before ZeRO, whose files of weights it contains
@@ -60,6 +62,7 @@ READERS: tuple[CheckpointReader, ...] = (
 EXPECTED: Mapping[str, str] = {
     "dcp": "'.metadata' beside '__0_0.distcp'",
     "zero": "'mp_rank_00_model_states.pt' beside '..._optim_states.pt'",
+    "megatron": "'mp_rank_00/model_optim_rng.pt'",
     "universal": "'zero/<parameter>/fp32.pt'",
     "torchsnapshot": "'.snapshot_metadata'",
     "torch-checkpointing": "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'",

@@ -315,6 +315,24 @@ FRAMEWORKS = (
         archives=("*.distcp",),
     ),
 )
+MEGATRON = (
+    FaultCase(
+        "megatron_ranks_llama_tp2_pp2",
+        "checkpoint/iter_0000007",
+        options={"map": "none"},
+        ranks=("*/model_optim_rng.pt",),
+        archives=("*/model_optim_rng.pt",),
+        stale={"mp_rank_02_000/model_optim_rng.pt": "mp_rank_01_000/model_optim_rng.pt"},
+    ),
+    FaultCase(
+        "megatron_ranks_qwen2_moe_tp2_ep2",
+        "checkpoint/iter_0000007",
+        options={"map": "none"},
+        ranks=("*/model_optim_rng.pt",),
+        archives=("*/model_optim_rng.pt",),
+        stale={"mp_rank_00_001/model_optim_rng.pt": "mp_rank_01_001/model_optim_rng.pt"},
+    ),
+)
 CASES = (
     *DCP,
     *ZERO,
@@ -325,4 +343,5 @@ CASES = (
     *TORCHSNAPSHOT,
     *TORCH_CHECKPOINTING,
     *FRAMEWORKS,
+    *MEGATRON,
 )

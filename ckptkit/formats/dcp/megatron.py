@@ -60,6 +60,7 @@ _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
 _CONTAINER = re.compile(r"(model\d*|rng_state|opt_param_scheduler|rerun_state_machine)\.(.+)")
 # Packages whose functions could be made to do harm are named one by one in TRAINING_VALUES.
 _LISTED = frozenset({*sys.stdlib_module_names, "__builtin__", "copy_reg", "numpy", "torch"})
+_STREAM = ("_io", "BytesIO")  # a state of Transformer Engine
 _FUNCTIONS = ("torch.nn.functional", "torch._C._nn", "torch.nn.init")
 
 
@@ -72,10 +73,12 @@ class _InertNames(dict[tuple[str, str], object]):
         module, name = key
         if module in _FUNCTIONS:
             return Global(module, name)
+        if key == _STREAM:
+            return inert_value(module, name)
         return default if module.partition(".")[0] in _LISTED else inert_value(module, name)
 
 
-_ALLOWED = _InertNames(TRAINING_VALUES)
+ALLOWED_IN_STATES = _InertNames(TRAINING_VALUES)
 
 
 def split_key(key: str) -> KeyPath:
@@ -113,20 +116,30 @@ def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
     if size_bytes > _MAX_BYTES:
         raise LimitError(f"has {size_bytes:,} bytes, at most {_MAX_BYTES:,} are read", where=where)
     pickle = open_archive(read, size_bytes, where=where).pickle()
-    root = parse_pickle(pickle, _ALLOWED, where=where, persistent=storage_ref)
+    root = parse_pickle(pickle, ALLOWED_IN_STATES, where=where, persistent=storage_ref)
     if not isinstance(root, dict):
         raise FormatError("holds no dictionary", where=where)
-    args = root.get("args")
-    fields = args.state if isinstance(args, InertObject) else args
-    fields = fields if isinstance(fields, dict) else {}
+    return read_common(root)
+
+
+def read_common(root: Mapping[Any, Any]) -> CommonState:
+    """Returns what the common state, or the state of one rank, says of the run."""
+    fields = find_arguments(root)
     step, world_size = root.get("iteration"), fields.get("world_size")
     sizes = {kind: fields.get(name) for kind, name in _SIZES.items()}
     return CommonState(
         step=step if is_count(step, _MAX_STEP) else None,
-        sizes={kind: size for kind, size in sizes.items() if _is_size(size)},
-        world_size=world_size if _is_size(world_size) else None,
+        sizes={kind: size for kind, size in sizes.items() if is_size(size)},
+        world_size=world_size if is_size(world_size) else None,
         framework="slime" if _SLIME.match(str(fields.get("rollout_function_path"))) else "",
     )
+
+
+def find_arguments(root: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Returns the arguments of the training in a state; empty without them."""
+    args = root.get("args")
+    fields = args.state if isinstance(args, InertObject) else args
+    return fields if isinstance(fields, dict) else {}
 
 
 def read_kind(source: Source, path: str, *, is_megatron: bool) -> str | None:
@@ -244,5 +257,6 @@ def _digest(source: Source, path: str) -> str:
     return digest.hexdigest()
 
 
-def _is_size(value: object) -> TypeGuard[int]:
+def is_size(value: object) -> TypeGuard[int]:
+    """Returns whether a value can be a number of ranks, or of parts of a model."""
     return is_count(value, _MAX_SIZE) and value != 0

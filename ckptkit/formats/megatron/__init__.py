@@ -1,0 +1,1 @@
+"""Reader of the files that each rank of Megatron-LM wrote before `torch_dist`."""

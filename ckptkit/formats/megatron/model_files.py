@@ -1,0 +1,319 @@
+"""The files of one step, one for each rank of the model: their names, and which there have to be.
+
+A rank of tensor parallelism T, pipeline stage P and expert parallelism E writes
+`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`; the numbers of sizes that are 1 are left out. Of the
+ranks that share a name, one writes.
+
+Source: megatron/training/checkpointing.py (`get_checkpoint_name`, `generate_state_dict`,
+`save_checkpoint`), megatron/core/parallel_state.py (`RankGenerator`), Megatron-LM, Megatron-Core
+0.7 to 0.19.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
+from ckptkit.core.text import quote
+from ckptkit.formats.dcp.megatron import ALLOWED_IN_STATES, find_arguments, is_size
+from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
+from ckptkit.storage.base import Source
+
+FILE = "model_optim_rng.pt"
+_LONG = r"\d{3}|[1-9]\d{3,6}"
+_FOLDER = re.compile(rf"mp_rank_(\d{{2}}|[1-9]\d{{2,6}})(?:_({_LONG}))?(?:_({_LONG}))?")
+_MODEL = re.compile(r"model(\d{1,4})?")
+_ITERATION, _VERSION = "iteration", "checkpoint_version"
+_LEAST_VERSION = 2.0  # rows of queries, keys and values had other orders before
+_MAX_ITERATION = 10**15
+_BEFORE_CORE = "language_model"
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+_LISTED = 4
+_SHOWN = 32  # characters of a value
+
+
+def parse_folder(path: str) -> tuple[int, ...] | None:
+    """Returns the numbers in the name of a file's folder; None for files of other programs.
+
+    >>> parse_folder("iter_0000005/mp_rank_01_002/model_optim_rng.pt"), parse_folder("model.pt")
+    ((1, 2), None)
+    """
+    folder, name = posixpath.split(path)
+    match = _FOLDER.fullmatch(posixpath.basename(folder))
+    if name != FILE or match is None:
+        return None
+    return tuple(int(number) for number in match.groups() if number is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The place of a file among those of its step, by its name."""
+
+    tensor: int
+    stage: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """In how many parts a model was cut, and how.
+
+    Attributes:
+        tensor: Parts of a tensor.
+        pipeline: Stages.
+        expert: Groups of experts.
+        expert_tensor: Parts of a tensor of an expert.
+        layers: How many there are; None if unknown.
+        is_tied: Whether the last stage has a copy of the embeddings; None if unknown.
+    """
+
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    layers: int | None = None
+    is_tied: bool | None = None
+
+    @property
+    def period(self) -> int:
+        """After so many ranks of a stage, the same names come again."""
+        return math.lcm(self.tensor, self.expert_tensor * self.expert)
+
+    def positions(self) -> Iterator[Position]:
+        """Yields the positions of all files, each once."""
+        for stage in range(self.pipeline):
+            for rank in range(self.period):
+                expert = rank // self.expert_tensor % self.expert
+                yield Position(rank % self.tensor, stage, expert)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """An opened file.
+
+    Attributes:
+        position: Its place.
+        archive: The opened archive.
+        root: The dictionary in it.
+        models: The tensors of each part of the model that this stage has; more than one with
+            virtual stages.
+    """
+
+    position: Position
+    archive: TorchArchive
+    root: Mapping[Any, Any]
+    models: Sequence[Mapping[Any, Any]]
+
+    @property
+    def iteration(self) -> int | None:
+        value = self.root.get(_ITERATION)
+        return value if is_count(value, _MAX_ITERATION) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """All files of one step, with what they say of the run."""
+
+    files: Sequence[ModelFile]
+    parallelism: Parallelism
+    arguments: Mapping[str, Any]
+
+
+def open_files(table: ArchiveTable, source: Source, paths: Sequence[str], where: str) -> ModelFiles:
+    """Opens all files of a step.
+
+    Args:
+        table: The opened files.
+        source: The source of the files.
+        paths: The files.
+        where: The step, for messages.
+
+    Raises:
+        MissingFileError: If a rank's file is not there.
+        FormatError: If files are of two steps, or of runs of other sizes.
+        UnsupportedError: If the model is of Megatron-LM before Megatron-Core.
+    """
+    opened = [(path, table.open(source, path, ALLOWED_IN_STATES)) for path in paths]
+    roots = [(archive, archive.dictionary().values) for _, archive in opened]
+    arguments = find_arguments(roots[0][1])
+    _check_same_save(roots)
+    numbers = {path: parse_folder(path) or () for path in paths}
+    parallelism = _find_parallelism(arguments, list(numbers.values()), where)
+    files = [
+        ModelFile(
+            _position(numbers[path], parallelism, archive.where),
+            archive,
+            archive.dictionary().values,
+            _find_models(archive),
+        )
+        for path, archive in opened
+    ]
+    _check_positions(files, parallelism, where)
+    if len({len(file.models) for file in files}) > 1:
+        raise FormatError(
+            "files have different numbers of parts of the model", where=where, hint=MIXED_SAVES
+        )
+    return ModelFiles(files, parallelism, arguments)
+
+
+def _check_same_save(roots: Sequence[tuple[TorchArchive, Mapping[Any, Any]]]) -> None:
+    """Refuses files of two iterations, or of runs whose sizes differ."""
+    first, expected = roots[0]
+    for archive, root in roots:
+        for what in (_ITERATION, _VERSION):
+            if root.get(what) != expected.get(what):
+                raise FormatError(
+                    f"is of {what} {_shown(root.get(what))}, and"
+                    f" {posixpath.basename(posixpath.dirname(first.path))!r} of"
+                    f" {_shown(expected.get(what))}",
+                    where=archive.where,
+                    hint=TWO_SAVES,
+                )
+        mine, others = find_arguments(root), find_arguments(expected)
+        for name in (*_SIZES.values(), "expert_tensor_parallel_size", "num_layers"):
+            if mine.get(name) != others.get(name):
+                raise FormatError(
+                    f"is of a run with {name} {_shown(mine.get(name))}, and"
+                    f" {posixpath.basename(posixpath.dirname(first.path))!r} of one with"
+                    f" {_shown(others.get(name))}",
+                    where=archive.where,
+                    hint=MIXED_SAVES,
+                )
+    version = expected.get(_VERSION)
+    if isinstance(version, (int, float)) and version < _LEAST_VERSION:
+        raise UnsupportedError(
+            f"{_VERSION} {version} is not modelled, at least {_LEAST_VERSION} is",
+            where=first.where,
+            hint="load it with Megatron-LM and save it again",
+        )
+
+
+def _shown(value: object) -> str:
+    return quote(str(value)) if isinstance(value, str) else str(value)[: _LISTED * 8]
+
+
+def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
+    """Returns the state dicts `model`, or `model0`, `model1`, … of virtual stages."""
+    root = archive.dictionary().values
+    found = {}
+    for key, value in root.items():
+        match = _MODEL.fullmatch(key) if isinstance(key, str) else None
+        if match is None or not isinstance(value, dict):
+            continue
+        if _BEFORE_CORE in value:
+            raise UnsupportedError(
+                f"model has {_BEFORE_CORE!r}, as in Megatron-LM before Megatron-Core, which is not"
+                " modelled",
+                where=archive.where,
+                hint="convert it with tools/checkpoint/convert.py of Megatron-LM to a model of"
+                " Megatron-Core",
+            )
+        found[key] = value
+    is_numbered = set(found) == {f"model{n}" for n in range(len(found))}
+    if not found or (set(found) != {"model"} and not is_numbered):
+        names = ", ".join(map(repr, sorted(found))) or "none"
+        raise FormatError(
+            f"has the state dicts {names}, where 'model' or 'model0', 'model1', … was expected",
+            where=archive.where,
+            hint="a file without weights is of an interrupted save; take an earlier checkpoint",
+        )
+    return [found[key] for key in sorted(found, key=lambda key: (len(key), key))]
+
+
+def _find_parallelism(
+    arguments: Mapping[str, Any], numbers: Sequence[tuple[int, ...]], where: str
+) -> Parallelism:
+    """Returns the sizes in the arguments; without arguments, those that names show."""
+    lengths = {len(own) for own in numbers}
+    if len(lengths) > 1:
+        raise FormatError(
+            "folders 'mp_rank_…' have different counts of numbers", where=where, hint=MIXED_SAVES
+        )
+    given = {kind: arguments.get(name) for kind, name in _SIZES.items()}
+    sizes = {kind: size if is_size(size) else 1 for kind, size in given.items()}
+    if not is_size(given["tensor"]):
+        (length,) = lengths
+        if length > 1:
+            raise UnsupportedError(
+                "files without the arguments of the training do not show what the second number of"
+                " their folders counts",
+                where=where,
+                hint="give the files as Megatron-LM wrote them, with 'args'",
+            )
+        sizes["tensor"] = 1 + max(own[0] for own in numbers)
+    expert_tensor = arguments.get("expert_tensor_parallel_size")
+    layers, untied = arguments.get("num_layers"), arguments.get(_UNTIED)
+    found = Parallelism(
+        sizes["tensor"],
+        sizes["pipeline"],
+        sizes["expert"],
+        expert_tensor if is_size(expert_tensor) else sizes["tensor"],
+        layers if is_size(layers) else None,
+        None if not isinstance(untied, bool) else not untied,
+    )
+    if found.tensor % found.expert_tensor:
+        raise UnsupportedError(
+            f"experts are cut into {found.expert_tensor} parts and other tensors into"
+            f" {found.tensor}: ranks with different parts write to files of the same name",
+            where=where,
+            hint="save the run in the format 'torch_dist'",
+        )
+    return found
+
+
+_UNTIED = "untie_embeddings_and_output_weights"
+
+
+def _position(numbers: tuple[int, ...], sizes: Parallelism, where: str) -> Position:
+    kinds = ["tensor", *(["stage"] * (sizes.pipeline > 1)), *(["expert"] * (sizes.expert > 1))]
+    if len(kinds) != len(numbers):
+        raise FormatError(
+            f"folder has {len(numbers)} numbers; a run with {sizes.pipeline} pipeline stages and"
+            f" {sizes.expert} groups of experts has {len(kinds)}",
+            where=where,
+            hint=MIXED_SAVES,
+        )
+    return Position(**{"stage": 0, "expert": 0, **dict(zip(kinds, numbers, strict=True))})
+
+
+def _name(position: Position, sizes: Parallelism) -> str:
+    stage = f"_{position.stage:03d}" if sizes.pipeline > 1 else ""
+    expert = f"_{position.expert:03d}" if sizes.expert > 1 else ""
+    return f"mp_rank_{position.tensor:02d}{stage}{expert}"
+
+
+def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str) -> None:
+    """Refuses a step that lacks files, or has files of ranks that its run did not have."""
+    there = {file.position for file in files}
+    count = sizes.pipeline * sizes.period
+    # A hostile file may claim any number of ranks, so that no list of them is made.
+    expected = islice(sizes.positions(), len(files) + _LISTED)
+    missing = [_name(position, sizes) for position in expected if position not in there]
+    if missing:
+        absent = count - len(files)
+        names = ", ".join(missing[:_LISTED])
+        more = f" and {absent - _LISTED:,} more" if absent > _LISTED else ""
+        raise MissingFileError(
+            f"{len(files):,} of the files of {count:,} ranks are there; missing are {names}{more}",
+            where=where,
+            hint=COPY_BACK,
+        )
+    if len(files) > count:
+        known = set(sizes.positions())
+        stale = next(file for file in files if file.position not in known)
+        raise FormatError(
+            f"is of a rank that a run with {count} such files does not have",
+            where=stale.archive.where,
+            hint="an earlier save of a larger run left it; take it away",
+        )

@@ -1,0 +1,283 @@
+"""The reader of `--ckpt-format torch` of Megatron-LM: a file for each rank of the model.
+
+Tensors get the names that they have in `torch_dist`, with a number for each layer and each expert.
+Optimizer states are numbered on each rank, or are in the files of the distributed optimizer, and
+are left alone.
+
+Source: megatron/training/checkpointing.py (`generate_state_dict`), Megatron-LM; see the other
+modules of this folder.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.geometry import is_row_major
+from ckptkit.core.index import (
+    Box,
+    Chunk,
+    ChunkTable,
+    FileRange,
+    Key,
+    Problem,
+    RecordTable,
+    RunFacts,
+    Shape,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.core.text import quote
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp.megatron import read_common
+from ckptkit.formats.megatron.global_names import LocalTensor, collect_tensors
+from ckptkit.formats.megatron.model_files import ModelFiles, open_files, parse_folder
+from ckptkit.formats.megatron.split_axes import Cut, find_cut, has_whole_rows, is_gated
+from ckptkit.formats.parsing import TWO_SAVES
+from ckptkit.formats.pickle.torch_archives import ArchiveTable
+from ckptkit.formats.trees import classify
+from ckptkit.storage.base import Source, prefetch
+
+_COMPARED_BYTES = 256 << 20  # of replicas without comparable checksums, in all
+_WINDOW_BYTES = 8 << 20
+_LEAST_DIMENSIONS = {"columns": 2, "rows": 1, "halves of rows": 1, "whole": 0, "rows or whole": 2}
+_ROTARY = "qk_pos_emb_head_dim"
+
+
+class MegatronReader:
+    """Reads `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`."""
+
+    name = "megatron"
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Groups the files by the folder of their step."""
+        steps: dict[str, list[str]] = defaultdict(list)
+        for path in paths:
+            if parse_folder(path) is not None:
+                steps[posixpath.dirname(posixpath.dirname(path))].append(path)
+        return [
+            Candidate(
+                self.name, step, tuple(sorted(files)), f"{len(files)} folders named 'mp_rank_…'"
+            )
+            for step, files in sorted(steps.items())
+        ]
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        where = posixpath.join(source.location, candidate.folder)
+        table = ArchiveTable()
+        files = open_files(table, source, candidate.files, where)
+        tensors, ignored = collect_tensors(files, where)
+        assembly = _Assembly(source, table, files, where)
+        for name, local in sorted(tensors.items()):
+            assembly.add(name, local)
+        notes = ["optimizer states and random states were left alone"]
+        if ignored:
+            notes.append(f"objects '_extra_state' were ignored, they hold no weights: {ignored:,}")
+        return assembly.index(self.name, notes)
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """Makes the entries of tensors whose parts are in the files of ranks."""
+
+    source: Source
+    table: ArchiveTable
+    files: ModelFiles
+    where: str
+    pieces: dict[str, tuple[LocalTensor, Shape, list[Chunk]]] = field(default_factory=dict)
+    replicas: list[tuple[str, LocalTensor, LocalTensor]] = field(default_factory=list)
+
+    def add(self, name: str, tensors: Sequence[LocalTensor]) -> None:
+        """Adds a tensor.
+
+        Args:
+            name: Its name in the whole model.
+            tensors: What the ranks have of it.
+        """
+        first = tensors[0]
+        for local in tensors:
+            same = first.tensor.dtype, first.tensor.shape
+            if (local.tensor.dtype, local.tensor.shape) != same:
+                raise FormatError(
+                    f"{quote(local.name)} is {local.tensor.dtype.name}"
+                    f" {list(local.tensor.shape)} here, and {first.tensor.dtype.name}"
+                    f" {list(first.tensor.shape)} in {first.file.archive.path!r}",
+                    where=local.file.archive.where,
+                    hint=TWO_SAVES,
+                )
+        cut = self._find_cut(first)
+        by_part: dict[int, LocalTensor] = {}
+        for local in tensors:
+            kept = by_part.setdefault(0 if cut == "whole" else local.part, local)
+            if kept is not local:
+                self.replicas.append((name, kept, local))
+        shape = first.tensor.shape
+        if cut != "whole":
+            axis = 1 if cut == "columns" else 0
+            shape = (*shape[:axis], shape[axis] * first.parts, *shape[axis + 1 :])
+        chunks = [chunk for local in by_part.values() for chunk in self._chunks(local, cut, shape)]
+        self.pieces[name] = first, shape, chunks
+
+    def _find_cut(self, local: LocalTensor) -> Cut:
+        """Returns how a tensor is cut, of two ways the one that its shape shows."""
+        cut = find_cut(local.name)
+        if local.parts == 1:
+            return "whole"
+        where = local.file.archive.where
+        if cut == "rows or whole":
+            rotary = self.files.arguments.get(_ROTARY)
+            rotary = rotary if type(rotary) is int else None
+            is_whole = has_whole_rows(
+                local.name, local.neighbours, local.parts, rotary, where=where
+            )
+            cut = "whole" if is_whole else "rows"
+        if cut == "halves of rows" and not is_gated(local.name, local.neighbours, where=where):
+            cut = "rows"
+        dimensions = len(local.tensor.shape)
+        if cut is None or dimensions < _LEAST_DIMENSIONS[cut]:
+            raise UnsupportedError(
+                f"nothing shows how {quote(local.name)} with {dimensions} dimensions is cut over"
+                f" {local.parts} ranks of tensor parallelism",
+                where=where,
+                hint="save the run in the format 'torch_dist', which stores it",
+            )
+        return cut
+
+    def _chunks(self, local: LocalTensor, cut: Cut, shape: Shape) -> Iterator[Chunk]:
+        own = local.tensor.shape
+        zeros = (0,) * len(own)
+        if cut == "whole":
+            yield self._chunk(local, Box(zeros, own))
+        elif cut == "halves of rows":
+            rows = own[0] // 2
+            for half in range(2):
+                offset = half * shape[0] // 2 + local.part * rows
+                box = Box((offset, *zeros[1:]), (rows, *own[1:]))
+                yield self._chunk(local, box, first_row=half * rows)
+        else:
+            axis = 1 if cut == "columns" else 0
+            offsets = (*zeros[:axis], local.part * own[axis], *zeros[axis + 1 :])
+            yield self._chunk(local, Box(offsets, own))
+
+    def _chunk(self, local: LocalTensor, box: Box, first_row: int = 0) -> Chunk:
+        tensor, archive = local.tensor, local.file.archive
+        skipped = tensor.storage_offset + (first_row * tensor.strides[0] if first_row else 0)
+        return Chunk(
+            box,
+            self.table.record(archive, tensor),
+            byte_offset=skipped * tensor.dtype.itemsize,
+            strides=None if is_row_major(box.sizes, tensor.strides) else tensor.strides,
+            rank=archive.number,
+        )
+
+    def index(self, format_name: str, notes: Sequence[str]) -> TensorIndex:
+        memberships = classify([(name,) for name in self.pieces], where=self.where)
+        entries: dict[Key, TensorEntry] = {}
+        for (name, piece), membership in zip(self.pieces.items(), memberships, strict=True):
+            first, shape, chunks = piece
+            table = ChunkTable.of(chunks, len(shape))
+            entry = membership.entry((name,), first.tensor.dtype, shape, table)
+            entries[entry.key] = entry
+        problems, unread = self._compare()
+        more = [f"{unread:,} copies on other ranks were not compared"] if unread else []
+        return TensorIndex(
+            format=format_name,
+            files=tuple(self.table.files),
+            records=RecordTable.of(self.table.records),
+            tensors=entries,
+            run=self._facts((*notes, *more)),
+            problems=tuple(problems),
+        )
+
+    def _facts(self, notes: tuple[str, ...]) -> RunFacts:
+        common = read_common(self.files.files[0].root)
+        sizes = self.files.parallelism
+        known = {"tensor": sizes.tensor, "pipeline": sizes.pipeline, "expert": sizes.expert}
+        return RunFacts(
+            world_size=common.world_size,
+            step=common.step,
+            writer=", ".join(filter(None, [common.framework, "Megatron-LM, one file a rank"])),
+            mesh=tuple({**known, **(common.sizes or {})}.items()),
+            notes=notes,
+        )
+
+    def _compare(self) -> tuple[list[Problem], int]:
+        """Compares copies of tensors that several ranks have.
+
+        Returns:
+            The problems, and how many copies were too large to be read and have no checksum of
+            their own.
+        """
+        problems: dict[str, Problem] = {}
+        unknown = []
+        for name, kept, other in self.replicas:
+            is_equal = self._compare_checksums(kept, other)
+            if is_equal is None:
+                unknown.append((name, kept, other))
+            elif not is_equal:
+                problems.setdefault(name, _differing(name, kept, other))
+        left, unread = _COMPARED_BYTES, 0
+        wanted = []
+        for name, kept, other in sorted(unknown, key=lambda pair: _size_bytes(pair[1])):
+            left -= _size_bytes(kept)
+            if left < 0 or not (kept.tensor.row_major and other.tensor.row_major):
+                unread += 1
+            else:
+                wanted.append((name, self._range(kept), self._range(other), kept, other))
+        prefetch(self.source, [place for _, *places, _, _ in wanted for place in places])
+        for name, mine, theirs, kept, other in wanted:
+            if not self._have_equal_bytes(mine, theirs):
+                problems.setdefault(name, _differing(name, kept, other))
+        return list(problems.values()), unread
+
+    def _compare_checksums(self, kept: LocalTensor, other: LocalTensor) -> bool | None:
+        """Returns whether stored checksums show that two copies are equal; None if they do not."""
+        a, b = kept.tensor, other.tensor
+        crcs = [
+            self.table.records[self.table.record(local.file.archive, local.tensor)].crc32
+            for local in (kept, other)
+        ]
+        views = [(t.storage.size_bytes, t.storage_offset, t.strides) for t in (a, b)]
+        if None in crcs or views[0] != views[1]:
+            return None
+        if crcs[0] == crcs[1]:
+            return True
+        return False if a.storage.size_bytes == _size_bytes(kept) else None
+
+    def _range(self, local: LocalTensor) -> FileRange:
+        tensor, archive = local.tensor, local.file.archive
+        record = self.table.records[self.table.record(archive, tensor)]
+        start = record.start + tensor.storage_offset * tensor.dtype.itemsize
+        return FileRange(archive.path, start, start + _size_bytes(local))
+
+    def _have_equal_bytes(self, mine: FileRange, theirs: FileRange) -> bool:
+        return all(
+            self.source.read(
+                mine.path, mine.start + at, min(mine.start + at + _WINDOW_BYTES, mine.stop)
+            )
+            == self.source.read(
+                theirs.path, theirs.start + at, min(theirs.start + at + _WINDOW_BYTES, theirs.stop)
+            )
+            for at in range(0, mine.size_bytes, _WINDOW_BYTES)
+        )
+
+
+def _size_bytes(local: LocalTensor) -> int:
+    size = local.tensor.dtype.itemsize
+    for length in local.tensor.shape:
+        size *= length
+    return size
+
+
+def _differing(name: str, kept: LocalTensor, other: LocalTensor) -> Problem:
+    return Problem(
+        FormatError.code,
+        name,
+        f"{kept.file.archive.path!r} and {other.file.archive.path!r} hold different values of"
+        f" {quote(kept.name)}{'' if kept.name == other.name else f' and {quote(other.name)}'},"
+        " which ranks have as copies: files of two saves are in one folder, or training let them"
+        " drift apart",
+    )
