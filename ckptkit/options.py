@@ -19,7 +19,9 @@ OutputDType = Literal[DTypeChoice, "base"]
 CountLike = int | str  # as a user gives it; see `positive_number`
 DTypeLike = Any  # a name or alias, or a dtype of torch or numpy; see `choose_dtype`
 FACTOR_DTYPES = ("float32", "bfloat16", "float16")
-Layout = Literal["hf", "torch", "dcp"]
+Layout = Literal["hf", "torch", "dcp", "megatron", "torchtitan"]
+FRAMEWORKS_BY_LAYOUT = {"megatron": "Megatron-Core", "torchtitan": "torchtitan"}
+"""The framework whose names a layout has, as name maps call it."""
 NameChoice = Literal["auto", "live", "hub"]
 IfExists = Literal["error", "verify"]
 Engine = Literal["local", "ray"]
@@ -212,11 +214,26 @@ class ConsolidateRequest:
                 where=f"--map {self.map}",
                 hint="leave one of the two out",
             )
+        if self.layout in FRAMEWORKS_BY_LAYOUT:
+            self._refuse_names_of_training()
         if self.like is not None and self.layout != "hf":
             raise UsageError(
                 f"keeps the safetensors files of a model, and --to {self.layout} writes none",
                 where=f"--like {self.like}",
                 hint="leave --like out",
+            )
+
+    def _refuse_names_of_training(self) -> None:
+        wrong = {
+            "--names live": self.names == "live",
+            "--optimizer": self.optimizer,
+            "--map none": self.map == "none",
+        }
+        for option in (option for option, is_given in wrong.items() if is_given):
+            raise UsageError(
+                f"cannot be combined with --to {self.layout}, which converts the names of weights",
+                where=option,
+                hint="leave one of the two out",
             )
 
     def wants(self, name: str) -> bool:

@@ -16,6 +16,7 @@ from ckptkit.conversion.names_on_disk import (
     rearrange,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.core.errors import UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
@@ -25,10 +26,10 @@ from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.name_maps.apply import MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map
-from ckptkit.name_maps.language import NameMap
+from ckptkit.name_maps.language import NameMap, invert
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.plan import SOURCE, Product, TensorSpec
+from ckptkit.plan.plan import SOURCE, Product, StackedPart, TensorSpec
 from ckptkit.plan.selection import select_model
 
 _SHOWN = 3
@@ -209,3 +210,38 @@ def map_names(
     is_auto = choice == "auto"
     name_map = find_map(framework, config, where=where) if is_auto else load_map(choice)
     return MappedModel(name_map, apply_map(name_map, config or {}, tensors, where=where), tensors)
+
+
+def name_for_framework(
+    framework: str,
+    choice: str,
+    config: Mapping[str, Any] | None,
+    products: Sequence[Product],
+    *,
+    where: str,
+) -> tuple[NamedProducts, Mapping[Fqn, StackedPart]]:
+    """Gives tensors with the names of Transformers those of a framework.
+
+    Args:
+        framework: The framework.
+        choice: `auto` for its map of the model, else the name of one or a file.
+        config: The configuration of the model, or None.
+        products: The tensors to be written, by the names of Transformers.
+        where: The checkpoint, for messages.
+
+    Returns:
+        The tensors, stacked ones in parts, and where these parts are.
+    """
+    is_auto = choice == "auto"
+    name_map = find_map(framework, config, where=where) if is_auto else load_map(choice)
+    if name_map.source != framework:
+        raise UsageError(
+            f"has names of {name_map.source}; expected those of {framework}",
+            where=f"--map {choice}",
+            hint="name a map of the framework that --to names, or leave --map out",
+        )
+    inverse = invert(name_map)
+    specs = {product.spec.name: (product.spec.dtype, product.spec.shape) for product in products}
+    names = apply_map(inverse, config or {}, specs, where=where, in_parts=True)
+    named = MappedModel(inverse, names, specs).convert(products, {})
+    return named, names.parts

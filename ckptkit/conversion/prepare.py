@@ -31,7 +31,7 @@ from ckptkit.conversion.source.model_folders import (
     read_file_map,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
-from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
+from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties, refuse_different
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -47,6 +47,7 @@ from ckptkit.engine.kernels import CastKernel, first_rows, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import (
+    FRAMEWORKS_BY_LAYOUT,
     ConsolidateRequest,
     IfExists,
     Layout,
@@ -84,7 +85,6 @@ if TYPE_CHECKING:
     from ckptkit.conversion.mapped_names import MappedModel
 
 _LISTED = 3
-_KINDS = {"hf": "model", "torch": "torch", "dcp": "dcp"}
 _LAYOUTS = {"hf": layout_hf_weights, "torch": layout_torch_full, "dcp": layout_dcp}
 
 
@@ -244,12 +244,14 @@ class _Planner:
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         named = entries if mapped is None else mapped.rename(entries)
+        if mapped is not None:
+            refuse_different(mapped.names.same, entries, origin)
         absent: Mapping[Fqn, Fqn] = {}
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
         ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, named, origin)
         if request.layout == "dcp":
-            written = {e.name for e in entries} if mapped is None else set(mapped.names.tensors)
-            absent, note = find_absent_twins(config, written)
+            given = {e.name for e in entries} if mapped is None else set(mapped.names.tensors)
+            absent, note = find_absent_twins(config, given)
             entries = entries if mapped is not None else add_tied_names(entries, absent)
             self._notes += filter(None, [note])
         is_of_base = request.dtype == "base"  # which has the names that are written
@@ -265,14 +267,14 @@ class _Planner:
             else mapped.convert(live, ties.dropped, absent)
         )
         products = self._apply_options(names.products, config, side)
-        weights = self._lay_out(products, config, names.dropped)
+        comparison = self._compare_names(config, side, products, names)
+        weights, names = self._lay_out(products, config, names)
         config = self._config_to_write(config, products, ties)
         files = self._folders.outputs(side, config, allow_code=request.allow_code)
         if code:
             self._notes.append(
                 f"python files were left out: {', '.join(code)}; pass --allow-code to copy them"
             )
-        comparison = self._compare_names(config, side, products, names)
         states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
         self._notes += (*names.notes, *self._option_notes, *state_notes)
         plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
@@ -294,7 +296,7 @@ class _Planner:
             estimate=estimate_plan(
                 plan, settings, out, bytes_read=bytes_read, besides_bytes=names.conversion_bytes
             ),
-            kind=_KINDS[self._request.layout],
+            kind="model" if self._request.layout == "hf" else self._request.layout,
             options=changed_options(self._request),
             facts={} if self._dtypes is None else {"base": self._job.base},
             versions=names.versions,
@@ -330,6 +332,8 @@ class _Planner:
             with converted names.
         """
         checkpoint, choice = self._checkpoint, self._request.map
+        if self._request.layout in FRAMEWORKS_BY_LAYOUT:
+            choice = "auto"  # the option names the map of the output
         whole = replace(self._request, select=checkpoint.select, include=(), exclude=())
         entries = select_model(checkpoint.index, whole, location=checkpoint.path)
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
@@ -350,7 +354,7 @@ class _Planner:
         """Gives tensors the names on disk; only model folders are loaded by those."""
         request = self._request
         tensors = {**tensors, **{p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}}
-        if request.layout != "hf":
+        if request.layout in {"torch", "dcp"}:  # which training loads
             rest = find_left_out(products, ties.dropped, tensors)
             return NamedProducts(products, ties.dropped, left_out=rest)
         return name_on_disk(
@@ -414,17 +418,42 @@ class _Planner:
         self,
         products: Sequence[Product],
         config: Mapping[str, Any] | None,
-        dropped: Mapping[Fqn, Fqn],
-    ) -> list[OutputFile]:
-        """Returns the weight files; another tensor has the bytes of the `dropped` names."""
+        names: NamedProducts,
+    ) -> tuple[list[OutputFile], NamedProducts]:
+        """Returns the weight files, and the names with what converted them for these files."""
         request = self._request
+        framework = FRAMEWORKS_BY_LAYOUT.get(request.layout)
+        if framework is not None:
+            return self._lay_out_for(framework, products, config, names)
         if self._files is None:
-            return _LAYOUTS[request.layout](products, request.max_file_bytes)
-        names = {product.spec.name for product in products}
-        tied = {*dropped, *find_absent_tied_names(config, names)}
+            return _LAYOUTS[request.layout](products, request.max_file_bytes), names
+        written = {product.spec.name for product in products}
+        tied = {*names.dropped, *find_absent_tied_names(config, written)}
         files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
         self._option_notes += files.notes
-        return layout_hf_files(files.groups)
+        return layout_hf_files(files.groups), names
+
+    def _lay_out_for(
+        self,
+        framework: str,
+        products: Sequence[Product],
+        config: Mapping[str, Any] | None,
+        names: NamedProducts,
+    ) -> tuple[list[OutputFile], NamedProducts]:
+        from ckptkit.conversion.mapped_names import name_for_framework  # few outputs need it
+        from ckptkit.plan.layouts.frameworks import layout_megatron, layout_torchtitan
+
+        # Where the source has names of a framework, its own map has converted them.
+        choice, where = self._request.map, self._checkpoint.path
+        named, parts = name_for_framework(framework, choice, config, products, where=where)
+        limit = self._request.max_file_bytes
+        files = (
+            layout_megatron(named.products, parts, limit, config)
+            if self._request.layout == "megatron"
+            else layout_torchtitan(named.products, parts, limit)
+        )
+        notes, versions = (*names.notes, *named.notes), {**names.versions, **named.versions}
+        return files, replace(names, notes=notes, versions=versions)
 
     def _config_to_write(
         self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
@@ -472,7 +501,7 @@ class _Planner:
             left_out=frozenset(map(str, names.left_out)),
             where=self._checkpoint.path,
             base=self._folders.base_of_config(side),
-            is_live=self._request.layout != "hf",
+            is_live=self._request.layout in {"torch", "dcp"},
             advice=self._job.advice,
         )
         comparison, notes = plan_comparison(subject, self._program)

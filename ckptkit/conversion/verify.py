@@ -5,8 +5,10 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.read import scan
@@ -19,7 +21,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     NotACheckpointError,
 )
-from ckptkit.core.index import Problem, TensorEntry, TensorIndex
+from ckptkit.core.index import ChunkTable, Key, Problem, TensorEntry, TensorIndex
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
@@ -32,7 +34,7 @@ from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer_states import OPTIMIZER
-from ckptkit.plan.plan import SOURCE
+from ckptkit.plan.plan import SOURCE, StackedPart
 from ckptkit.runs.step_manifests import digest_problems, file_problems, step_folder
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
@@ -89,6 +91,8 @@ _FORMATS = {
     "adapter": "safetensors",
     "torch": "torch",
     "dcp": "dcp",
+    "megatron": "dcp",
+    "torchtitan": "dcp",
 }  # by kind of output
 
 
@@ -281,13 +285,35 @@ class _Output:
     def _indexes(self) -> list[TensorIndex]:
         wanted = _FORMATS.get(self._manifest.kind)
         indexes = [
-            read_index(self._source, candidate)
+            self._split_stacked(read_index(self._source, candidate))
             for candidate in recognise(sorted(self._manifest.files))
             if candidate.format in {wanted, TorchOptimizerReader.name}
         ]
         if not any(index.format == wanted for index in indexes):
             raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
         return indexes
+
+    def _split_stacked(self, index: TensorIndex) -> TensorIndex:
+        """Splits tensors that were written in parts, which the manifest lists one by one."""
+        depths = {}
+        for name in self._manifest.tensors:
+            stacked, _, numbers = name.rpartition("[")
+            depths[stacked] = numbers.count(",") + 1
+        tensors = {}
+        for key, entry in index.tensors.items():
+            chunks, depth = entry.chunks, depths.get(entry.name, 0)
+            if not depth or entry.name in self._manifest.tensors:
+                tensors[key] = entry
+                continue
+            for row, offsets in enumerate(chunks.offsets.tolist()):
+                sizes = chunks.sizes[row : row + 1]
+                own = ChunkTable(np.zeros_like(sizes), sizes, chunks.record[row : row + 1])
+                part = StackedPart(entry.name, tuple(offsets[:depth]), ()).part_name
+                shape = tuple(map(int, sizes[0]))
+                tensors[Key(part)] = replace(
+                    entry, key=Key(part), name=part, shape=shape, chunks=own
+                )
+        return replace(index, tensors=tensors)
 
     def _differences(self, indexes: Sequence[TensorIndex]) -> Iterator[Problem]:
         expected = self._manifest.tensors

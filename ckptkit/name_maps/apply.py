@@ -7,9 +7,10 @@ and no number of a capture is missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 from ckptkit.core.dtypes import DType
@@ -21,6 +22,7 @@ from ckptkit.hub_names.disk_tensors import HubTensor
 from ckptkit.name_maps.language import NameMap, Rule
 from ckptkit.name_maps.rearrangement import Made
 from ckptkit.name_maps.sizes import Sizes
+from ckptkit.plan.plan import StackedPart
 
 Numbers = tuple[tuple[str, int], ...]
 """The numbers of captures, by name."""
@@ -39,6 +41,9 @@ class MappedNames:
         padding: By the name of a tensor of the source, the rows after its last that are left out as
             padding: the first of them, and the number of rows with them.
         made_by: The rule that makes each tensor of the target.
+        parts: Where tensors are in stacked ones, if these were not to be made whole.
+        same: Further names of tensors of the source, with the name that is taken; their bytes have
+            to be the same.
     """
 
     tensors: Mapping[Fqn, HubTensor]
@@ -46,6 +51,8 @@ class MappedNames:
     dropped: Mapping[Fqn, str]
     padding: Mapping[Fqn, tuple[int, int]]
     made_by: Mapping[Fqn, Rule]
+    parts: Mapping[Fqn, StackedPart]
+    same: Mapping[Fqn, Fqn]
 
 
 @dataclass(slots=True)
@@ -58,7 +65,12 @@ class _Taken:
 
 
 def apply_map(
-    name_map: NameMap, config: Mapping[str, Any], tensors: Specs, *, where: str
+    name_map: NameMap,
+    config: Mapping[str, Any],
+    tensors: Specs,
+    *,
+    where: str,
+    in_parts: bool = False,
 ) -> MappedNames:
     """Applies a map.
 
@@ -67,6 +79,7 @@ def apply_map(
         config: The configuration of the model, for sizes.
         tensors: Element types and shapes by the names of the source.
         where: The checkpoint, for messages.
+        in_parts: Whether stacked tensors are made in parts, and optional captures stacked too.
 
     Raises:
         CannotPlanError: If a tensor is taken by no rule or by two, or a rule takes none.
@@ -76,14 +89,12 @@ def apply_map(
     text = config.get("text_config")
     inner = text if isinstance(text, dict) else {}
     sizes = Sizes(name_map.sizes, {**config, **inner}, f"map {name_map.name}")
-    taken, dropped = _take_tensors(name_map, sizes, tensors, where)
-    _check_counts(taken, sizes, where)
-    results: dict[Fqn, HubTensor] = {}
-    added: dict[Fqn, float] = {}
-    padding: dict[Fqn, tuple[int, int]] = {}
+    taken, dropped, same = _take_tensors(name_map, sizes, tensors, where)
+    absent = _find_stacked(name_map, taken, sizes) if in_parts else frozenset[str]()
+    made: dict[Fqn, tuple[StackedPart, Made, HubTensor]] = {}
     made_by: dict[Fqn, Rule] = {}
     for one in taken:
-        for text, made in _run_rule(one, sizes, where):
+        for text, members in _run_rule(one, sizes, where, absent):
             name = Fqn(text)
             if name in made_by:
                 raise CannotPlanError(
@@ -92,26 +103,84 @@ def apply_map(
                     hint="take it out of one of the rules",
                 )
             made_by[name] = one.rule
-            tensor = made.arrangement.to_tensor(name)
-            _check_dtypes(tensor, tensors, one.rule, adds=bool(made.added))
-            results[name] = tensor
-            if made.added:
-                added[name] = made.added
-            if made.padding is not None:
-                padding[tensor.sources[0]] = made.padding
-    return MappedNames(results, added, dropped, padding, made_by)
+            for part, member in _split_or_stack(name, members, in_parts=in_parts):
+                made[part.part_name] = part, member, _to_tensor(part, member, tensors, one.rule)
+    return MappedNames(
+        tensors={name: tensor for name, (_, _, tensor) in made.items()},
+        added={name: member.added for name, (_, member, _) in made.items() if member.added},
+        dropped=dropped,
+        padding={t.sources[0]: m.padding for _, m, t in made.values() if m.padding is not None},
+        made_by=made_by,
+        parts={name: part for name, (part, _, _) in made.items() if part.index},
+        same=same,
+    )
+
+
+def _to_tensor(part: StackedPart, made: Made, tensors: Specs, rule: Rule) -> HubTensor:
+    tensor = made.arrangement.to_tensor(part.part_name)
+    _check_dtypes(tensor, tensors, rule, adds=bool(made.added))
+    return tensor
+
+
+def _find_stacked(name_map: NameMap, taken: Sequence[_Taken], sizes: Sizes) -> frozenset[str]:
+    """Returns the optional captures of names of the target that have all numbers everywhere."""
+    used = [one for one in taken if one.sets]
+    optional = {c for one in used for template in one.rule.targets for c in template.optional}
+    counts = {
+        c: max(dict(key)[c] for one in used for key in one.sets if c in dict(key)) + 1
+        for c in optional
+    }
+    return frozenset(
+        capture
+        for capture in optional - {*name_map.unstacked}
+        if all(
+            len(numbers) == (sizes.of(capture) if sizes.has(capture) else counts[capture])
+            for one in used
+            if any(capture in template.optional for template in one.rule.targets)
+            for numbers in _group_numbers(one, capture).values()
+        )
+    )
+
+
+def _split_or_stack(
+    name: Fqn, members: Mapping[Shape, Made], *, in_parts: bool
+) -> Iterator[tuple[StackedPart, Made]]:
+    """Yields a tensor of the target, stacked or in parts of one index along each stacked axis."""
+    if not in_parts:
+        yield StackedPart(name, (), ()), _stack(members)
+        return
+    counts = tuple(max(column) + 1 for column in zip(*members, strict=True))
+    for index, made in members.items():
+        arrangement = made.arrangement
+        for _ in index:
+            arrangement = arrangement.unsqueezed(0)
+        yield StackedPart(name, index, counts), replace(made, arrangement=arrangement)
+
+
+def _stack(members: Mapping[Shape, Made]) -> Made:
+    """Stacks tensors along one axis for each number of their indices."""
+    first = next(iter(members.values()))
+    if () in members:
+        return first
+    inner: dict[int, dict[Shape, Made]] = defaultdict(dict)
+    for (number, *rest), made in members.items():
+        inner[number][tuple(rest)] = made
+    slabs = [_stack(inner[number]).arrangement.unsqueezed(0) for number in sorted(inner)]
+    return replace(first, arrangement=join(slabs, 0))
 
 
 def _take_tensors(
     name_map: NameMap, sizes: Sizes, tensors: Specs, where: str
-) -> tuple[list[_Taken], dict[Fqn, str]]:
+) -> tuple[list[_Taken], dict[Fqn, str], dict[Fqn, Fqn]]:
     """Finds the rule of every tensor.
 
     Returns:
-        What each rule takes, and the reason for each tensor that is left out.
+        What each rule takes, the reason for each tensor that is left out, and further names of
+        tensors with the one that is taken.
     """
     taken = [_Taken(rule) for rule in name_map.rules]
     dropped: dict[Fqn, str] = {}
+    same: dict[Fqn, Fqn] = {}
     for name, (_, shape) in tensors.items():
         number, numbers, position = _find_rule(name_map, name, where)
         rule = name_map.rules[number]
@@ -119,6 +188,9 @@ def _take_tensors(
             dropped[name] = rule.drop
             continue
         for key, made in _unstack(rule, numbers, name, shape, sizes):
+            if rule.in_all_forms and position in taken[number].sets[key]:
+                same[name] = taken[number].names[key][position]
+                continue
             if position in taken[number].sets[key]:
                 raise FormatError(
                     f"{_named(key)} comes from {quote(taken[number].names[key][position])} and"
@@ -128,7 +200,8 @@ def _take_tensors(
                 )
             taken[number].sets[key][position] = made
             taken[number].names[key][position] = name
-    return taken, dropped
+    _check_counts(taken, sizes, where)
+    return taken, dropped, same
 
 
 def _find_rule(
@@ -190,13 +263,17 @@ def _unstack(
         yield key, Made(arrangement)
 
 
-def _run_rule(taken: _Taken, sizes: Sizes, where: str) -> Iterator[tuple[str, Made]]:
-    """Yields what a rule makes, by name."""
+def _run_rule(
+    taken: _Taken, sizes: Sizes, where: str, left_out: Collection[str]
+) -> Iterator[tuple[str, Mapping[Shape, Made]]]:
+    """Yields what a rule makes, by name; stacked tensors by the indices of their first axes."""
     rule = taken.rule
     if not taken.sets:
         return
-    captures = rule.targets[0].captures
-    stacks: dict[str, dict[Numbers, Made]] = defaultdict(dict)
+    ordered = dict.fromkeys((*rule.targets[0].captures, *rule.sources[0].captures))
+    named = [c for c in rule.targets[0].captures if c not in left_out]
+    axes = [c for c in ordered if c not in named]
+    stacks: dict[str, dict[Shape, Made]] = defaultdict(dict)
     for key, parts in taken.sets.items():
         absent = [t.text for i, t in enumerate(rule.sources) if i not in parts]
         if absent:
@@ -219,16 +296,35 @@ def _run_rule(taken: _Taken, sizes: Sizes, where: str) -> Iterator[tuple[str, Ma
                 hint="list one name in 'to' for each tensor",
             )
         numbers = dict(key)
-        shown = {c: numbers[c] for c in captures if c in numbers}
-        rest = tuple((c, n) for c, n in key if c not in shown)
+        shown = {c: numbers[c] for c in named}
+        index = tuple(numbers[c] for c in axes)
         for template, one in zip(rule.targets, made, strict=True):
-            stacks[template.render(shown)][rest] = one
+            for form in template.forms() if rule.in_all_forms else (template,):
+                stacks[form.render(shown)][index] = one
     for name, members in stacks.items():
-        first = next(iter(members.values()))
-        if any(members):
-            slabs = [members[key].arrangement.unsqueezed(0) for key in sorted(members)]
-            first = Made(join(slabs, 0), first.added)
-        yield name, first
+        _check_stack(name, members, f"{where}, {rule.where}")
+        yield name, members
+
+
+def _check_stack(name: str, members: Mapping[Shape, Made], where: str) -> None:
+    shapes = sorted({one.arrangement.shape for one in members.values()})
+    counts = tuple(len(set(column)) for column in zip(*members, strict=True))
+    if len(shapes) > 1 or len(members) != prod(counts):
+        listed = " and ".join(str(list(shape)) for shape in shapes)
+        raise FormatError(
+            f"{quote(name)} would be stacked from {len(members):,} tensors of shape {listed};"
+            f" expected {' x '.join(map(str, counts))} of one shape",
+            where=where,
+            hint="the configuration is of another model, or a part of the model is missing",
+        )
+
+
+def _group_numbers(taken: _Taken, capture: str) -> Mapping[Numbers, set[int]]:
+    """Returns the numbers of a capture, by the numbers of the others."""
+    groups: dict[Numbers, set[int]] = defaultdict(set)
+    for key in taken.sets:
+        groups[tuple(pair for pair in key if pair[0] != capture)].add(dict(key)[capture])
+    return groups
 
 
 def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
@@ -247,13 +343,10 @@ def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
         captures = (*rule.sources[0].captures, *(rule.targets[0].captures if rule.targets else ()))
         # The innermost first: an expert that is missing in one layer is not a missing layer.
         for capture in reversed(tuple(dict.fromkeys(captures))):
-            groups: dict[Numbers, set[int]] = defaultdict(set)
-            for key in () if rule.drop else one.sets:
-                number = dict(key)[capture]
-                groups[tuple(pair for pair in key if pair[0] != capture)].add(number)
-                seen[capture].add(number)
-            for others, numbers in groups.items() if capture not in rule.partial else ():
-                _check_numbers(capture, numbers, sizes, f"{where}, {rule.where}", others)
+            for others, numbers in _group_numbers(one, capture).items():
+                seen[capture] |= numbers
+                if capture not in rule.partial:
+                    _check_numbers(capture, numbers, sizes, f"{where}, {rule.where}", others)
     for capture, numbers in seen.items():
         _check_numbers(capture, numbers, sizes, where, ())
 

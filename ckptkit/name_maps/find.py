@@ -58,7 +58,7 @@ def _parse(text: str, where: str) -> NameMap:
 
 
 def find_map(framework: str, config: Mapping[str, Any] | None, *, where: str) -> NameMap:
-    """Finds the map from a framework's names to those of Transformers.
+    """Finds the map between a framework's names and those of Transformers.
 
     Args:
         framework: The framework.
@@ -72,7 +72,8 @@ def find_map(framework: str, config: Mapping[str, Any] | None, *, where: str) ->
     fitting = [one for one in own if one.source == framework]
     if config is None:
         raise RefusedError(
-            f"the names are those of {framework}, and no configuration names the model",
+            f"names of {framework} are converted by the sizes of the model, and no configuration"
+            " has them",
             where=where,
             hint="pass the folder of the model with --base, or keep the names with --map none",
         )
@@ -82,8 +83,8 @@ def find_map(framework: str, config: Mapping[str, Any] | None, *, where: str) ->
         return of_model[0]
     known = sorted({model_type for one in fitting for model_type in one.model_types})
     raise RefusedError(
-        f"the names are those of {framework}, and no map is for the model type {kind!r}; there are"
-        f" maps for {', '.join(known)}",
+        f"no map has names of {framework} for the model type {kind!r}; there are maps for"
+        f" {', '.join(known)}",
         where=where,
         hint="write a map (see docs/name-maps.md) and pass it with --map FILE, or keep the names"
         " with --map none",

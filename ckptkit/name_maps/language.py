@@ -20,8 +20,11 @@ capture that `to` does not have is stacked. `steps` apply in between, to the ten
 numbers. In a name, `{layer?}` is a capture that may be absent together with its dot, as where
 layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule match nothing,
 `partial = "layer"` lets numbers of that capture be missing where other rules have them. `inverse =
-false` is for a further form of the source, which the inverse does not write. `drop = "reason"`
-takes tensors that are left out; only there a name may end with `*`, for any rest.
+false` is for a further form of the source, which the inverse does not write; `inverse = "all"` has
+it write the same tensor under each of the alternatives. `drop = "reason"`
+takes tensors that are left out; only there a name may end with `*`, for any rest. The inverse of a
+map leaves `{layer?}` out, and stacks, where all layers have the same tensors; `unstacked =
+["layer"]` keeps it in the names.
 """
 
 from __future__ import annotations
@@ -29,16 +32,17 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from hashlib import sha256
+from itertools import product
 from typing import Any
 
 from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.rearrangement import Step, parse_step
 
-_KEYS = ("name", "source", "target", "model_types", "extends", "sizes", "rule")
+_KEYS = ("name", "source", "target", "model_types", "extends", "unstacked", "sizes", "rule")
 _RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop")
 _MOST_BYTES = 1 << 20
 
@@ -74,6 +78,18 @@ class NameTemplate:
         if found is None:
             return None
         return {key: int(n) if n is not None else None for key, n in found.groupdict().items()}
+
+    def forms(self) -> Sequence[NameTemplate]:
+        """Returns the templates with one of each set of alternatives.
+
+        >>> [form.text for form in parse_template("layers.{layer?}.(up|w1)").forms()]
+        ['layers.{layer?}.up', 'layers.{layer?}.w1']
+        """
+        choices = [
+            token["alternatives"].split("|") if token["alternatives"] else [token[0]]
+            for token in _TOKEN.finditer(self.text)
+        ]
+        return [replace(self, text="".join(parts)) for parts in product(*choices)]
 
     def render(self, numbers: Mapping[str, int]) -> str:
         """Returns the name with these numbers, and with the first of each set of alternatives.
@@ -170,6 +186,8 @@ class Rule:
         partial: The captures whose numbers need not all be there.
         has_inverse: Whether the inverse of the map contains it; not where another rule makes the
             same tensors from another form of the source.
+        in_all_forms: Whether the inverse writes a tensor under all alternatives of its name, and
+            the source may have them all.
         drop: Why the sources are left out; empty if they are not.
     """
 
@@ -180,6 +198,7 @@ class Rule:
     is_optional: bool = False
     partial: tuple[str, ...] = ()
     has_inverse: bool = True
+    in_all_forms: bool = False
     drop: str = ""
 
 
@@ -194,6 +213,8 @@ class NameMap:
         model_types: The `model_type` of the configurations that it is for.
         sizes: Expressions by the name of a size; see `ckptkit.name_maps.sizes`.
         rules: The rules.
+        unstacked: Optional captures that stay in the names of the source when the inverse of the
+            map writes them; others are left out where all layers have the same tensors.
         digest: The start of the SHA-256 of its text and of the map that it extends, in hexadecimal.
     """
 
@@ -203,6 +224,7 @@ class NameMap:
     model_types: tuple[str, ...]
     sizes: Mapping[str, tuple[str, ...]]
     rules: tuple[Rule, ...]
+    unstacked: tuple[str, ...]
     digest: str
 
     def takes_any(self, names: Iterable[str]) -> bool:
@@ -239,6 +261,7 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         replaced = {template.text for rule in own for template in rule.sources}
         own += [r for r in parent.rules if not replaced & {t.text for t in r.sources}]
         expressions = {**parent.sizes, **expressions}
+    unstacked = document.get("unstacked", list(parent.unstacked) if parent else [])
     return NameMap(
         name=_text(document, "name", where),
         source=_text(document, "source", where, parent.source if parent else None),
@@ -246,6 +269,7 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         model_types=tuple(_texts(document.get("model_types", []), f"{where}, model_types")),
         sizes=expressions,
         rules=tuple(own),
+        unstacked=tuple(_texts(unstacked, f"{where}, unstacked")),
         digest=sha256((text + (parent.digest if parent else "")).encode()).hexdigest()[:16],
     )
 
@@ -290,7 +314,11 @@ def _parse_rule(rule: Any, where: str) -> Rule:
                 where=where,
                 hint="the names of one side of a rule stand for one set of tensors each",
             )
-    steps = rule.get("steps", [])
+    steps, inverse = rule.get("steps", []), rule.get("inverse", True)
+    if inverse not in (True, False, "all"):
+        raise UsageError(
+            f"'inverse' is {inverse!r}", where=where, hint='write true, false or "all"'
+        )
     if not isinstance(steps, list) or not isinstance(drop, str):
         raise UsageError("'steps' is a list of tables, 'drop' a text", where=where)
     return Rule(
@@ -300,7 +328,8 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         steps=tuple(parse_step(step, f"{where}, step {n}") for n, step in enumerate(steps, 1)),
         is_optional=rule.get("optional", False) is True,
         partial=tuple(_texts(rule.get("partial", []), where)),
-        has_inverse=rule.get("inverse", True) is True,
+        has_inverse=inverse is not False,
+        in_all_forms=inverse == "all",
         drop=drop,
     )
 
@@ -344,6 +373,7 @@ def invert(map_: NameMap) -> NameMap:
             steps=tuple(step.inverse() for step in reversed(rule.steps)),
             is_optional=rule.is_optional,
             partial=rule.partial,
+            in_all_forms=rule.in_all_forms,
         )
         for rule in map_.rules
         if rule.has_inverse and not rule.drop
@@ -355,5 +385,6 @@ def invert(map_: NameMap) -> NameMap:
         model_types=map_.model_types,
         sizes=map_.sizes,
         rules=rules,
+        unstacked=map_.unstacked,
         digest=map_.digest,
     )

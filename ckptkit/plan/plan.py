@@ -192,6 +192,28 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedPart:
+    """Where a product is in a larger tensor, whose first axes count layers or experts.
+
+    Attributes:
+        name: The larger tensor.
+        index: The index of the product along each of these axes; it has one index along them.
+        counts: The sizes of these axes.
+    """
+
+    name: Fqn
+    index: Shape
+    counts: Shape
+
+    @property
+    def part_name(self) -> Fqn:
+        """The name of the product, such as `decoder.layers.mlp.linear_fc2.weight[3]`."""
+        if not self.index:
+            return self.name
+        return Fqn(f"{self.name}[{','.join(map(str, self.index))}]")
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """A byte range `[start, stop)` of an output file; `spec` is set for tensors."""
 

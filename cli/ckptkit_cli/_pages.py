@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -116,10 +117,20 @@ def proof_lines(output: Output, manifest: Manifest, copied_by_store: int = 0) ->
         yield output.styled(text, "yellow")
 
 
+_STARTS = {
+    "megatron": "pretrain_gpt.py --load",
+    "torchtitan": "torchtitan.train --checkpoint.initial_load_path",
+}
+"""The commands of other frameworks that start from an output, by its kind."""
+
+
 def loading_line(done: Consolidated) -> str:
-    """Returns the line of Python that opens the output."""
+    """Returns the line of Python that opens the output, or the command that starts from it."""
     files, folder = done.manifest.files, Path(done.out)
     by_ckptkit = f"ckptkit.open({str(done.out)!r})"
+    if done.manifest.kind in _STARTS:
+        place = done.out if is_url(done.out) else str(folder.absolute())
+        return f"{_STARTS[done.manifest.kind]} {shlex.quote(place)}"
     if is_url(done.out):
         return by_ckptkit
     if done.manifest.kind == "dcp":
@@ -134,9 +145,8 @@ def loading_line(done: Consolidated) -> str:
     weights = [name for name in files if name.endswith(".safetensors")]
     if len(weights) == 1:
         return f"safetensors.torch.load_file({str(folder / weights[0])!r})"
-    if "pytorch_model.bin" in files:
-        return f"torch.load({str(folder / 'pytorch_model.bin')!r}, weights_only=True)"
-    return by_ckptkit
+    whole = f"torch.load({str(folder / 'pytorch_model.bin')!r}, weights_only=True)"
+    return whole if "pytorch_model.bin" in files else by_ckptkit
 
 
 def _config_of(done: Consolidated) -> dict[str, Any] | None:

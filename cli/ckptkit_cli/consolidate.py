@@ -40,7 +40,8 @@ def convert(output: Output, to: Layout, **values: Any) -> None:
         ckptkit convert runs/llama shards/llama --to dcp
 
     'hf' is a folder that Transformers loads, 'torch' a pytorch_model.bin, and 'dcp' a sharded
-    checkpoint that FSDP training starts from. Checks and options are those of consolidate.
+    checkpoint that FSDP training starts from. 'megatron' is one that Megatron-LM starts from at
+    any parallel size, 'torchtitan' one for torchtitan. Checks and options are those of consolidate.
     """
     _run_command(output, "convert", to, values)
 

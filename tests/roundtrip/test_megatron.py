@@ -85,8 +85,12 @@ def test_a_map_of_ones_own_replaces_rules_of_another(tmp_path: Path) -> None:
 
 
 REFUSED: Mapping[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
-    "no configuration": (None, {}, "no configuration names the model"),
-    "a family without a map": ({"model_type": "bloom"}, {}, "no map is for the model type 'bloom'"),
+    "no configuration": (None, {}, "no configuration has them"),
+    "a family without a map": (
+        {"model_type": "bloom"},
+        {},
+        "no map has names of Megatron-Core for the model type 'bloom'",
+    ),
     "a map of another family": (
         {},
         {"map": "megatron-deepseek"},

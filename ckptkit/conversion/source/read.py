@@ -20,7 +20,7 @@ from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import InputError, RefusedError, UsageError
+from ckptkit.core.errors import FormatError, InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, Key, RunFacts, Shape, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.text import Closing
@@ -293,6 +293,27 @@ def find_absent_twins(
         if present:
             absent |= {Fqn(n): Fqn(present[0]) for n in group["names"] if n not in names}
     return absent, ""
+
+
+def refuse_different(
+    pairs: Mapping[Fqn, Fqn], entries: Sequence[TensorEntry], origin: Origin
+) -> None:
+    """Refuses pairs of names that stand for one tensor and have other bytes.
+
+    Raises:
+        FormatError: If a pair differs.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    reader = TensorReader(origin)
+    for second, first in pairs.items():
+        one, other = by_name[first], by_name[second]
+        is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        if not is_alike or not _same_values(reader, one, other):
+            raise FormatError(
+                f"{first!r} and {second!r} are names of one tensor, and differ",
+                where=origin.source.location,
+                hint="leave the wrong one out with --exclude",
+            )
 
 
 def _same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, open_folder
 from ckptkit.core.errors import FormatError, InputError
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
-from ckptkit.formats.discovery import is_unit_folder, parse_step
+from ckptkit.formats.discovery import RELEASE, is_unit_folder, parse_step
 from ckptkit.plan.side_files import (
     CONFIG,
     MAX_JSON_BYTES,
@@ -184,7 +184,8 @@ def _above(step: str) -> Iterator[str]:
     path = make_absolute(step)
     for _ in range(_CLIMB):
         name = posixpath.basename(path)
-        if not (is_unit_folder(name) or name == _WEIGHTS or parse_step(name) is not None):
+        is_step = parse_step(name) is not None or name == RELEASE
+        if not (is_step or is_unit_folder(name) or name == _WEIGHTS):
             return
         above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
         if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):

@@ -16,15 +16,23 @@ SHARDED_STATE_DICT.
 
 from __future__ import annotations
 
+import posixpath
 import struct
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.geometry import row_major_strides
-from ckptkit.core.index import KeyPath
-from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, DcpObject, DcpTensor, make_metadata
+from ckptkit.core.index import Fqn, KeyPath, Shape
+from ckptkit.plan.layouts.dcp_metadata import (
+    METADATA_NAME,
+    DcpObject,
+    DcpTensor,
+    Place,
+    make_metadata,
+)
 from ckptkit.plan.layouts.hf import make_index_file
 from ckptkit.plan.layouts.opcodes import (
     make_pickle,
@@ -43,6 +51,7 @@ from ckptkit.plan.plan import (
     Literal,
     OutputFile,
     Product,
+    StackedPart,
     TensorSpec,
     Trailer,
     lay_out_file,
@@ -261,6 +270,11 @@ def _build(parts: ZipParts, content: bytes, products: Sequence[Product]) -> ZipP
     return parts
 
 
+def build_archive(name: str, content: bytes) -> Sequence[Row]:
+    """Builds the archive of plain values."""
+    return _build(ZipParts(name), content, []).rows
+
+
 INDEX_NAME = "pytorch_model.bin.index.json"
 
 
@@ -332,7 +346,7 @@ def layout_dcp(products: Sequence[Product], max_file_bytes: int) -> list[OutputF
         The data files, and `.metadata`.
     """
     tensors = [((CONTAINER, product.spec.name), product) for product in products]
-    return _lay_out(MODEL_FOLDER, tensors, {}, max_file_bytes)
+    return lay_out_dcp(MODEL_FOLDER, tensors, max_file_bytes)
 
 
 def layout_optimizer_folder(states: OptimizerStates, max_file_bytes: int) -> list[OutputFile]:
@@ -343,19 +357,30 @@ def layout_optimizer_folder(states: OptimizerStates, max_file_bytes: int) -> lis
     """
     tensors = [((OPTIMIZER, *tensor.path), tensor.product) for tensor in states.tensors]
     values = {(OPTIMIZER, *path): value for path, value in states.values.items()}
-    return _lay_out(OPTIMIZER_FOLDER, tensors, values, max_file_bytes)
+    return lay_out_dcp(OPTIMIZER_FOLDER, tensors, max_file_bytes, values=values)
 
 
-def _lay_out(
+def lay_out_dcp(
     folder: str,
     tensors: Sequence[tuple[KeyPath, Product]],
-    values: Mapping[KeyPath, Any],
     max_file_bytes: int,
+    *,
+    values: Mapping[KeyPath, Any] | None = None,
+    parts: Mapping[Fqn, StackedPart] | None = None,
 ) -> list[OutputFile]:
-    """Fills data files with tensors, puts the values into the first, and adds `.metadata`."""
+    """Fills data files with tensors, puts the values into the first, and adds `.metadata`.
+
+    Args:
+        folder: The folder of the files; empty for the output itself.
+        tensors: With the path of keys for each.
+        max_file_bytes: The most bytes of tensors in a file.
+        values: What is not a tensor, by path.
+        parts: The tensors that are parts of larger ones, by name; such a part is a chunk.
+    """
     paths = {product.spec.name: path for path, product in tensors}
     files: list[OutputFile] = []
-    stored: list[DcpTensor] = []
+    specs: dict[KeyPath, tuple[str, Shape]] = {}
+    places: dict[KeyPath, list[Place]] = defaultdict(list)
     objects: list[DcpObject] = []
     groups = split_by_size([product for _, product in tensors], max_file_bytes)
     for number, group in enumerate(groups):
@@ -364,23 +389,26 @@ def _lay_out(
         at = 0
         for product in group:
             archive = build_tensor_archive(product, len(rows))
-            stored.append(
-                _describe(product, paths[product.spec.name], name, at, archive.size_bytes)
-            )
+            spec = product.spec
+            part = (parts or {}).get(spec.name) or StackedPart(spec.name, (), ())
+            inner = spec.shape[len(part.index) :]
+            offsets = (*part.index, *(0 for _ in inner))
+            path = paths[spec.name]
+            specs[path] = (spec.dtype.name, (*part.counts, *inner))
+            places[path].append((offsets, spec.shape, name, at, archive.size_bytes))
             rows += archive.rows
             at += archive.size_bytes
-        for path, value in values.items() if number == 0 else ():
+        for key, value in (values or {}).items() if number == 0 else ():
             archive = _build(ZipParts("archive", len(rows)), push_value(value), [])
-            objects.append(DcpObject(path, name, at, archive.size_bytes))
+            objects.append(DcpObject(key, name, at, archive.size_bytes))
             rows += archive.rows
             at += archive.size_bytes
-        files.append(lay_out_file(f"{folder}/{name}", rows))
+        files.append(lay_out_file(posixpath.join(folder, name), rows))
+    stored = [DcpTensor(path, *specs[path], places[path]) for path in specs]
     metadata = make_metadata(stored, objects)
-    row = (len(metadata), Literal(metadata), None)
-    return [*files, lay_out_file(f"{folder}/{METADATA_NAME}", [row])]
+    return [*files, make_file(posixpath.join(folder, METADATA_NAME), metadata)]
 
 
-def _describe(product: Product, path: KeyPath, file: str, start: int, length: int) -> DcpTensor:
-    spec = product.spec
-    whole = ((0,) * len(spec.shape), spec.shape, file, start, length)
-    return DcpTensor(path, spec.dtype.name, spec.shape, (whole,))
+def make_file(path: str, content: bytes) -> OutputFile:
+    """Lays out a file whose content is known."""
+    return lay_out_file(path, [(len(content), Literal(content), None)])

@@ -1,0 +1,172 @@
+"""`--to megatron` and `--to torchtitan`: from Transformers' names to those of a framework."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError
+from tests.command_line import run_command
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+MODELS = sorted(path.name for path in FIXTURES.glob("megatron_model_*"))
+LLAMA = "megatron_model_llama_tp2_pp2"
+QWEN2_MOE = "megatron_model_qwen2_moe_tp2_ep2"
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+NAMES = "model.layers.{}.post_attention_layernorm.weight"
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def hub_folder(case: str, place: Path) -> Path:
+    place.mkdir(parents=True)
+    shutil.copy(FIXTURES / case / "truth.safetensors", place / "model.safetensors")
+    shutil.copy(FIXTURES / case / "config.json", place)
+    return place
+
+
+def load_dcp(place: Path) -> dict[str, torch.Tensor]:
+    metadata = FileSystemReader(place).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(value.size, dtype=value.properties.dtype)
+        for name, value in metadata.items()
+        if isinstance(value, dcp.metadata.TensorStorageMetadata)
+    }
+    dcp.load(state, checkpoint_id=place, no_dist=True)
+    return state
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_way_back_gives_the_same_model(case: str, tmp_path: Path) -> None:
+    model = hub_folder(case, tmp_path / "model")
+    ckptkit.convert(model, tmp_path / "there", to="megatron")
+    ckptkit.consolidate(tmp_path / "there", tmp_path / "back")
+    truth, back = (
+        load_file(model / "model.safetensors"),
+        load_file(tmp_path / "back" / "model.safetensors"),
+    )
+    assert back.keys() == truth.keys()
+    assert all(torch.equal(back[name], truth[name]) for name in truth)
+
+
+@pytest.mark.parametrize("case", [LLAMA, QWEN2_MOE])
+def test_tensors_are_those_that_megatron_core_stored(case: str, tmp_path: Path) -> None:
+    model = hub_folder(case, tmp_path / "model")
+    ckptkit.convert(model, tmp_path / "out", to="megatron")
+    theirs = load_dcp(next((FIXTURES / case / "checkpoint").glob("iter_*")))
+    ours = load_dcp(tmp_path / "out" / "release")
+    assert theirs.keys() <= ours.keys()
+    for name, tensor in theirs.items():
+        rows = slice(0, len(ours[name]))  # without the padding of vocabularies
+        assert torch.equal(ours[name], tensor[rows]), name
+    further = ours.keys() - theirs.keys()
+    assert further <= {"decoder.layers.pre_mlp_layernorm.weight"}
+
+
+def test_stacked_tensors_have_a_chunk_for_each_layer_and_expert(tmp_path: Path) -> None:
+    model = hub_folder(QWEN2_MOE, tmp_path / "model")
+    ckptkit.convert(model, tmp_path / "out", to="megatron", max_shard_size="20KB")
+    metadata = FileSystemReader(tmp_path / "out" / "release").read_metadata().state_dict_metadata
+    experts = metadata["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert isinstance(experts, dcp.metadata.TensorStorageMetadata)
+    layers, count = experts.size[:2]
+    assert len(experts.chunks) == layers * count
+    assert {tuple(chunk.sizes[:2]) for chunk in experts.chunks} == {(1, 1)}
+    assert len(list((tmp_path / "out" / "release").glob("*.distcp"))) > 1
+
+
+def test_a_map_of_ones_own_keeps_layers_apart(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text('name = "own"\nextends = "megatron-llama"\nunstacked = ["layer"]\n')
+    model = hub_folder(LLAMA, tmp_path / "model")
+    ckptkit.convert(model, tmp_path / "out", to="megatron", map=own)
+    names = load_dcp(tmp_path / "out" / "release")
+    assert QKV.replace("layers.", "layers.1.") in names
+    assert QKV not in names
+    common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)  # noqa: TID251
+    assert common["content_metadata"]["non_homogeneous_layers"] is True
+
+
+def test_a_checkpoint_of_megatron_core_is_written_anew(tmp_path: Path) -> None:
+    case = FIXTURES / LLAMA
+    ckptkit.convert(case / "checkpoint", tmp_path / "out", to="megatron", base=case)
+    theirs = load_dcp(next((case / "checkpoint").glob("iter_*")))
+    ours = load_dcp(tmp_path / "out" / "release")
+    assert torch.equal(ours[QKV], theirs[QKV])
+
+
+def test_the_output_is_resumed_verified_and_found_damaged(tmp_path: Path) -> None:
+    model, out = hub_folder(LLAMA, tmp_path / "model"), tmp_path / "out"
+    for number in ("0/2", "1/2"):
+        done = run_command("convert", model, out, "--to", "megatron", "--slice", number)
+        assert done.returncode == 0, done.stderr
+    assert ckptkit.verify(out).ok
+    ckptkit.convert(model, out, to="megatron", if_exists="verify")
+    data = out / "release" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    assert not ckptkit.verify(out).ok
+
+
+def change_config(model: Path, **values: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def change_tensors(model: Path, leave_out: str) -> None:
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if leave_out not in name}
+    save_file(kept, model / "model.safetensors")
+
+
+REFUSED = {
+    "no configuration": (["--to", "megatron"], "no configuration has them"),
+    "another family": (["--to", "megatron"], "no map has names of Megatron-Core"),
+    "no map": (["--to", "megatron", "--map", "none"], "cannot be combined with --to megatron"),
+    "names of training": (["--to", "megatron", "--names", "live"], "cannot be combined"),
+    "an optimizer": (["--to", "torchtitan", "--optimizer"], "cannot be combined"),
+    "a missing layer": (["--to", "megatron"], "layers.1."),
+    "a missing tensor": (["--to", "megatron"], "up_proj"),
+    "sizes of another model": (["--to", "megatron"], "4 and 3 do not divide"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
+    what: str, tmp_path: Path
+) -> None:
+    options, expected = REFUSED[what]
+    model = hub_folder(LLAMA, tmp_path / "model")
+    if what == "no configuration":
+        (model / "config.json").unlink()
+    elif what == "another family":
+        change_config(model, model_type="bloom")
+    elif what == "a missing layer":
+        change_tensors(model, "layers.1.")
+    elif what == "a missing tensor":
+        change_tensors(model, "layers.1.mlp.up_proj")
+    elif what == "sizes of another model":
+        change_config(model, num_key_value_heads=3)
+    done = run_command("convert", model, tmp_path / "out", *options)
+    assert done.returncode != 0
+    assert expected in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_one_tensor_that_differ_are_refused(tmp_path: Path) -> None:
+    model = hub_folder(QWEN2_MOE, tmp_path / "model")
+    ckptkit.convert(model, tmp_path / "there", to="megatron")
+    state = load_dcp(tmp_path / "there" / "release")
+    state["decoder.layers.pre_mlp_layernorm.weight"][0, 0] += 1
+    dcp.save(state, checkpoint_id=tmp_path / "changed", no_dist=True)
+    with pytest.raises(CkptkitError, match="are names of one tensor, and differ"):
+        ckptkit.consolidate(tmp_path / "changed", tmp_path / "out", base=model)
