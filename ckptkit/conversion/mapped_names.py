@@ -16,11 +16,13 @@ from ckptkit.conversion.names_on_disk import (
     rearrange,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.read import refuse_different
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
 from ckptkit.engine.kernels import AddedOperand, Operand, OperandKernel, StoredOperand
+from ckptkit.engine.reader import Origin
 from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import recognise_framework
@@ -154,7 +156,7 @@ class MappedModel:
 def convert_checkpoint(
     checkpoint: OpenedCheckpoint, choice: str, config: Mapping[str, Any] | None
 ) -> OpenedCheckpoint:
-    """Returns a checkpoint whose model has the tensors that a map makes; nothing is read.
+    """Returns a checkpoint whose model has the tensors that a map makes.
 
     Its index has the tensors of the target, each made of those of the source when it is read, and
     those of the source as tensors that belong to no model.
@@ -177,6 +179,7 @@ def convert_checkpoint(
     refuse_problems(index, entries, where)
     tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
     mapped = map_names(choice, framework, config, tensors, where=where)
+    refuse_different(mapped.names.same, entries, Origin(SOURCE, checkpoint.source, index))
     made = mapped.derive({entry.name: entry for entry in entries})
     sources = {entry.key: replace(entry, part="other") for entry in entries}
     for entry in made:

@@ -248,8 +248,9 @@ class _Planner:
             refuse_different(mapped.names.same, entries, origin)
         absent: Mapping[Fqn, Fqn] = {}
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
-        ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, named, origin)
-        if request.layout == "dcp":
+        has_all_names = request.layout in {"dcp", "torchtitan"}
+        ties = Ties({}, {}) if has_all_names else find_ties(config, named, origin)
+        if has_all_names:
             given = {e.name for e in entries} if mapped is None else set(mapped.names.tensors)
             absent, note = find_absent_twins(config, given)
             entries = entries if mapped is not None else add_tied_names(entries, absent)

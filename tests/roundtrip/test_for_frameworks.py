@@ -19,6 +19,7 @@ from tests.command_line import run_command
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 MODELS = sorted(path.name for path in FIXTURES.glob("megatron_model_*"))
 LLAMA = "megatron_model_llama_tp2_pp2"
+TITAN = sorted(path.name for path in FIXTURES.glob("torchtitan_family_*"))
 QWEN2_MOE = "megatron_model_qwen2_moe_tp2_ep2"
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 NAMES = "model.layers.{}.post_attention_layernorm.weight"
@@ -69,6 +70,23 @@ def test_tensors_are_those_that_megatron_core_stored(case: str, tmp_path: Path) 
         assert torch.equal(ours[name], tensor[rows]), name
     further = ours.keys() - theirs.keys()
     assert further <= {"decoder.layers.pre_mlp_layernorm.weight"}
+
+
+@pytest.mark.parametrize("case", TITAN)
+def test_tensors_are_those_that_torchtitan_stored(case: str, tmp_path: Path) -> None:
+    model, out = hub_folder(case, tmp_path / "model"), tmp_path / "out"
+    ckptkit.convert(model, out, to="torchtitan")
+    theirs = load_dcp(next((FIXTURES / case).rglob(".metadata")).parent)
+    ours = load_dcp(out)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    # Transformers has no biases for routers of these models.
+    assert {name for name in theirs if "expert_bias" not in name} <= ours.keys()
+    assert ckptkit.verify(out).ok
+    ckptkit.consolidate(out, tmp_path / "back")
+    truth = load_file(model / "model.safetensors")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == truth.keys()
+    assert all(torch.equal(back[name], truth[name]) for name in truth)
 
 
 def test_stacked_tensors_have_a_chunk_for_each_layer_and_expert(tmp_path: Path) -> None:
