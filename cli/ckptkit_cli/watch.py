@@ -144,6 +144,7 @@ _OPTIONS = (
     options.MAX_SHARD_SIZE,
     options.DTYPE,
     options.NAMES,
+    options.MAP,
     options.STRIP_PREFIX,
     Option("--once", _TIMING, "Push the steps that exist, then end; for cron."),
     Option(
@@ -283,7 +284,10 @@ def _make_output(values: Mapping[str, Any]) -> BuildSettings:
     return BuildSettings(
         kind=values["make"],
         request=ConsolidateRequest.from_options(
-            {k: values[k] for k in ("dtype", "names", "strip_prefix", "max_shard_size")}
+            {
+                name: values[name]
+                for name in ("dtype", "names", "map", "strip_prefix", "max_shard_size")
+            }
         ),
         adapter=AdapterRequest(adapter=values["adapter"], config=values["adapter_config"]),
         base=values["base"],

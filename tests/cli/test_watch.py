@@ -16,7 +16,9 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from safetensors.torch import load_file
 
+from ckptkit.hub import pull
 from ckptkit_cli.main import main
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
@@ -197,3 +199,23 @@ def test_an_option_that_is_wrong_is_named(
     assert words[-2].removeprefix("--").replace("-", "_") in capfd.readouterr().err.replace(
         "-", "_"
     )
+
+
+def test_the_map_of_names_is_that_of_the_command_line(hub: HubServer, run: Path) -> None:
+    megatron = STEP.parents[3] / "fixtures/megatron_model_llama_tp2_pp2"
+    shutil.copytree(megatron / "checkpoint", run)
+    pushed = {}
+    for names, more in (
+        ("megatron-llama", ("--base", str(megatron))),
+        ("none", ("--weights-only",)),
+    ):
+        hub.clear()
+        state = ("--state", f"{run}-{names}")
+        with started(hub, run, "--once", "--map", names, *more, *state) as process:
+            output = "".join(process.communicate(timeout=120))
+        assert process.returncode == 0, output
+        folder = run.with_name(f"pulled-{names}")
+        pull(REPO, folder, token=TOKEN, endpoint=hub.url)
+        pushed[names] = set(load_file(folder / "model.safetensors"))
+    assert pushed["megatron-llama"] == set(load_file(megatron / "truth.safetensors"))
+    assert "decoder.final_layernorm.weight" in pushed["none"]

@@ -419,3 +419,22 @@ def test_a_step_that_others_saved_is_pushed_once_it_stays_the_same(
     found = watch(save, lambda: None, build=BuildSettings(kind="model"))
     assert found.of("pushed") == [7]
     assert "model.safetensors" in hub.repo(REPO).files()
+
+
+def test_a_step_of_megatron_is_pushed_under_the_names_of_transformers(
+    hub: HubServer, run: Path, watch: Watch, tmp_path: Path
+) -> None:
+    megatron = FIXTURES / "megatron_model_llama_tp2_pp2"
+
+    def save() -> None:
+        shutil.copytree(megatron / "checkpoint", run, dirs_exist_ok=True)
+
+    refused = watch(save, lambda: None)
+    assert refused.of("pushed") == []
+    assert "--base" in refused.failures[7].hint
+    build = BuildSettings(base=str(megatron))
+    found = watch(lambda: None, build=build)
+    assert found.of("pushed") == [7]
+    out = tmp_path / "pulled"
+    pull(REPO, out, token=TOKEN, endpoint=hub.url)
+    assert ckptkit.diff(out, megatron / "truth.safetensors").same

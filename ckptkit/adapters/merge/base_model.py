@@ -165,7 +165,9 @@ def convert_names(
     checkpoint: OpenedCheckpoint, choice: str, config: Mapping[str, Any] | None
 ) -> OpenedCheckpoint:
     """Converts the names of a model, if a map is for them; see `convert_checkpoint`."""
-    is_foreign = choice != "auto" or recognise_framework(checkpoint.index.tensors)
+    is_foreign = choice != "auto" or recognise_framework(
+        entry.name for entry in checkpoint.index.of_part("model")
+    )
     if choice == "none" or not is_foreign:
         return checkpoint
     from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
