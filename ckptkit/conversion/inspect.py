@@ -27,7 +27,7 @@ from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.engine.locate import Locator
-from ckptkit.formats.discovery import TRACKER
+from ckptkit.formats.discovery import TRACKERS
 from ckptkit.formats.registry import FileGroup, group_files
 from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.hub_names.known_models import recognise_framework
@@ -319,7 +319,7 @@ def _describes(path: str, base: str) -> bool:
     """Returns whether a file describes the model or the step, by its name."""
     first, _, rest = posixpath.relpath(path, base or ".").partition("/")
     name = posixpath.basename(path)
-    is_known = name == MANIFEST_NAME or name in {TRACKER, *TAG_FILES} or is_side_file(name)
+    is_known = name == MANIFEST_NAME or name in {*TRACKERS, *TAG_FILES} or is_side_file(name)
     return is_known or (rest != "" and first in _DESCRIBING)
 
 

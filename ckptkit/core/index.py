@@ -377,6 +377,8 @@ class RunFacts:
         version: The version of the writer, where the checkpoint has it; else empty.
         mesh: The dimensions of the device mesh, each with its name (empty where it has none) and
             its size; empty where the checkpoint does not have it.
+        settings: What the checkpoint itself says of its model and what decides how the elements of
+            its tensors are laid out, by the keys of Transformers' configurations.
         notes: Further facts for `inspect`, such as what was ignored.
     """
 
@@ -386,6 +388,7 @@ class RunFacts:
     version: str = ""
     mesh: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
+    settings: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 A step of a run is a folder, or a file such as `epoch=0-step=500.ckpt` and `iter_2000.pth`. The
 newest one is taken, or that which Megatron-LM's file `latest_checkpointed_iteration.txt` names;
-verl, slime and Megatron-Bridge write this file too.
+verl, slime and Megatron-Bridge write this file too. nanotron's file is `latest.txt`.
 
 Source: lightning/pytorch/callbacks/model_checkpoint.py (`format_checkpoint_name`,
 `CHECKPOINT_NAME_LAST`), nemo/lightning/pytorch/callbacks/model_checkpoint.py,
@@ -174,7 +174,8 @@ _UNIT_FOLDER = re.compile(
     r"|pytorch_model(_\d+)?"  # accelerate's tags for DeepSpeed
 )
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
-TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, in the folder of a run
+# In the folder of a run: Megatron-LM's, and that of nanotron, whose steps are numbers only.
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
 RELEASE = "release"  # the folder of weights that no training of the run has changed
 _HERE = "."  # the name of the run in the root itself, also for --select
 
@@ -221,12 +222,12 @@ class RunRecords:
 
     Attributes:
         find_rolled_back: Returns those of some folders of steps that training went back from.
-        read_tracker: Returns what the file `TRACKER` in a folder says: the number of an iteration,
-            or `RELEASE`; None where there is no such file.
+        read_tracker: Returns which of `TRACKERS` a folder has, and what it says: the number of an
+            iteration, or `RELEASE`; None where there is no such file.
     """
 
     find_rolled_back: Callable[[Sequence[str]], Collection[str]] = lambda _folders: ()
-    read_tracker: Callable[[str], str | None] = lambda _folder: None
+    read_tracker: Callable[[str], tuple[str, str] | None] = lambda _folder: None
 
 
 ReadStep = Callable[[Candidate], int | None]
@@ -471,14 +472,15 @@ class _Resolver:
         tracked = self.records.read_tracker(run)
         if tracked is None:
             return (), []
-        number = int(tracked) if tracked.isascii() and tracked.isdigit() else None
+        file, tag = tracked
+        number = int(tag) if tag.isascii() and tag.isdigit() else None
         named = [
             step
             for step in steps
-            if posixpath.basename(step) == tracked
+            if posixpath.basename(step) == tag
             or (number is not None and parse_step(step) == number)
         ]
-        return named, [] if named else [f"{TRACKER!r} names {quote(tracked)}, which is not there"]
+        return named, [] if named else [f"{file!r} names {quote(tag)}, which is not there"]
 
     def _describe_rest(
         self, taken: str, rest: set[str], rolled_back: Collection[str], *, is_named: bool
@@ -488,9 +490,10 @@ class _Resolver:
         notes = [f"{', '.join(back)} left alone: training went back from it"] if back else []
         rest -= set(back)
         newer = [s for s in rest if is_named and self._sort_key(s) > self._sort_key(taken)]
-        if newer:
+        tracked = self.records.read_tracker(posixpath.dirname(taken)) if newer else None
+        if tracked is not None:
             names = ", ".join(sorted(newer, key=self._sort_key))
-            notes.append(f"{names} left alone: {TRACKER!r} names {taken}")
+            notes.append(f"{names} left alone: {tracked[0]!r} names {taken}")
         older = len(rest) - len(newer)
         if older:
             notes.append(f"{older} older step{'' if older == 1 else 's'} left alone")

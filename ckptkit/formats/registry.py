@@ -24,6 +24,7 @@ from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.formats.discovery import is_certain
 from ckptkit.formats.megatron.reader import MegatronReader
+from ckptkit.formats.others.nanotron import NanotronReader, find_deep_folders
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
 from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
 from ckptkit.formats.ranks.rank_files import METADATA_PICKLE
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 GROUP = "ckptkit.readers"
 SEARCH_DEPTH = 4  # runs/a/checkpoint-500/pytorch_model_fsdp_0 is found from `runs`
+_DEEPEST = 24  # folders for the parts of a parameter's name, in formats with a file for each
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MOST_CHARACTERS = 300  # of the message of a reader's own failure
 # Measured: 900 MB for 350 MB of `.metadata`, the file itself included.
@@ -47,6 +49,7 @@ _PARSING_FACTORS = {METADATA: 3, SNAPSHOT_METADATA: 12, METADATA_PICKLE: 12}
 
 READERS: tuple[CheckpointReader, ...] = (
     TorchsnapshotReader(),  # first: its files may have any name
+    NanotronReader(),  # its files are safetensors and archives, which are models to others
     TorchCheckpointingReader(),
     MegatronReader(),
     RankFilesReader(),  # before readers that would take a rank's file for a model
@@ -65,6 +68,7 @@ EXPECTED: Mapping[str, str] = {
     "megatron": "'mp_rank_00/model_optim_rng.pt'",
     "universal": "'zero/<parameter>/fp32.pt'",
     "torchsnapshot": "'.snapshot_metadata'",
+    "nanotron": "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter",
     "torch-checkpointing": "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'",
     "dcp-hf": "'shard-00001-model-00001-of-00001.safetensors'",
     "rank-files": "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'",
@@ -225,7 +229,16 @@ def _describe(value: object) -> str:
 
 def find_candidates(source: Source) -> list[Candidate]:
     """Recognises every checkpoint at or under the root of a source, by file names alone."""
-    return recognise(list(source.walk(SEARCH_DEPTH)))
+    return recognise(list_paths(source))
+
+
+def list_paths(source: Source) -> list[str]:
+    """Returns the paths of the files among which checkpoints are searched, sorted."""
+    paths = list(source.walk(SEARCH_DEPTH))
+    deep = tuple(f"{folder}/" if folder else "" for folder in find_deep_folders(paths))
+    if not deep:
+        return paths
+    return sorted({*paths, *(path for path in source.walk(_DEEPEST) if path.startswith(deep))})
 
 
 def recognise(paths: Sequence[str]) -> list[Candidate]:

@@ -22,7 +22,7 @@ from ckptkit.core.manifest import (
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder
-from ckptkit.formats.registry import SEARCH_DEPTH, recognise
+from ckptkit.formats.registry import list_paths, recognise
 from ckptkit.storage.base import Source, distant, is_there, prefetch
 from ckptkit.storage.manifests import read_manifest
 
@@ -209,7 +209,7 @@ def list_files(source: Source) -> list[str]:
     An object store may list new files late. The manifest of a step is written last, so the files
     that it names exist, and are found by their names.
     """
-    paths = list(source.walk(SEARCH_DEPTH))
+    paths = list_paths(source)
     if distant(source) is None:
         return paths
     listed = set(paths)

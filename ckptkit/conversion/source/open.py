@@ -29,7 +29,7 @@ from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import (
-    TRACKER,
+    TRACKERS,
     CheckpointUnit,
     ResolvedSource,
     RunRecords,
@@ -305,9 +305,14 @@ class _Search:
             series.setdefault("/".join(place), []).append(saved)
         return frozenset[str]().union(*(left_behind(self._source, own) for own in series.values()))
 
-    def _read_tracker(self, run: str) -> str | None:
-        path = posixpath.join(run, TRACKER)
-        return read_tag(self._source, path) if path in self._paths else None
+    def _read_tracker(self, run: str) -> tuple[str, str] | None:
+        for file in TRACKERS:
+            path = posixpath.join(run, file)
+            tag = read_tag(self._source, path) if path in self._paths else None
+            # Other programs may have a file `latest.txt`, too.
+            if tag is not None and (file == TRACKERS[0] or tag.isdigit()):
+                return file, tag
+        return None
 
     def _candidates(self) -> list[Candidate]:
         """Recognises checkpoints; steps in parts are replaced by the whole that the parts make."""

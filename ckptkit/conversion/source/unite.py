@@ -337,4 +337,5 @@ def _join_facts(runs: Sequence[RunFacts]) -> RunFacts:
         version=next((run.version for run in runs if run.version), ""),
         mesh=next((run.mesh for run in runs if run.mesh), ()),
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
+        settings=next((run.settings for run in runs if run.settings), ()),
     )
