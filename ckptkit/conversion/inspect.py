@@ -232,7 +232,7 @@ def _add_map(
     from ckptkit.conversion.map_report import report_map  # few checkpoints need it
 
     try:
-        found = report_map(choice or "auto", framework, config, tensors, where=checkpoint.path)
+        found = report_map(choice or "auto", framework, config, checkpoint, tensors)
     except CkptkitError as error:
         if choice is not None:
             raise

@@ -10,10 +10,12 @@ from typing import Any
 
 from ckptkit.conversion.mapped_names import MappedModel, map_names
 from ckptkit.conversion.names_on_disk import Specs
+from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.name_maps.rearrangement import (
     Add,
     Concat,
+    Only,
     Reorder,
     Rows,
     Split,
@@ -67,10 +69,14 @@ class MapReport:
 
 
 def report_map(
-    choice: str, framework: str, config: Mapping[str, Any] | None, tensors: Specs, *, where: str
+    choice: str,
+    framework: str,
+    config: Mapping[str, Any] | None,
+    checkpoint: OpenedCheckpoint,
+    tensors: Specs,
 ) -> MapReport:
     """Applies a map to the tensors of a checkpoint; see `map_names`."""
-    mapped = map_names(choice, framework, config, tensors, where=where)
+    mapped = map_names(choice, framework, config, checkpoint, tensors)
     name_map = mapped.name_map
     rules = (*_list_rules(mapped), *_list_left_out(mapped))
     return MapReport(name_map.name, name_map.digest, name_map.source, name_map.target, rules)
@@ -118,6 +124,9 @@ def describe_step(step: Step) -> str:
             text = f"keep the first {count} indices of axis {axis}"
         case Add(value=value):
             text = f"add {value:g}"
+        case Only(step=inner, positions=positions):
+            listed = ", ".join(map(str, positions))
+            text = f"{describe_step(inner)}, of tensors {listed} only"
         case _:
             text = type(step).__name__.lower()
     return text

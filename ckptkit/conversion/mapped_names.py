@@ -17,7 +17,7 @@ from ckptkit.conversion.names_on_disk import (
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.read import refuse_different
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
@@ -27,7 +27,7 @@ from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.name_maps.apply import MappedNames, apply_map
-from ckptkit.name_maps.find import find_map, load_map
+from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
 from ckptkit.name_maps.language import NameMap, invert
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
@@ -178,7 +178,7 @@ def convert_checkpoint(
         return checkpoint
     refuse_problems(index, entries, where)
     tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-    mapped = map_names(choice, framework, config, tensors, where=where)
+    mapped = map_names(choice, framework, config, checkpoint, tensors)
     refuse_different(mapped.names.same, entries, Origin(SOURCE, checkpoint.source, index))
     made = mapped.derive({entry.name: entry for entry in entries})
     sources = {entry.key: replace(entry, part="other") for entry in entries}
@@ -197,9 +197,8 @@ def map_names(
     choice: str,
     framework: str,
     config: Mapping[str, Any] | None,
+    checkpoint: OpenedCheckpoint,
     tensors: Specs,
-    *,
-    where: str,
 ) -> MappedModel:
     """Converts the names of a model.
 
@@ -207,12 +206,38 @@ def map_names(
         choice: `auto` for the map of the framework and the model, else the name of one or a file.
         framework: The framework whose names they are, for `auto`.
         config: The configuration of the model, or None.
+        checkpoint: The checkpoint, for what it says of the model itself.
         tensors: Element types and shapes by the names of the source.
-        where: The checkpoint, for messages.
+
+    Raises:
+        RefusedError: If the configuration, or the map, is for another model than the checkpoint.
     """
-    is_auto = choice == "auto"
-    name_map = find_map(framework, config, where=where) if is_auto else load_map(choice)
+    where, settings = checkpoint.path, dict(checkpoint.index.run.settings)
+    name_map = (
+        find_map(framework, config, where=where, settings=settings)
+        if choice == "auto"
+        else load_map(choice)
+    )
+    refuse_contradiction(name_map, settings, where=where)
+    _refuse_other_model(config or {}, settings, where)
     return MappedModel(name_map, apply_map(name_map, config or {}, tensors, where=where), tensors)
+
+
+def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], where: str) -> None:
+    """Refuses a configuration that differs from what the checkpoint says of its model.
+
+    Shapes would often fit all the same, as with half as many heads of twice the size.
+    """
+    text = config.get("text_config")
+    stated = {**config, **text} if isinstance(text, dict) else config
+    for key, value in settings.items():
+        other = stated.get(key)
+        if other is not None and other != value:
+            raise RefusedError(
+                f"{key} is {value} in the checkpoint's own settings, {other} in the configuration",
+                where=where,
+                hint="name the folder of the model that was trained with --base",
+            )
 
 
 def name_for_framework(

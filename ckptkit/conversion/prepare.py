@@ -343,7 +343,7 @@ class _Planner:
             return tensors, None
         from ckptkit.conversion.mapped_names import map_names  # few models need it
 
-        return tensors, map_names(choice, found, config, tensors, where=checkpoint.path)
+        return tensors, map_names(choice, found, config, checkpoint, tensors)
 
     def _name_on_disk(
         self,

@@ -242,6 +242,7 @@ def explain_doubt(config: Mapping[str, Any], dtypes: Iterable[DType]) -> str:
 
 FRAMEWORKS = {
     "Megatron-Core": re.compile(r"(?:^|\.)decoder\.layers\..*self_attention\.linear_"),
+    "nanotron": re.compile(r"(?:^|\.)decoder\.\d+\.pp_block\."),
     # Also Meta's own Llama, whose names torchtitan took over.
     "torchtitan": re.compile(
         r"^layers\.\d+\.attention\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$"

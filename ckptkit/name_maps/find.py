@@ -57,17 +57,25 @@ def _parse(text: str, where: str) -> NameMap:
     return parse_map(text, where=where, parent=load_own_map(parent))
 
 
-def find_map(framework: str, config: Mapping[str, Any] | None, *, where: str) -> NameMap:
+def find_map(
+    framework: str,
+    config: Mapping[str, Any] | None,
+    *,
+    where: str,
+    settings: Mapping[str, int] | None = None,
+) -> NameMap:
     """Finds the map between a framework's names and those of Transformers.
 
     Args:
         framework: The framework.
         config: The configuration of the model, or None.
         where: The checkpoint, for messages.
+        settings: What the checkpoint says of its model.
 
     Raises:
-        RefusedError: If there is no map for the model.
+        RefusedError: If there is no map for the model, or several.
     """
+    settings = settings or {}
     own = [load_own_map(name) for name in list_map_names()]
     fitting = [one for one in own if one.source == framework]
     if config is None:
@@ -79,8 +87,19 @@ def find_map(framework: str, config: Mapping[str, Any] | None, *, where: str) ->
         )
     kind = config.get("model_type")
     of_model = [one for one in fitting if kind in one.model_types]
-    if len(of_model) == 1:
-        return of_model[0]
+    left = [one for one in of_model if not find_contradiction(one, settings)]
+    if len(left) == 1:
+        return left[0]
+    if left:
+        keys = sorted({key for one in left for key in one.when})
+        raise RefusedError(
+            f"the checkpoint does not say {', '.join(keys)}, by which the maps"
+            f" {' and '.join(one.name for one in left)} differ",
+            where=where,
+            hint=f"pass --map {left[0].name}, or the other one",
+        )
+    if of_model:
+        refuse_contradiction(of_model[0], settings, where=where)
     known = sorted({model_type for one in fitting for model_type in one.model_types})
     raise RefusedError(
         f"no map has names of {framework} for the model type {kind!r}; there are maps for"
@@ -89,3 +108,21 @@ def find_map(framework: str, config: Mapping[str, Any] | None, *, where: str) ->
         hint="write a map (see docs/name-maps.md) and pass it with --map FILE, or keep the names"
         " with --map none",
     )
+
+
+def find_contradiction(name_map: NameMap, settings: Mapping[str, int]) -> str:
+    """Returns the key of `when` for which the checkpoint says something else; usually empty."""
+    wrong = (key for key, value in name_map.when.items() if settings.get(key, value) != value)
+    return next(wrong, "")
+
+
+def refuse_contradiction(name_map: NameMap, settings: Mapping[str, int], *, where: str) -> None:
+    """Refuses a map for models that are laid out otherwise than the checkpoint says."""
+    key = find_contradiction(name_map, settings)
+    if key:
+        raise RefusedError(
+            f"map {name_map.name!r} is for {key} = {name_map.when[key]}, and the checkpoint says"
+            f" {settings[key]}",
+            where=where,
+            hint="name another map with --map, or let --map auto choose it",
+        )

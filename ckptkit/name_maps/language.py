@@ -9,6 +9,9 @@
     layer = "num_hidden_layers"        # a size with the name of a capture is its count
     heads = "num_attention_heads"
 
+    [when]
+    rotary_interleaved = false         # what the checkpoint says, where it says it
+
     [[rule]]
     from = "decoder.layers.{layer?}.mlp.linear_fc1.weight"
     to = ["model.layers.{layer}.mlp.gate_proj.weight", "model.layers.{layer}.mlp.up_proj.weight"]
@@ -32,7 +35,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from hashlib import sha256
@@ -42,7 +45,9 @@ from typing import Any
 from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.rearrangement import Step, parse_step
 
-_KEYS = ("name", "source", "target", "model_types", "extends", "unstacked", "sizes", "rule")
+_KEYS = (
+    *("name", "source", "target", "model_types", "extends", "unstacked", "sizes", "when", "rule"),
+)
 _RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop")
 _MOST_BYTES = 1 << 20
 
@@ -212,6 +217,7 @@ class NameMap:
         target: The framework whose names they make.
         model_types: The `model_type` of the configurations that it is for.
         sizes: Expressions by the name of a size; see `ckptkit.name_maps.sizes`.
+        when: What the checkpoint says of its model, by key, if it says it at all.
         rules: The rules.
         unstacked: Optional captures that stay in the names of the source when the inverse of the
             map writes them; others are left out where all layers have the same tensors.
@@ -226,6 +232,7 @@ class NameMap:
     rules: tuple[Rule, ...]
     unstacked: tuple[str, ...]
     digest: str
+    when: Mapping[str, int] = field(default_factory=dict)
 
     def takes_any(self, names: Iterable[str]) -> bool:
         """Returns whether a rule takes one of the names."""
@@ -257,7 +264,13 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
     expressions = {
         name: tuple(_texts(value, f"{where}, size {name!r}")) for name, value in sizes.items()
     }
+    when = document.get("when", {})
+    if not isinstance(when, dict) or not all(isinstance(value, int) for value in when.values()):
+        raise UsageError(
+            f"'when' is {when!r}, expected a table of truth values and whole numbers", where=where
+        )
     if parent is not None:
+        when = {**parent.when, **when}
         replaced = {template.text for rule in own for template in rule.sources}
         own += [r for r in parent.rules if not replaced & {t.text for t in r.sources}]
         expressions = {**parent.sizes, **expressions}
@@ -270,6 +283,7 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         sizes=expressions,
         rules=tuple(own),
         unstacked=tuple(_texts(unstacked, f"{where}, unstacked")),
+        when=when,
         digest=sha256((text + (parent.digest if parent else "")).encode()).hexdigest()[:16],
     )
 
@@ -387,4 +401,5 @@ def invert(map_: NameMap) -> NameMap:
         rules=rules,
         unstacked=map_.unstacked,
         digest=map_.digest,
+        when=map_.when,
     )

@@ -9,6 +9,9 @@
 - `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding up to a
   multiple of some number. The inverse adds none.
 - `{ add = 1 }`: a constant is added, in float32; the result has the element type of the source.
+
+With `only = [0, 1]`, a step that makes one tensor of one applies to those tensors alone, counted
+from 0.
 """
 
 from __future__ import annotations
@@ -259,6 +262,31 @@ class Add:
         return replace(self, value=-self.value)
 
 
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A step that applies to some tensors, by their positions."""
+
+    where: str
+    step: Step
+    positions: tuple[int, ...]
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        if max(self.positions) >= len(tensors):
+            raise UsageError(
+                f"'only' has {max(self.positions)}, and {len(tensors)} tensors come from the step"
+                " before it, counted from 0",
+                where=self.where,
+                hint="take the number out of 'only'",
+            )
+        return [
+            self.step.apply([made], sizes)[0] if position in self.positions else made
+            for position, made in enumerate(tensors)
+        ]
+
+    def inverse(self) -> Step:
+        return replace(self, step=self.step.inverse())
+
+
 def parse_step(step: Any, where: str) -> Step:
     """Parses a step of a rule.
 
@@ -275,10 +303,11 @@ def parse_step(step: Any, where: str) -> Step:
     axis = table.pop("axis", 0)
     if type(axis) is not int or axis < 0:
         raise UsageError(f"{axis!r} is not an axis", where=where, hint="axes are counted from 0")
+    only = table.pop("only", None)
     made: Step | None = _PARSERS[kind](value, axis, table, where)
-    if made is None or table:
+    if made is None or table or not (only is None or _is_positions(only, kind)):
         raise UsageError(f"{step!r} is not a step {kind!r}", where=where, hint=_FORMS)
-    return made
+    return made if only is None else Only(where, made, tuple(only))
 
 
 _FORMS = "see the steps in docs/name-maps.md"
@@ -326,6 +355,11 @@ _PARSERS: Mapping[str, Any] = {
     "rows": _parse_rows,
     "add": _parse_add,
 }
+
+
+def _is_positions(value: Any, kind: str) -> bool:
+    are_positions = isinstance(value, list) and all(type(at) is int and at >= 0 for at in value)
+    return are_positions and bool(value) and kind not in {"split", "concat"}
 
 
 def _is_size(value: Any) -> bool:

@@ -272,6 +272,22 @@ TORCHSNAPSHOT = (
         },
     ),
 )
+_LAYER_0 = "model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-2_tp-rank-"
+NANOTRON = (
+    FaultCase(
+        "nanotron_llama_tp2_pp2",
+        "checkpoint/7",
+        options={"base": str(FIXTURES / "nanotron_llama_tp2_pp2")},
+        needed=("checkpoint_metadata.json",),
+        ranks=("model/*.safetensors",),
+        advisory={
+            "model_config.json": "it says which map is the right one",
+            "*final_layer_norm*": "only the map knows that there has to be one",
+        },
+        unproven={"*.safetensors": _NO_CHECKSUM},
+        stale={f"{_LAYER_0}2-of-2.safetensors": f"{_LAYER_0}1-of-2.safetensors"},
+    ),
+)
 TORCH_CHECKPOINTING = (
     FaultCase(
         "torch_experimental",
@@ -341,6 +357,7 @@ CASES = (
     *SAFETENSORS,
     *HF_SHARDS,
     *TORCHSNAPSHOT,
+    *NANOTRON,
     *TORCH_CHECKPOINTING,
     *FRAMEWORKS,
     *MEGATRON,

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -42,18 +43,28 @@ _MAX_BYTES = 16 << 20
 _MAX_SIZE = 1 << 20
 _MAX_STEP = 10**15
 _STATES = re.compile(r"(optimizer|lr_scheduler|random)/[^/]+\.(pt|json)")
-_OF_RANK = re.compile(r"(?:^|/)model_[^/]+_pp-rank-\d+-of-\d+_tp-rank-\d+-of-\d+[^/]*$")
+_PARAMETER = re.compile(
+    r"(?:(?:^|/)pp_block/(?:[^/]+/)*model_[^/]+"
+    r"|model_[^/]+_pp-rank-\d+-of-\d+_tp-rank-\d+-of-\d+[^/]*)\.safetensors$"
+)
 # A save that was interrupted has no metadata, but its folder has a number and the configuration.
 _STEP_FILE = re.compile(r"(?:^|/)(?:checkpoint_metadata\.json|\d+/config\.yaml)$")
-_LAYER = re.compile(r"(?:^|\.)decoder\.(\d{1,6})\.")
-_SETTINGS = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size")
+_LAYER = re.compile(r"(?:^|.*\.)decoder\.(?P<number>\d{1,6})\.(?P<rest>.+)")
+# Keys of the configuration of a model, and the same in those of Transformers.
+_SETTINGS = {
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",  # of Starcoder2
+    "num_hidden_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+}
 _ROTARY = "rope_interleaved"
 
 
 def find_deep_folders(paths: Sequence[str]) -> tuple[str, ...]:
     """Returns the folders whose parameters are deeper than checkpoints are searched for."""
     steps = {posixpath.dirname(path) for path in paths if _STEP_FILE.search(path)}
-    steps |= {_step_of(path) for path in paths if _OF_RANK.search(path)}
+    steps |= {_step_of(path) for path in paths if _PARAMETER.search(path)}
     return tuple(sorted(steps))
 
 
@@ -72,16 +83,16 @@ class NanotronReader:
         """Recognises steps by their metadata, or by parameters that are named by ranks."""
         found: dict[str, list[str]] = {folder: [] for folder in find_deep_folders(paths)}
         for path in paths if found else ():
-            above = path
-            while above not in found and above:
-                above = posixpath.dirname(above)
-            if above not in found:
+            parts = path.split("/")
+            depths = range(len(parts) - 1, -1, -1)
+            depth = next((d for d in depths if "/".join(parts[:d]) in found), None)
+            if depth is None:
                 continue
-            inside = path[len(above) :].lstrip("/")
+            above, inside = "/".join(parts[:depth]), "/".join(parts[depth:])
             first, _, rest = inside.partition("/")
             is_parameter = rest.endswith(".safetensors") and first == _MODEL
             is_beside = inside in {METADATA, MODEL_CONFIG, RUN_CONFIG} or _STATES.fullmatch(inside)
-            if is_parameter or is_beside or _OF_RANK.search(inside):
+            if is_parameter or is_beside or _PARAMETER.search(inside):
                 found[above].append(path)
         reason = f"files of parameters below {_MODEL!r}, beside {METADATA!r}"
         return [
@@ -183,21 +194,36 @@ class _StepFacts:
         )
 
     def check_layers(self, names: Iterable[str]) -> None:
-        """Refuses parameters of fewer or more layers than the configuration of the model has."""
+        """Refuses layers that lack a parameter, and more or fewer than the configuration has.
+
+        Layers with and without experts have different parameters, but all of one kind are equal.
+        """
+        layers: dict[int, set[str]] = defaultdict(set)
+        for name in names:
+            if match := _LAYER.fullmatch(name):
+                layers[int(match["number"])].add(match["rest"])
+        kinds = {frozenset(held): number for number, held in layers.items()}
+        for number, held in layers.items():
+            fuller = next((kind for kind in kinds if held < kind), None)
+            if fuller is not None:
+                raise IncompleteCheckpointError(
+                    f"layer {number} has no {min(fuller - held)!r}, as layer {kinds[fuller]} has",
+                    where=self.where,
+                    hint=COPY_BACK,
+                )
         count = self.model.get("num_hidden_layers")
-        found = {int(match[1]) for name in names if (match := _LAYER.search(name))}
-        if not _is_size(count) or not found:
+        if not _is_size(count) or not layers:
             return
-        missing = next((layer for layer in range(count) if layer not in found), None)
+        missing = next((layer for layer in range(count) if layer not in layers), None)
         if missing is not None:
             raise IncompleteCheckpointError(
                 f"layer {missing} is missing; {MODEL_CONFIG!r} has {count:,} layers",
                 where=self.where,
                 hint=COPY_BACK,
             )
-        if max(found) >= count:
+        if max(layers) >= count:
             raise FormatError(
-                f"has layer {max(found)}; {MODEL_CONFIG!r} has {count:,} layers",
+                f"has layer {max(layers)}; {MODEL_CONFIG!r} has {count:,} layers",
                 where=self.where,
                 hint=MIXED_SAVES,
             )
@@ -210,7 +236,7 @@ class _StepFacts:
         if {"tensor", "pipeline", "data"} <= sizes.keys():
             ranks = (sizes.get(kind, 1) for kind in kinds if kind != "expert")
             world_size = prod(ranks)
-        settings = [(key, self.model.get(key)) for key in _SETTINGS]
+        settings = [(key, self.model.get(own)) for own, key in _SETTINGS.items()]
         rotary = self.model.get(_ROTARY)
         return RunFacts(
             world_size=world_size if is_count(world_size, _MAX_SIZE) else None,

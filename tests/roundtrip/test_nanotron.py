@@ -1,0 +1,357 @@
+"""Checkpoints that nanotron itself wrote, beside the weights of all ranks, laid out by hand.
+
+`fixtures/generators/nanotron_models.py` made them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError
+from tests.command_line import run_command
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+MODELS = sorted(path.parent.name for path in FIXTURES.glob("nanotron_*/config.json"))
+LLAMA = FIXTURES / "nanotron_llama_tp2_pp2"
+TURNED = FIXTURES / "nanotron_llama_interleaved"
+EXPERTS = FIXTURES / "nanotron_qwen2_moe"
+LAYER = "model/model/decoder/{}/pp_block"
+QKV = f"{LAYER.format(0)}/attn/qkv_proj/model_weight_pp-rank-0-of-2_tp-rank-{{}}-of-2.safetensors"
+NORM = f"{LAYER.format(1)}/input_layernorm/model_weight.safetensors"
+META, MODEL_CONFIG = "checkpoint_metadata.json", "model_config.json"
+
+
+def equal(out: Path, truth: dict[str, torch.Tensor]) -> bool:
+    got = load_file(out / "model.safetensors")
+    return got.keys() == truth.keys() and all(
+        got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+        for name, tensor in truth.items()
+    )
+
+
+def copied(case: Path, to: Path) -> Path:
+    """A copy of a run; returns the folder of its step."""
+    shutil.copytree(case / "checkpoint", to)
+    return to / "7"
+
+
+def rewrite(file: Path, change: Callable[[torch.Tensor], torch.Tensor], **texts: str) -> None:
+    """Writes a file of a parameter again, with another tensor or other texts in its header."""
+    with safe_open(file, "pt") as held:
+        tensor, metadata = held.get_tensor("data"), held.metadata()
+    save_file({"data": change(tensor).contiguous()}, file, metadata={**metadata, **texts})
+
+
+def set_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_becomes_that_of_transformers(model: str, tmp_path: Path) -> None:
+    case, out = FIXTURES / model, tmp_path / "out"
+    manifest = ckptkit.consolidate(case / "checkpoint", out, base=case)
+    assert equal(out, load_file(case / "truth.safetensors"))
+    assert any(name.startswith("map nanotron-") for name in manifest.versions)
+    ckptkit.verify(out)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_command_writes_the_same(model: str, tmp_path: Path) -> None:
+    case, out = FIXTURES / model, tmp_path / "out"
+    result = run_command("consolidate", case / "checkpoint" / "7", out, "--base", case)
+    assert result.returncode == 0, result.stderr
+    assert equal(out, load_file(case / "truth.safetensors"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_loads_what_was_written(model: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    case, out = FIXTURES / model, tmp_path / "out"
+    ckptkit.consolidate(case / "checkpoint", out, base=case)
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+
+
+def test_slices_write_the_same_model(tmp_path: Path) -> None:
+    whole, sliced = tmp_path / "whole", tmp_path / "sliced"
+    options: dict[str, Any] = {"base": LLAMA, "max_shard_size": "4KB"}
+    ckptkit.consolidate(LLAMA / "checkpoint", whole, **options)
+    for number in range(3):
+        part = ["--base", LLAMA, "--max-shard-size", "4KB", "--slice", f"{number}/3"]
+        result = run_command("consolidate", LLAMA / "checkpoint", sliced, *part)
+        assert result.returncode == 0, result.stderr
+    files = sorted(path.name for path in whole.glob("*.safetensors"))
+    assert len(files) > 1
+    for name in files:
+        assert (sliced / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_names_are_kept_where_no_map_is_wanted(tmp_path: Path) -> None:
+    ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", map="none")
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    truth = load_file(LLAMA / "truth.safetensors")
+    rows = [truth[f"model.layers.2.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(held["model.decoder.2.pp_block.mlp.gate_up_proj.weight"], torch.cat(rows))
+
+
+def test_inspect_says_what_wrote_it() -> None:
+    found = ckptkit.inspect(LLAMA / "checkpoint")
+    assert (found.format, found.writer, found.version) == ("nanotron", "nanotron", "1.5")
+    assert (found.step, found.world_size) == (7, 4)
+    mesh = {dimension.name: dimension.size for dimension in found.mesh}
+    assert mesh == {"tensor": 2, "pipeline": 2, "context": 1, "data": 1, "expert": 1}
+    assert [str(group) for group in found.ignored] == ["optimizer/ (5)", "random/"]
+    assert not found.problems
+
+
+def test_the_step_that_latest_names_is_taken(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    copied(LLAMA, run)
+    shutil.copytree(run / "7", run / "9")
+    found = ckptkit.inspect(run)
+    assert found.path == str(run / "7")
+    assert "9 left alone: 'latest.txt' names 7" in " ".join(found.notes)
+    (run / "latest.txt").unlink()
+    assert ckptkit.inspect(run).path == str(run / "9")
+
+
+def test_an_interrupted_save_is_passed_over(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    copied(LLAMA, run)
+    shutil.copytree(run / "7", run / "9")
+    (run / "9" / META).unlink()
+    (run / "latest.txt").unlink()
+    found = ckptkit.inspect(run)
+    assert found.path == str(run / "7")
+    assert any("9 was passed over" in note and META in note for note in found.notes)
+    with pytest.raises(CkptkitError, match=f"no '{META}'"):
+        ckptkit.inspect(run / "9")
+
+
+def test_the_doubled_names_of_version_1_3_are_read(tmp_path: Path) -> None:
+    step = copied(TURNED, tmp_path / "run")
+    set_json(step / META, version="1.3")
+    for file in step.glob("model/**/*_tp-rank-*.safetensors"):
+        rewrite(file, torch.clone, version="1.3")
+        name = file.name.replace("model_weight_pp", "model_model_weight.safetensors_pp")
+        file.rename(file.with_name(name))
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=TURNED)
+    assert equal(tmp_path / "out", load_file(TURNED / "truth.safetensors"))
+
+
+def test_slices_across_columns_are_put_in_their_places(tmp_path: Path) -> None:
+    step = copied(LLAMA, tmp_path / "run")
+    o_proj = step / LAYER.format(0) / "attn/o_proj"
+    name = "model_weight_pp-rank-0-of-2_tp-rank-{}-of-2.safetensors"
+    files = [o_proj / name.format(rank) for rank in range(2)]
+    whole = torch.cat([load_file(file)["data"] for file in files], 1)
+    blocks = whole.reshape(16, 4, 4)
+    for rank, file in enumerate(files):  # each rank has every other block of four columns
+        pairs = ";".join(
+            f"None,None,None|{4 * i},{4 * i + 4},None#0,16,None|{8 * i + 4 * rank},"
+            f"{8 * i + 4 * rank + 4},1"
+            for i in range(2)
+        )
+        text = {"local_global_slices_pairs": pairs, "unsharded_shape": "(16, 16)", "version": "1.5"}
+        save_file({"data": blocks[:, rank::2].reshape(16, 8)}, file, metadata=text)
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
+    assert equal(tmp_path / "out", load_file(LLAMA / "truth.safetensors"))
+
+
+def drop_rank(step: Path) -> None:
+    (step / QKV.format(1)).unlink()
+
+
+def drop_stage(step: Path) -> None:
+    shutil.rmtree(step / LAYER.format(2))
+
+
+def add_layer(step: Path) -> None:
+    shutil.copytree(step / LAYER.format(0), step / LAYER.format(3))
+
+
+def drop_norm(step: Path) -> None:
+    (step / NORM).unlink()
+
+
+def other_save(step: Path) -> None:
+    whole = step / QKV.format(0).replace("rank-0-of-2.", "rank-0-of-1.")
+    shutil.copy(step / QKV.format(0), whole)
+
+
+def other_stage(step: Path) -> None:
+    for rank in range(2):
+        file = step / QKV.format(rank)
+        shutil.copy(file, file.with_name(file.name.replace("pp-rank-0", "pp-rank-1")))
+
+
+def whole_too(step: Path) -> None:
+    file = step / QKV.format(0)
+    save_file(load_file(file), file.with_name("model_weight.safetensors"))
+
+
+def version_of_shard(step: Path) -> None:
+    rewrite(step / QKV.format(1), torch.clone, version="1.4")
+
+
+def texts(**values: str) -> Callable[[Path], None]:
+    return lambda step: rewrite(step / QKV.format(1), torch.clone, **values)
+
+
+def slices(text: str) -> Callable[[Path], None]:
+    return texts(local_global_slices_pairs=text)
+
+
+WHOLE = "None,None,None|None,None,None"
+
+
+def rank_0_again(step: Path) -> None:
+    (step / QKV.format(1)).write_bytes((step / QKV.format(0)).read_bytes())
+
+
+def no_texts(step: Path) -> None:
+    file = step / QKV.format(1)
+    save_file(load_file(file), file)
+
+
+def two_tensors(step: Path) -> None:
+    save_file({"data": torch.zeros(16), "more": torch.zeros(1)}, step / NORM)
+
+
+def a_shard_without_a_rank(step: Path) -> None:
+    (step / NORM).write_bytes((step / QKV.format(0)).read_bytes())
+
+
+def stray(step: Path) -> None:
+    shutil.copy(step / NORM, step / NORM.replace("model_weight", "weight"))
+
+
+def in_json(name: str, **values: Any) -> Callable[[Path], None]:
+    return lambda step: set_json(step / name, **values)
+
+
+def in_run_config(old: str, new: str) -> Callable[[Path], None]:
+    def change(step: Path) -> None:
+        path = step / "config.yaml"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    return change
+
+
+DAMAGED: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    "a missing rank": (drop_rank, r"qkv_proj.weight.*no file is of tensor rank 1 of 2"),
+    "a missing stage": (drop_stage, r"layer 2 is missing; 'model_config.json' has 3"),
+    "a layer too many": (add_layer, r"has layer 3; 'model_config.json' has 3"),
+    "a missing parameter": (drop_norm, r"layer 1 has no 'pp_block.input_layernorm.weight'"),
+    "a file of another parallel size": (other_save, r"tensor rank 0 of 1, in a save with 2"),
+    "a parameter on two stages": (other_stage, r"files that contradict each other"),
+    "a whole parameter beside shards": (whole_too, r"files that contradict each other"),
+    "a shard of another version": (version_of_shard, r"version '1.4', the checkpoint of '1.5'"),
+    "a shard in another type": (
+        lambda step: rewrite(step / QKV.format(1), torch.Tensor.float),
+        r"contradict each other.*float32",
+    ),
+    "another whole shape": (texts(unsharded_shape="(32, 17)"), r"contradict|wrong|inside"),
+    "a shape that is none": (texts(unsharded_shape="(32, x)"), r"'\(32, x\)', not a shape"),
+    "a shape of one dimension": (texts(unsharded_shape="(32,)"), r"is \[32\], the tensor has"),
+    "the place of another rank": (rank_0_again, r"has elements in 2 of its 2 files, from \[0, 0\]"),
+    "a gap in the header": (slices("0,8,None|0,16,1#8,16,1|0,16,1"), r"use the elements.*0 times"),
+    "elements that are used twice": (
+        slices(f"0,8,1|0,16,1#8,16,1|0,16,1;0,8,1|0,16,1#24,32,1|0,16,1{''}"),
+        r"use the elements of shape \[16, 16\] from \[0, 0\] on 2 times",
+    ),
+    "boxes of other sizes": (slices("0,16,1|0,16,1#8,16,1|0,16,1"), r"box of \[16, 16\]"),
+    "a slice outside": (slices("0,16,1|0,16,1#24,40,1|0,16,1"), r"\[24, 40\) is not inside of 32"),
+    "a slice backwards": (slices("16,0,1|0,16,1#8,16,1|0,16,1"), r"\[16, 0\) is not inside"),
+    "a slice with a step": (slices("0,16,2|0,16,1#8,16,1|0,16,1"), r"a step of 1"),
+    "a negative slice": (slices("-16,16,1|0,16,1#8,16,1|0,16,1"), r"a step of 1"),
+    "one slice too few": (slices(f"0,16,1#{WHOLE}"), r"not one slice for each of \[16, 16\]"),
+    "no places": (no_texts, r"version None"),
+    "two tensors in a file": (two_tensors, r"has the tensors 'data', 'more'"),
+    "a shard without a rank": (a_shard_without_a_rank, r"slices of a shard, but no rank"),
+    "a stray file": (stray, r"'weight.safetensors' is not one of nanotron's"),
+    "a newer version": (in_json(META, version="1.6"), r"is '1.6', expected one of 1.2, 1.3"),
+    "no version": (in_json(META, version=None), r"is None, expected one of"),
+    "another number of ranks": (in_json(META, tp=4), r"'config.yaml' has tensor 2.*has 4"),
+    "no number of ranks": (in_json(META, tp="2"), r"expected numbers of ranks"),
+    "a configuration of another step": (in_run_config("step: 7", "step: 9"), r"has step 9.*has 7"),
+    "a configuration of other stages": (in_run_config("pp: 2", "pp: 1"), r"in a save with 1 pipe"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_what_contradicts_itself_is_refused_and_nothing_is_written(
+    what: str, tmp_path: Path
+) -> None:
+    damage, message = DAMAGED[what]
+    step = copied(LLAMA, tmp_path / "run")
+    damage(step)
+    with pytest.raises(CkptkitError, match=message):
+        ckptkit.consolidate(step, tmp_path / "out", map="none")
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED: Mapping[str, tuple[Path, dict[str, Any], dict[str, Any], str]] = {
+    "more heads of half the size": (
+        LLAMA,
+        {"num_attention_heads": 8, "num_key_value_heads": 4},
+        {},
+        "num_attention_heads is 4 in the checkpoint's own settings, 8 in the configuration",
+    ),
+    "further layers": (LLAMA, {"num_hidden_layers": 7}, {}, "num_hidden_layers is 3 in.*, 7 in"),
+    "a wider MLP": (LLAMA, {"intermediate_size": 20}, {}, "gate_up_proj.*expected 40 along axis 0"),
+    "a larger vocabulary": (LLAMA, {"vocab_size": 99}, {}, "expected at least 99 along axis 0"),
+    "a family without a map": (LLAMA, {"model_type": "bloom"}, {}, "no map is for the model type"),
+    "further experts": (EXPERTS, {"num_experts": 8}, {}, "expected 8 along the axis of 'expert'"),
+    "a map for the other rotary pairs": (
+        LLAMA,
+        {},
+        {"map": "nanotron-llama-interleaved"},
+        "is for rope_interleaved = True, and the checkpoint says False",
+    ),
+    "a map that takes rotary pairs apart": (
+        TURNED,
+        {},
+        {"map": "nanotron-llama"},
+        "is for rope_interleaved = False, and the checkpoint says True",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused_and_nothing_is_written(what: str, tmp_path: Path) -> None:
+    case, config, options, message = REFUSED[what]
+    base = tmp_path / "base"
+    base.mkdir()
+    stored = json.loads((case / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(stored | config))
+    with pytest.raises(CkptkitError, match=message):
+        ckptkit.consolidate(case / "checkpoint", tmp_path / "out", base=base, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rotary_pairs_that_nothing_says_are_asked_for(tmp_path: Path) -> None:
+    step = copied(TURNED, tmp_path / "run")
+    settings = json.loads((step / MODEL_CONFIG).read_text())
+    del settings["rope_interleaved"]
+    (step / MODEL_CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(CkptkitError, match="does not say rope_interleaved") as caught:
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=TURNED)
+    assert "--map nanotron-llama" in str(caught.value.hint)
+    map_ = "nanotron-llama-interleaved"
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=TURNED, map=map_)
+    assert equal(tmp_path / "out", load_file(TURNED / "truth.safetensors"))
