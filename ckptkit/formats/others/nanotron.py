@@ -32,7 +32,6 @@ from typing import Any, TypeGuard
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import RecordTable, RunFacts, TensorIndex
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.others.nanotron_shards import ShardTable
 from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, is_count, parse_json, read_limited
 from ckptkit.storage.base import Source
 
@@ -103,6 +102,9 @@ class NanotronReader:
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Parses the metadata, the configurations and the header of every parameter's file."""
+        # Imported late: every source is searched for this format, and few are of it.
+        from ckptkit.formats.others.nanotron_shards import ShardTable
+
         folder = candidate.folder
         where = posixpath.join(source.location, folder)
         if posixpath.join(folder, METADATA) not in candidate.files:
