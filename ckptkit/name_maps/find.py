@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -91,13 +91,7 @@ def find_map(
     if len(left) == 1:
         return left[0]
     if left:
-        keys = sorted({key for one in left for key in one.when})
-        raise RefusedError(
-            f"the checkpoint does not say {', '.join(keys)}, by which the maps"
-            f" {' and '.join(one.name for one in left)} differ",
-            where=where,
-            hint=f"pass --map {left[0].name}, or the other one",
-        )
+        raise _undecided(left, where)
     if of_model:
         refuse_contradiction(of_model[0], settings, where=where)
     known = sorted({model_type for one in fitting for model_type in one.model_types})
@@ -107,6 +101,16 @@ def find_map(
         where=where,
         hint="write a map (see docs/name-maps.md) and pass it with --map FILE, or keep the names"
         " with --map none",
+    )
+
+
+def _undecided(maps: Sequence[NameMap], where: str) -> RefusedError:
+    keys = sorted({key for one in maps for key in one.when})
+    return RefusedError(
+        f"the checkpoint does not say {', '.join(keys)}, by which the maps"
+        f" {' and '.join(one.name for one in maps)} differ",
+        where=where,
+        hint=f"pass --map {maps[0].name}, or the other one",
     )
 
 
