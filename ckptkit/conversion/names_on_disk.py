@@ -492,6 +492,7 @@ def rearrange(tensor: HubTensor, operands: Sequence[Operand]) -> RearrangeKernel
             for piece in tensor.pieces
         ),
         operands=tuple(operands),
+        has_padding=tensor.has_padding,
     )
 
 

@@ -68,13 +68,15 @@ class RearrangeKernel(ElementKernel):
 
     Attributes:
         grid: The output's shape, with dimensions split where the stretches need that.
-        stretches: Boxes of the grid; they cover it and do not overlap.
+        stretches: Boxes of the grid, which do not overlap.
         operands: The tensors that they refer to, all of the output's element type.
+        has_padding: Whether there are elements in no box; they are zero.
     """
 
     grid: Shape
     stretches: tuple[StridedBox, ...]
     operands: tuple[Operand, ...]
+    has_padding: bool = False
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
@@ -92,6 +94,8 @@ class RearrangeKernel(ElementKernel):
         self, _out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
         """Puts the elements of one block where they belong."""
+        if self.has_padding:
+            _bits(target)[:] = 0
         at = 0
         for read in self._reads(block):
             operand = self.operands[read.operand]

@@ -48,7 +48,7 @@ class LiveBox:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A tensor made of parts of live ones, which cover it and do not overlap."""
+    """A tensor made of parts of live ones, which do not overlap; all other elements are zero."""
 
     shape: Shape
     parts: tuple[LiveBox, ...]
@@ -81,6 +81,10 @@ class Arrangement:
             for kept in _between(part, dim, start, stop)
         ]
         return Arrangement(_with(self.shape, dim, stop - start), _few(parts))
+
+    def padded(self, dim: int, size: int) -> Arrangement:
+        """Returns it with further indices at the end of a dimension, whose elements are zero."""
+        return Arrangement(_with(self.shape, dim, size), self.parts)
 
     def selected(self, dim: int, index: int) -> Arrangement:
         """Returns one index of a dimension, without the dimension."""

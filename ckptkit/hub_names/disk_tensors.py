@@ -65,7 +65,8 @@ class HubTensor:
         shape: Its shape.
         grid: The same elements in the same row-major order with dimensions split further, where
             that is needed to describe them by regular steps; mostly `shape` itself.
-        pieces: Boxes of the grid that cover it, each element once; none where it is computed.
+        pieces: Boxes of the grid, each element in one at most; none where it is computed. Elements
+            in no box are zero, as in padding.
         computed: How it comes to be where a conversion does more than move elements, or None.
     """
 
@@ -74,6 +75,12 @@ class HubTensor:
     grid: Shape
     pieces: tuple[DiskBox, ...]
     computed: Computation | None = None
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether there are elements in no box."""
+        boxes = sum(math.prod(piece.box.sizes) for piece in self.pieces)
+        return self.computed is None and boxes < math.prod(self.grid)
 
     @property
     def sources(self) -> tuple[Fqn, ...]:
@@ -123,7 +130,7 @@ class HubNames:
 
 def find_run(tensor: HubTensor) -> DiskBox | None:
     """Returns the one piece of a disk tensor whose elements follow each other in a live one."""
-    if len(tensor.pieces) != 1:
+    if len(tensor.pieces) != 1 or tensor.has_padding:
         return None
     piece = tensor.pieces[0]
     wanted = row_major_strides(tensor.grid)

@@ -7,7 +7,8 @@
   an axis in another order, in the notation of einops; one factor may be left open.
 - `{ transpose = [1, 0] }`: the axes in another order.
 - `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding up to a
-  multiple of some number. The inverse adds none.
+  multiple of some number. The inverse adds none, or with `multiple = 128` zeros up to that.
+- `{ pad = 128, rows = "vocab", axis = 0 }`: zeros up to a multiple; the inverse of the former.
 - `{ add = 1 }`: a constant is added, in float32; the result has the element type of the source.
 
 With `only = [0, 1]`, a step that makes one tensor of one applies to those tensors alone, counted
@@ -217,6 +218,7 @@ class Rows:
     where: str
     count: str
     axis: int
+    multiple: str = ""
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
         count, axis = sizes.of(self.count), self.axis
@@ -245,7 +247,33 @@ class Rows:
         return results
 
     def inverse(self) -> Step:
-        return self
+        return Pad(self.where, self.count, self.axis, self.multiple) if self.multiple else self
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Zeros after the last index of an axis, up to a multiple."""
+
+    where: str
+    count: str
+    axis: int
+    multiple: str
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        count, multiple, axis = sizes.of(self.count), sizes.of(self.multiple), self.axis
+        for made in tensors:
+            shape = made.arrangement.shape
+            if len(shape) <= axis or shape[axis] != count:
+                raise FormatError(
+                    f"has shape {list(shape)}; expected {count:,} along axis {axis}",
+                    where=self.where,
+                    hint=_OF_ANOTHER,
+                )
+        whole = -(-count // multiple) * multiple
+        return [replace(m, arrangement=m.arrangement.padded(axis, whole)) for m in tensors]
+
+    def inverse(self) -> Step:
+        return Rows(self.where, self.count, self.axis, self.multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,8 +367,16 @@ def _parse_transpose(value: Any, _axis: int, _more: Any, where: str) -> Transpos
     return Transpose(where, tuple(value)) if is_order else None
 
 
-def _parse_rows(value: Any, axis: int, _more: Any, where: str) -> Rows | None:
-    return Rows(where, str(value), axis) if _is_size(value) else None
+def _parse_rows(value: Any, axis: int, more: dict[str, Any], where: str) -> Rows | None:
+    multiple = more.pop("multiple", "")
+    is_step = _is_size(value) and (multiple == "" or _is_size(multiple))
+    return Rows(where, str(value), axis, str(multiple)) if is_step else None
+
+
+def _parse_pad(value: Any, axis: int, more: dict[str, Any], where: str) -> Pad | None:
+    count = more.pop("rows", None)
+    is_step = _is_size(value) and _is_size(count)
+    return Pad(where, str(count), axis, str(value)) if is_step else None
 
 
 def _parse_add(value: Any, _axis: int, _more: Any, where: str) -> Add | None:
@@ -352,6 +388,7 @@ _PARSERS: Mapping[str, Any] = {
     "concat": lambda *given: _parse_parts(Concat, *given),
     "reorder": _parse_reorder,
     "transpose": _parse_transpose,
+    "pad": _parse_pad,
     "rows": _parse_rows,
     "add": _parse_add,
 }

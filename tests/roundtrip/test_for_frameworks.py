@@ -113,6 +113,24 @@ def test_a_map_of_ones_own_keeps_layers_apart(tmp_path: Path) -> None:
     assert common["content_metadata"]["non_homogeneous_layers"] is True
 
 
+def test_a_vocabulary_is_padded_with_zeros(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'name = "own"\nextends = "megatron-llama"\n[[rule]]\nto = "model.embed_tokens.weight"\n'
+        'from = "embedding.word_embeddings.weight"\nsteps = [{ rows = "vocab", multiple = 64 }]\n'
+    )
+    model = hub_folder(LLAMA, tmp_path / "model")
+    ckptkit.convert(model, tmp_path / "out", to="megatron", map=own)
+    padded = load_dcp(tmp_path / "out" / "release")["embedding.word_embeddings.weight"]
+    rows = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    assert padded.shape == (64, rows.shape[1])
+    assert torch.equal(padded[: len(rows)], rows)
+    assert not padded[len(rows) :].any()
+    ckptkit.consolidate(tmp_path / "out", tmp_path / "back", map=own)
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert torch.equal(back["model.embed_tokens.weight"], rows)
+
+
 def test_a_checkpoint_of_megatron_core_is_written_anew(tmp_path: Path) -> None:
     case = FIXTURES / LLAMA
     ckptkit.convert(case / "checkpoint", tmp_path / "out", to="megatron", base=case)

@@ -43,7 +43,7 @@ def build(names: MappedNames, arrays: Arrays) -> dict[str, NDArray[Any]]:
     """Returns the tensors that the boxes of `names` describe."""
     results = {}
     for name, tensor in names.tensors.items():
-        out = np.full(tensor.grid, np.nan, np.float32)
+        out = np.full(tensor.grid, 0 if tensor.has_padding else np.nan, np.float32)
         for piece in tensor.pieces:
             flat = np.ascontiguousarray(arrays[piece.source]).ravel()[piece.start :]
             steps = [step * 4 for step in piece.steps]
@@ -110,6 +110,16 @@ MOVES: Mapping[str, tuple[str, Arrays, Arrays]] = {
         rule('"a"', '"b"', "steps = [{ rows = 10 }]"),
         {"a": X},
         {"b": X[:10]},
+    ),
+    "padding is cut and added": (
+        rule('"a"', '"b"', "steps = [{ rows = 12, multiple = 8 }]"),
+        {"a": np.pad(X, ((0, 4), (0, 0)))},
+        {"b": X},
+    ),
+    "padding is added": (
+        rule('"a"', '"b"', "steps = [{ pad = 5, rows = 4, axis = 1 }]"),
+        {"a": X},
+        {"b": np.pad(X, ((0, 0), (0, 1)))},
     ),
     "a constant": (rule('"a"', '"b"', "steps = [{ add = 1 }]"), {"a": X}, {"b": X + 1}),
     "alternatives": (rule('"a.(x|y)"', '"b"'), {"a.y": X}, {"b": X}),
