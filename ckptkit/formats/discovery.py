@@ -21,6 +21,7 @@ from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheck
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.megatron import RUN_CONFIG
+from ckptkit.formats.others.meta import MetaReader
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
 from ckptkit.formats.safetensors.hf_shards import SHARDED_FOLDER, HfShardsReader
 from ckptkit.formats.torch_files import (
@@ -38,6 +39,7 @@ _NO_CHECKPOINTS = {ForeignReader.name, TorchOptimizerReader.name}  # by themselv
 _OF_RANKS = RankFilesReader.name
 _COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
 _COPY_OF_DCP = "hf"  # Megatron-Bridge's, below the step
+_ORIGINAL = "original"  # the Hub's folder for the files of Meta's that a model was made of
 
 
 def is_certain(candidate: Candidate) -> bool:
@@ -83,6 +85,8 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         if name == _COPY_OF_RANKS and above in of_ranks:
             return False
         if name == _COPY_OF_DCP and above in of_bridge:
+            return False
+        if name == _ORIGINAL and above in safe and candidate.format == MetaReader.name:
             return False
         if candidate.format in _SECONDARY or candidate in leftover:
             return not has_model

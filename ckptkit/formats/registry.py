@@ -24,6 +24,7 @@ from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.formats.discovery import is_certain
 from ckptkit.formats.megatron.reader import MegatronReader
+from ckptkit.formats.others.meta import MetaReader
 from ckptkit.formats.others.nanotron import NanotronReader, find_deep_folders
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
 from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
@@ -52,6 +53,7 @@ READERS: tuple[CheckpointReader, ...] = (
     NanotronReader(),  # its files are safetensors and archives, which are models to others
     TorchCheckpointingReader(),
     MegatronReader(),
+    MetaReader(),
     RankFilesReader(),  # before readers that would take a rank's file for a model
     ForeignReader(),  # its files are kept from the others, which would misread them
     UniversalReader(),  # before ZeRO, whose files of weights it contains
@@ -70,6 +72,7 @@ EXPECTED: Mapping[str, str] = {
     "torchsnapshot": "'.snapshot_metadata'",
     "nanotron": "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter",
     "torch-checkpointing": "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'",
+    "meta": "'consolidated.00.pth' beside 'params.json'",
     "dcp-hf": "'shard-00001-model-00001-of-00001.safetensors'",
     "rank-files": "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'",
     "safetensors": "'*.safetensors'",

@@ -349,6 +349,24 @@ MEGATRON = (
         stale={"mp_rank_00_001/model_optim_rng.pt": "mp_rank_01_001/model_optim_rng.pt"},
     ),
 )
+META = (
+    FaultCase(
+        "meta_llama_3",
+        options={"map": "none"},
+        needed=("params.json",),
+        ranks=("consolidated.*.pth",),
+        archives=("*.pth",),
+        stale={"consolidated.02.pth": "consolidated.01.pth"},
+        of_another_step={"consolidated.01.pth": "meta_llama_2/checkpoint/consolidated.01.pth"},
+    ),
+    FaultCase(
+        "meta_llama_1",
+        options={"map": "none"},
+        needed=("params.json",),
+        ranks=("consolidated.*.pth",),
+        archives=("*.pth",),
+    ),
+)
 CASES = (
     *DCP,
     *ZERO,
@@ -361,4 +379,5 @@ CASES = (
     *TORCH_CHECKPOINTING,
     *FRAMEWORKS,
     *MEGATRON,
+    *META,
 )

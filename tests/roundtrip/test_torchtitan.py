@@ -205,7 +205,7 @@ REFUSED: Mapping[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a family that torchtitan does not have": (
         {"model_type": "bloom"},
         {},
-        "torchtitan, and no map is for the model type 'bloom'",
+        "for the model type .bloom.",
     ),
     "a map of another family": ({}, {"map": "torchtitan-qwen3"}, "no rule of map .* takes tensor"),
     "further experts": ({"num_experts": 5}, {}, "expected 5 along the axis of 'expert'"),
@@ -250,7 +250,7 @@ def test_a_tensor_that_is_missing_is_named(lacking: str, tmp_path: Path) -> None
 
 
 def test_without_a_configuration_it_is_refused_and_names_can_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="names are those of torchtitan"):
+    with pytest.raises(CkptkitError, match=r"names of torchtitan .* no configuration"):
         ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out")
     ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", map="none")
     assert differences(load_file(tmp_path / "out/model.safetensors"), stored(LLAMA)) == []

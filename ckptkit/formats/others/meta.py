@@ -1,0 +1,380 @@
+"""The reader of Meta's own files: `consolidated.NN.pth` of each tensor-parallel rank.
+
+A file is a `torch.save` of the rank's state dict. Nothing in it says how tensors are split: the
+names do, and `params.json` has the sizes. Rows of q, k, v, gate, up and the head are split, and
+columns of the attention's output and of the down projection; embeddings by columns up to Llama 2,
+by rows since Llama 3. All ranks have the norms. Mistral's files are of the same kind. A single
+file without `params.json` is read like any other file of `torch.save`.
+
+Source: llama/model.py of Llama 2 and models/llama3/model.py (`ParallelEmbedding`,
+`ColumnParallelLinear`, `RowParallelLinear`), models/checkpoint.py (`reshard_mp`, also for more
+ranks than key-value heads).
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptkit.core.errors import (
+    FormatError,
+    IncompleteCheckpointError,
+    MissingFileError,
+    UnsupportedError,
+)
+from ckptkit.core.index import (
+    Box,
+    Chunk,
+    ChunkTable,
+    Key,
+    RecordTable,
+    RunFacts,
+    Shape,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.core.text import quote
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.parsing import (
+    MIXED_SAVES,
+    TWO_SAVES,
+    group_by_folder,
+    is_count,
+    parse_json,
+    read_limited,
+    refuse_missing_ranks,
+    stat_or_missing,
+)
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
+from ckptkit.formats.pickle.torch_values import TensorRef
+from ckptkit.formats.torch_files import TorchFileReader
+from ckptkit.formats.trees import TRAINING_VALUES, classify
+from ckptkit.storage.base import Source
+
+PARAMS = "params.json"
+_FILE = re.compile(r"consolidated\.(\d{2,4})\.pth")
+_MAX_BYTES = 1 << 20
+_MAX_SIZE = 1 << 32
+_MATRIX = 2
+_MOST_COMPARED_BYTES = 1 << 22  # of a tensor that all ranks have; norms have some 10 KB
+_LAYER = r"layers\.(?P<layer>0|[1-9]\d{0,5})\."
+_NAME = re.compile(
+    rf"(?:{_LAYER})?(?P<kind>attention\.w[qkvo]|feed_forward\.w[123]|attention_norm|ffn_norm|norm"
+    r"|tok_embeddings|output)\.weight"
+)
+_FREQUENCIES = re.compile(rf"(?:{_LAYER}attention\.inner_attention\.)?rope\.freqs")
+_EMBEDDINGS, _KEYS_AND_VALUES = "tok_embeddings", ("attention.wk", "attention.wv")
+# By columns; all other matrices are split by rows.
+_BY_COLUMNS = ("attention.wo", "feed_forward.w2")
+_WHOLE = ("attention_norm", "ffn_norm", "norm")
+
+
+class MetaReader:
+    """Reads the files of all tensor-parallel ranks, with `params.json`."""
+
+    name = "meta"
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Groups such files by folder."""
+        there = set(paths)
+        own = [path for path in paths if _FILE.fullmatch(posixpath.basename(path))]
+        found = []
+        for folder, files in group_by_folder(own).items():
+            params = posixpath.join(folder, PARAMS)
+            if params not in there and [_rank_of(path) for path in files] == [0]:
+                continue
+            beside = f" beside {PARAMS!r}" if params in there else ""
+            others = (params,) if params in there else ()
+            reason = f"{len(files)} 'consolidated.NN.pth'{beside}"
+            found.append(Candidate(self.name, folder, (*files, *others), reason))
+        return found
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        where = posixpath.join(source.location, candidate.folder)
+        paths = [path for path in candidate.files if not path.endswith(PARAMS)]
+        numbers = [_rank_of(path) for path in paths]
+        if len(set(numbers)) < len(numbers):
+            raise FormatError(
+                f"two of the files are of one rank: {', '.join(map(posixpath.basename, paths))}",
+                where=where,
+                hint=MIXED_SAVES,
+            )
+        refuse_missing_ranks(numbers, max(numbers) + 1, "weights", where)
+        params = posixpath.join(candidate.folder, PARAMS)
+        file = stat_or_missing(source, params)
+        if file.size_bytes < 0:
+            raise MissingFileError(
+                f"{PARAMS!r} is not beside the files of {len(paths)} ranks, so that it is not known"
+                " how many there were",
+                where=where,
+                hint=f"copy {PARAMS!r} from the same download",
+            )
+        sizes = _Sizes.read(source, params)
+        if len(paths) == 1:
+            whole = TorchFileReader().read_index(source, replace(candidate, files=(*paths,)))
+            entries = whole.of_part("model")
+            _check({entry.name: entry.shape for entry in entries}, sizes, 1, where)
+            return replace(whole, format=self.name, files=(*whole.files, file))
+        table = ArchiveTable()
+        ranks = _RankFiles(source, table, sizes, where)
+        for path in paths:
+            ranks.add(table.open(source, path, TRAINING_VALUES))
+        return TensorIndex(
+            format=self.name,
+            files=(*table.files, file),
+            tensors=ranks.join(),
+            records=RecordTable.of(table.records),
+            run=RunFacts(
+                world_size=len(paths),
+                writer="Meta's Llama, one file for each tensor-parallel rank",
+                mesh=(("tp", len(paths)),),
+            ),
+        )
+
+
+def _rank_of(path: str) -> int:
+    return int(posixpath.basename(path).split(".")[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What `params.json` says, in elements.
+
+    Attributes:
+        hidden: The width of the model.
+        layers: How many layers it has.
+        heads: How many query heads.
+        groups: How many heads of keys and of values.
+        head: The width of a head.
+        words: The size of the vocabulary; -1 where it is not said.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    groups: int
+    head: int
+    words: int
+
+    @classmethod
+    def read(cls, source: Source, path: str) -> _Sizes:
+        where = posixpath.join(source.location, path)
+        content = parse_json(read_limited(source, path, _MAX_BYTES, PARAMS), where=where)
+        content = content.get("model", content) if isinstance(content, dict) else None
+        if not isinstance(content, dict):
+            raise FormatError("is not a dictionary", where=where)
+
+        def size(key: str, otherwise: int = 0) -> int:
+            value = content.get(key)
+            value = otherwise if value is None else value
+            if not is_count(value, _MAX_SIZE) or not value:
+                raise FormatError(f"{key!r} is not a size", where=where)
+            return value
+
+        hidden, heads = size("dim"), size("n_heads")
+        words = content.get("vocab_size", -1)
+        return cls(
+            hidden=hidden,
+            layers=size("n_layers"),
+            heads=heads,
+            groups=size("n_kv_heads", heads),
+            head=size("head_dim", hidden // heads),
+            words=words if is_count(words, _MAX_SIZE) and words else -1,
+        )
+
+    def shape(self, kind: str) -> tuple[int | None, ...]:
+        """Returns the shape of a whole tensor, None for what is not said."""
+        query, group = self.heads * self.head, self.groups * self.head
+        words = None if self.words < 0 else self.words
+        if kind in _WHOLE:
+            return (self.hidden,)
+        return {
+            "attention.wq": (query, self.hidden),
+            "attention.wk": (group, self.hidden),
+            "attention.wv": (group, self.hidden),
+            "attention.wo": (self.hidden, query),
+            "feed_forward.w2": (self.hidden, None),
+            "tok_embeddings": (words, self.hidden),
+            "output": (words, self.hidden),
+        }.get(kind, (None, self.hidden))
+
+
+def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -> None:
+    """Refuses whole tensors that do not fit `params.json`; other names than Meta's are left alone.
+
+    Args:
+        shapes: Shapes by name.
+        sizes: What `params.json` says.
+        count: The number of files.
+        where: The checkpoint, for messages.
+    """
+    layers = set()
+    for name, shape in shapes.items():
+        found = _NAME.fullmatch(name)
+        if found is None:
+            continue
+        layers |= {int(found["layer"])} if found["layer"] else set()
+        expected = sizes.shape(found["kind"])
+        if len(shape) != len(expected) or any(
+            want not in {None, size} for size, want in zip(shape, expected, strict=True)
+        ):
+            wanted = ", ".join("any" if want is None else str(want) for want in expected)
+            raise FormatError(
+                f"{quote(name)} of {count} files has shape {list(shape)} in all, {PARAMS!r} says"
+                f" [{wanted}]",
+                where=where,
+                hint=f"copy all files and {PARAMS!r} from one download",
+            )
+    odd = layers ^ set(range(sizes.layers)) if layers else ()
+    if odd:
+        raise IncompleteCheckpointError(
+            f"has {len(layers):,} layers, {PARAMS!r} says {sizes.layers:,}; the first that differs"
+            f" is layer {min(odd)}",
+            where=where,
+            hint=f"copy all files and {PARAMS!r} from one download",
+        )
+
+
+@dataclass(slots=True)
+class _RankFiles:
+    """The files of all ranks, in order; its fields are what they are read with."""
+
+    source: Source
+    table: ArchiveTable
+    sizes: _Sizes
+    where: str
+    _files: list[tuple[TorchArchive, dict[str, TensorRef]]] = field(default_factory=list)
+
+    def add(self, archive: TorchArchive) -> None:
+        """Adds the file of the next rank."""
+        tensors = {}
+        for name, value in archive.dictionary().values.items():
+            if not isinstance(name, str) or not isinstance(value, TensorRef):
+                raise FormatError(
+                    f"holds {quote(str(name))}, which is no tensor; a state dict was expected",
+                    where=archive.where,
+                )
+            tensors[name] = value
+        first = self._files[0][1] if self._files else tensors
+        if tensors.keys() != first.keys():
+            other = min(tensors.keys() ^ first.keys())
+            place = "this file has" if other in tensors else "this file lacks"
+            raise FormatError(
+                f"{place} {quote(other)}, unlike that of rank 0",
+                where=archive.where,
+                hint=TWO_SAVES,
+            )
+        for name, tensor in tensors.items():
+            if (tensor.dtype, tensor.shape) != (first[name].dtype, first[name].shape):
+                raise FormatError(
+                    f"{quote(name)} is {tensor.dtype.name} {list(tensor.shape)} here, and"
+                    f" {first[name].dtype.name} {list(first[name].shape)} on rank 0",
+                    where=archive.where,
+                    hint=TWO_SAVES,
+                )
+        self._files.append((archive, tensors))
+
+    def join(self) -> dict[Key, TensorEntry]:
+        """Returns the whole tensors, by key."""
+        self._refuse_equal_files()
+        first = self._files[0][1]
+        joined = {name: self._join(name, tensor.shape) for name, tensor in first.items()}
+        whole = {name: shape for name, (shape, _) in joined.items()}
+        _check(whole, self.sizes, len(self._files), self.where)
+        entries = {}
+        memberships = classify([(name,) for name in first], where=self.where)
+        for (name, (shape, chunks)), member in zip(joined.items(), memberships, strict=True):
+            table = ChunkTable.of(chunks, len(shape))
+            entry = member.entry((name,), first[name].dtype, shape, table)
+            entries[entry.key] = entry
+        return entries
+
+    def _refuse_equal_files(self) -> None:
+        """Refuses one rank's file under the names of two."""
+        seen: dict[tuple[int | None, ...], int] = {}
+        for rank, (archive, tensors) in enumerate(self._files):
+            sums = tuple(archive.archive.extent(t.storage)[2] for t in tensors.values())
+            other = rank if None in sums else seen.setdefault(sums, rank)
+            if other != rank:
+                raise FormatError(
+                    f"holds the weights of rank {other} once more, all of them",
+                    where=archive.where,
+                    hint=f"copy the file of rank {rank} anew",
+                )
+
+    def _join(self, name: str, part: Shape) -> tuple[Shape, list[Chunk]]:
+        """Returns the shape of a whole tensor, and its chunks."""
+        count = len(self._files)
+        axis, copies = self._find_axis(name, part)
+        chunks = []
+        for rank, (archive, tensors) in enumerate(self._files):
+            owner = rank // copies * copies
+            if rank != owner:
+                self._refuse_other(name, owner, rank)
+                continue
+            offsets = tuple(
+                rank // copies * size if dim == axis else 0 for dim, size in enumerate(part)
+            )
+            chunk = self.table.chunk(archive, tensors[name], rank)
+            chunks.append(replace(chunk, place=Box(offsets, part)))
+        parts = count // copies
+        return tuple(n * parts if dim == axis else n for dim, n in enumerate(part)), chunks
+
+    def _find_axis(self, name: str, part: Shape) -> tuple[int, int]:
+        """Returns the axis along which a tensor is split, and how many ranks have the same part."""
+        count, groups = len(self._files), self.sizes.groups
+        found = _NAME.fullmatch(name)
+        kind = "" if found is None else found["kind"]
+        if _FREQUENCIES.fullmatch(name) or (kind in _WHOLE and len(part) == 1):
+            return 0, count
+        if not kind or len(part) != _MATRIX:
+            raise UnsupportedError(
+                f"it is not known how {quote(name)} of shape {list(part)} is split into {count}"
+                " files: Llama 1 to 3 have no such tensor",
+                where=self.where,
+                hint="join the files with the program that wrote them",
+            )
+        if kind in _KEYS_AND_VALUES and count > groups and count % groups == 0:
+            return 0, count // groups  # neighbours have the same head
+        if kind == _EMBEDDINGS:
+            return (0 if part[1] == self.sizes.hidden else 1), 1
+        return (1 if kind in _BY_COLUMNS else 0), 1
+
+    def _refuse_other(self, name: str, owner: int, rank: int) -> None:
+        """Refuses a tensor that two ranks should have in common, and do not."""
+        sums = [self._checksum(name, each) for each in (owner, rank)]
+        if None in sums:
+            sums = [self._read(name, each) for each in (owner, rank)]
+        if sums[0] != sums[1]:
+            raise FormatError(
+                f"{quote(name)} differs between ranks {owner} and {rank}, which should have it in"
+                " common",
+                where=self.where,
+                hint=TWO_SAVES,
+            )
+
+    def _checksum(self, name: str, rank: int) -> int | bytes | None:
+        """Returns the checksum of a tensor that is alone in its storage; None if there is none."""
+        archive, tensors = self._files[rank]
+        storage = tensors[name].storage
+        is_alone = tensors[name].row_major and storage.size_bytes == _count_bytes(tensors[name])
+        return archive.archive.extent(storage)[2] if is_alone else None
+
+    def _read(self, name: str, rank: int) -> int | bytes | None:
+        archive, tensors = self._files[rank]
+        tensor = tensors[name]
+        size_bytes = _count_bytes(tensor)
+        if not tensor.row_major or size_bytes > _MOST_COMPARED_BYTES:
+            raise UnsupportedError(
+                f"{quote(name)} is stored so that ranks cannot be compared", where=archive.where
+            )
+        start = archive.archive.extent(tensor.storage)[0]
+        start += tensor.storage_offset * tensor.dtype.itemsize
+        return self.source.read(archive.path, start, start + size_bytes)
+
+
+def _count_bytes(tensor: TensorRef) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
