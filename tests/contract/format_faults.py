@@ -333,6 +333,17 @@ FRAMEWORKS = (
 )
 MEGATRON = (
     FaultCase(
+        "megatron_fsdp_llama_tp2",
+        "checkpoint/iter_0000007",
+        options={"map": "none"},
+        needed=(".metadata",),
+        ranks=("__*_0.distcp",),
+        pickles=(".metadata",),
+        archives=("*.distcp",),
+        stale={"__4_0.distcp": "__3_0.distcp"},
+        stale_is_left_alone=_DCP_STALE,
+    ),
+    FaultCase(
         "megatron_ranks_llama_tp2_pp2",
         "checkpoint/iter_0000007",
         options={"map": "none"},

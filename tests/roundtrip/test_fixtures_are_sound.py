@@ -23,7 +23,9 @@ DIRECTORIES = sorted(
     for path in FIXTURES.rglob(".metadata")
     if not path.parent.name.startswith("optimizer")
     # Other names: test_megatron_fixtures_are_sound.py, test_torchtitan.py.
-    and not path.relative_to(FIXTURES).parts[0].startswith(("megatron_model_", "torchtitan_fam"))
+    and not path.relative_to(FIXTURES)
+    .parts[0]
+    .startswith(("megatron_model_", "megatron_fsdp_", "torchtitan_fam"))
     and not {NEWER_THAN_TORCH, NOTHING_IN_IT, *UNREADABLE_TO_TORCH} & set(path.parts)
 )
 PLACES = {

@@ -6,11 +6,17 @@ optimizer; since July 2026 it is the object `common_state` of the checkpoint ins
 `run_config.yaml` is what Megatron-Bridge writes, and `integrity.json` has the SHA-256 of each file.
 Weights need none of them.
 
-Keys are flat: those of an optimizer begin with `optimizer.` or `chained_N.optimizer.`, all others
-are names in the model. Objects are stored for each part as `NAME/shard_OFFSETS_SHAPE`.
+Megatron-FSDP's `fsdp_dtensor` is what torch itself writes of a dictionary: weights are DTensors
+under `model`, everything else is an object of its own. Names are those of single layers and
+experts; gate and up of `linear_fc1` are stored apart, with the endings `_w` and `_v`.
+
+In `torch_dist`, keys are flat: those of an optimizer begin with `optimizer.` or
+`chained_N.optimizer.`, all others are names in the model. Objects are stored for each part as
+`NAME/shard_OFFSETS_SHAPE`.
 
 Source: megatron/core/dist_checkpointing/{core,serialization,validation}.py,
-megatron/core/optimizer/optimizer.py (`ChainedOptimizer`), megatron/training/checkpointing.py,
+megatron/core/optimizer/optimizer.py (`ChainedOptimizer`),
+megatron/core/transformer/fsdp_dtensor_checkpoint.py, megatron/training/checkpointing.py,
 Megatron-Core 0.7 to 0.19; megatron/bridge/training/checkpointing.py.
 """
 
@@ -25,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from ckptkit.core.errors import FormatError, InputError, LimitError, UnsupportedError
-from ckptkit.core.index import KeyPath, Problem, RunFacts
+from ckptkit.core.index import Fqn, Key, KeyPath, Problem, RunFacts, TensorEntry
 from ckptkit.formats.parsing import (
     Read,
     is_count,
@@ -58,6 +64,10 @@ _MAX_SIZE = 1 << 20
 _SLIME = re.compile(r"slime\.")
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
 _CONTAINER = re.compile(r"(model\d*|rng_state|opt_param_scheduler|rerun_state_machine)\.(.+)")
+_PLAIN_VALUES = ("checkpoint_version", "iteration")
+_NUMBERED_EXPERT = re.compile(
+    r"(.*\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d{1,7})((?:_[wv])?)"
+)
 # Packages whose functions could be made to do harm are named one by one in TRAINING_VALUES.
 _LISTED = frozenset({*sys.stdlib_module_names, "__builtin__", "copy_reg", "numpy", "torch"})
 _STREAM = ("_io", "BytesIO")  # a state of Transformer Engine
@@ -113,13 +123,18 @@ def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
     Raises:
         UnsafePickleError: If it names a function of Python, numpy or torch that no state needs.
     """
-    if size_bytes > _MAX_BYTES:
-        raise LimitError(f"has {size_bytes:,} bytes, at most {_MAX_BYTES:,} are read", where=where)
-    pickle = open_archive(read, size_bytes, where=where).pickle()
-    root = parse_pickle(pickle, ALLOWED_IN_STATES, where=where, persistent=storage_ref)
+    root = parse_state(read, size_bytes, where=where)
     if not isinstance(root, dict):
         raise FormatError("holds no dictionary", where=where)
     return read_common(root)
+
+
+def parse_state(read: Read, size_bytes: int, *, where: str) -> object:
+    """Parses an archive with values that are not sharded; no class of it is imported."""
+    if size_bytes > _MAX_BYTES:
+        raise LimitError(f"has {size_bytes:,} bytes, at most {_MAX_BYTES:,} are read", where=where)
+    pickle = open_archive(read, size_bytes, where=where).pickle()
+    return parse_pickle(pickle, ALLOWED_IN_STATES, where=where, persistent=storage_ref)
 
 
 def read_common(root: Mapping[Any, Any]) -> CommonState:
@@ -163,8 +178,30 @@ def read_kind(source: Source, path: str, *, is_megatron: bool) -> str | None:
     return kind
 
 
+def is_of_megatron_fsdp(values: Iterable[KeyPath]) -> bool:
+    """Returns whether the values of a plain distributed checkpoint are those of Megatron-LM."""
+    return {(name,) for name in _PLAIN_VALUES} <= set(values)
+
+
+def name_experts_apart(entries: Mapping[Key, TensorEntry]) -> dict[Key, TensorEntry]:
+    """Gives experts, which Megatron-FSDP numbers at the end of names, their names in `torch_dist`.
+
+    `experts.linear_fc1.weight3_w` becomes `experts.experts.3.linear_fc1.weight_w`.
+    """
+    renamed = {}
+    for key, entry in entries.items():
+        found = _NUMBERED_EXPERT.fullmatch(entry.name)
+        name = f"{found[1]}experts.{found[3]}.{found[2]}{found[4]}" if found else entry.name
+        renamed[key] = replace(entry, name=Fqn(name))
+    return renamed
+
+
 def read_facts(
-    source: Source, files: Sequence[str], common: CommonState, run: RunFacts
+    source: Source,
+    files: Sequence[str],
+    common: CommonState,
+    run: RunFacts,
+    kind: str = "torch_dist",
 ) -> RunFacts:
     """Adds what Megatron-Core's files say to the facts of a run.
 
@@ -173,6 +210,7 @@ def read_facts(
         files: The files of the checkpoint.
         common: The common state.
         run: The facts of the tables.
+        kind: Megatron-LM's name of the format.
     """
     sizes = dict(common.sizes or {})
     for path in files:
@@ -182,7 +220,7 @@ def read_facts(
     return replace(
         run,
         step=common.step,
-        writer=", ".join(filter(None, [common.framework, "Megatron-Core torch_dist", run.writer])),
+        writer=", ".join(filter(None, [common.framework, f"Megatron-Core {kind}", run.writer])),
         mesh=tuple((kind, sizes[kind]) for kind in _SIZES if kind in sizes),
         world_size=common.world_size or run.world_size,
     )

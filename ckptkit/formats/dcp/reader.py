@@ -39,9 +39,14 @@ from ckptkit.formats.dcp.megatron import (
     COMMON_STATE,
     COMPANIONS,
     KIND,
+    RUN_CONFIG,
     CommonState,
     describe_ignored,
+    is_of_megatron_fsdp,
+    name_experts_apart,
     parse_common,
+    parse_state,
+    read_common,
     read_facts,
     read_kind,
     split_key,
@@ -211,6 +216,8 @@ class DcpReader:
         index = _Assembly(source, candidate.folder, stat, metadata, where).index()
         if metadata.is_megatron:
             return _with_facts_of_megatron(source, candidate, index)
+        if is_of_megatron_fsdp(index.values):
+            return _with_facts_of_megatron_fsdp(source, candidate, index)
         meta = posixpath.join(candidate.folder, LIGHTNING_META)
         if meta in candidate.files:
             framework = read_lightning_meta(source, meta)
@@ -245,6 +252,23 @@ def _with_facts_of_megatron(
     beside = [path for path in candidate.files if posixpath.basename(path) in COMPANIONS]
     files = (*index.files, *(source.stat(path) for path in beside))
     return replace(index, files=files, run=replace(run, notes=notes))
+
+
+def _with_facts_of_megatron_fsdp(
+    source: Source, candidate: Candidate, index: TensorIndex
+) -> TensorIndex:
+    root = {}
+    for name in ("args", "iteration"):
+        value = index.values.get((name,))
+        if isinstance(value, BlobRef):
+            where = f"{posixpath.join(source.location, value.path)}, object {name!r}"
+            root[name] = parse_state(*open_blob(source, value, where=where), where=where)
+    config = stat_or_missing(source, posixpath.join(candidate.folder, RUN_CONFIG))
+    beside = () if config.size_bytes < 0 else (config,)
+    paths = [file.path for file in beside]
+    run = read_facts(source, paths, read_common(root), index.run, kind="fsdp_dtensor")
+    entries = name_experts_apart(index.tensors)
+    return replace(index, files=(*index.files, *beside), tensors=entries, run=run)
 
 
 class _Assembly:
