@@ -13,13 +13,13 @@ import numpy as np
 
 from ckptkit.conversion.source.adapters import read_config
 from ckptkit.conversion.source.open import open_checkpoint, read_config_in
-from ckptkit.conversion.source.read import leaf_span, same_bytes, scan
+from ckptkit.conversion.source.read import leaf_span, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
-from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.reader import Origin, TensorReader, same_bytes
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems

@@ -16,13 +16,12 @@ from ckptkit.conversion.names_on_disk import (
     rearrange,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.read import refuse_different
-from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.errors import FormatError, RefusedError, UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
 from ckptkit.engine.kernels import AddedOperand, Operand, OperandKernel, StoredOperand
-from ckptkit.engine.reader import Origin
+from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import recognise_framework
@@ -82,6 +81,26 @@ class MappedModel:
             if len(t.sources) == 1 and uses[t.sources[0]] == 1
         }
         return [replace(e, name=made[e.name]) for e in entries if e.name in made]
+
+    def refuse_different(self, entries: Sequence[TensorEntry], origin: Origin) -> None:
+        """Refuses names that stand for one tensor of the source and have other bytes.
+
+        Raises:
+            FormatError: If they differ.
+        """
+        by_name = {entry.name: entry for entry in entries}
+        reader = TensorReader(origin)
+        for second, first in self.names.same.items():
+            if first not in by_name or second not in by_name:
+                continue  # left out by the user
+            one, other = by_name[first], by_name[second]
+            is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+            if not is_alike or not same_values(reader, one, other):
+                raise FormatError(
+                    f"{quote(first)} and {quote(second)} are names of one tensor, and differ",
+                    where=origin.source.location,
+                    hint="leave the wrong one out with --exclude",
+                )
 
     def source_of(self, name: Fqn) -> Fqn:
         """Returns the tensor of the source that the target's tensor `name` is made of."""
@@ -179,7 +198,7 @@ def convert_checkpoint(
     refuse_problems(index, entries, where)
     tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
     mapped = map_names(choice, framework, config, checkpoint, tensors)
-    refuse_different(mapped.names.same, entries, Origin(SOURCE, checkpoint.source, index))
+    mapped.refuse_different(entries, Origin(SOURCE, checkpoint.source, index))
     made = mapped.derive({entry.name: entry for entry in entries})
     sources = {entry.key: replace(entry, part="other") for entry in entries}
     for entry in made:

@@ -31,7 +31,7 @@ from ckptkit.conversion.source.model_folders import (
     read_file_map,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
-from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties, refuse_different
+from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -245,7 +245,7 @@ class _Planner:
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         named = entries if mapped is None else mapped.rename(entries)
         if mapped is not None:
-            refuse_different(mapped.names.same, entries, origin)
+            mapped.refuse_different(entries, origin)
         absent: Mapping[Fqn, Fqn] = {}
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
         has_all_names = request.layout in {"dcp", "torchtitan"}

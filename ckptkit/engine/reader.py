@@ -518,3 +518,25 @@ def _block(view: memoryview, overlap: SpanOverlap, itemsize: int) -> ArrayMemory
     start, size = overlap.block_start * itemsize, math.prod(overlap.block) * itemsize
     elements = np.frombuffer(view[start : start + size], byte_type(itemsize))
     return ArrayMemory(elements.reshape(overlap.block))
+
+
+def same_bytes(first: memoryview, second: memoryview) -> bool:
+    """Compares two buffers of one length; `memoryview` itself compares byte by byte."""
+    whole = len(first) // 8 * 8
+    words, others = (np.frombuffer(side[:whole], np.uint64) for side in (first, second))
+    return np.array_equal(words, others) and first[whole:] == second[whole:]
+
+
+def same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
+    """Returns whether two tensors of one element type and shape have the same bytes."""
+    itemsize = first.dtype.itemsize
+    step = RUN_BYTES // itemsize
+    buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
+    for start in range(0, first.elements, step):
+        span = Span(start, min(start + step, first.elements))
+        views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
+        reader.fill(first.key, span, views[0])
+        reader.fill(second.key, span, views[1])
+        if not same_bytes(*views):
+            return False
+    return True

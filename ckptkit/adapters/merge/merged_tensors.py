@@ -16,12 +16,11 @@ from ckptkit.adapters.merge import low_rank
 from ckptkit.adapters.merge.kernel import MergeKernel, NormOf, Rounding
 from ckptkit.adapters.merge.low_rank import Factor
 from ckptkit.conversion.names_on_disk import rearrange
-from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import CastOperand, Operand, OperandKernel, StoredOperand, recast
-from ckptkit.engine.reader import Origin
+from ckptkit.engine.reader import Origin, same_bytes
 from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.hub_names.disk_tensors import HubTensor, Window, find_window
 from ckptkit.lora.changes import (

@@ -20,13 +20,13 @@ from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import FormatError, InputError, RefusedError, UsageError
+from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, Key, RunFacts, Shape, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.text import Closing
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.outcome import BytesWritten, Listener, Started
-from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE
@@ -178,13 +178,6 @@ def leaf_span(entry: TensorEntry, leaf: int) -> Span:
     return Span(leaf * step, min((leaf + 1) * step, entry.elements))
 
 
-def same_bytes(first: memoryview, second: memoryview) -> bool:
-    """Compares two buffers of one length; `memoryview` itself compares byte by byte."""
-    whole = len(first) // 8 * 8
-    words, others = (np.frombuffer(side[:whole], np.uint64) for side in (first, second))
-    return np.array_equal(words, others) and first[whole:] == second[whole:]
-
-
 def scan(
     origin: Origin,
     entries: Sequence[TensorEntry],
@@ -263,7 +256,7 @@ def find_ties(
     same: dict[Fqn, Fqn] = {}
     broken = dict(find_tie_conflicts(config, extents))
     for target, source in pairs.items():
-        equal = _same_values(reader, by_name[target], by_name[source])
+        equal = same_values(reader, by_name[target], by_name[source])
         (same if equal else broken)[target] = source
     return Ties(choose_ties_to_drop(config, same, broken), broken)
 
@@ -293,38 +286,3 @@ def find_absent_twins(
         if present:
             absent |= {Fqn(n): Fqn(present[0]) for n in group["names"] if n not in names}
     return absent, ""
-
-
-def refuse_different(
-    pairs: Mapping[Fqn, Fqn], entries: Sequence[TensorEntry], origin: Origin
-) -> None:
-    """Refuses pairs of names that stand for one tensor and have other bytes.
-
-    Raises:
-        FormatError: If a pair differs.
-    """
-    by_name = {entry.name: entry for entry in entries}
-    reader = TensorReader(origin)
-    for second, first in pairs.items():
-        one, other = by_name[first], by_name[second]
-        is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-        if not is_alike or not _same_values(reader, one, other):
-            raise FormatError(
-                f"{first!r} and {second!r} are names of one tensor, and differ",
-                where=origin.source.location,
-                hint="leave the wrong one out with --exclude",
-            )
-
-
-def _same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
-    itemsize = first.dtype.itemsize
-    step = RUN_BYTES // itemsize
-    buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
-    for start in range(0, first.elements, step):
-        span = Span(start, min(start + step, first.elements))
-        views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
-        reader.fill(first.key, span, views[0])
-        reader.fill(second.key, span, views[1])
-        if not same_bytes(*views):
-            return False
-    return True

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Key
+from ckptkit.engine.reader import same_bytes
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Copy, Product, TensorSpec
 from tests.command_line import run_command
