@@ -21,7 +21,13 @@ import xxhash
 
 from ckptkit.conversion.compare_names import Comparison
 from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, describe_sources
-from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, SourceChangedError
+from ckptkit.core.errors import (
+    ChecksumError,
+    CkptkitError,
+    NoSpaceError,
+    RefusedError,
+    SourceChangedError,
+)
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.core.object_parts import choose_part_bytes
 from ckptkit.core.threads import memory_in_use_bytes, usable_cores
@@ -39,6 +45,7 @@ from ckptkit.engine.executor import (
 )
 from ckptkit.engine.outcome import Digests, Listener, OutputCommitted, Planned
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
+from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
@@ -261,6 +268,8 @@ def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: L
     existing = strategy.start(planned)
     if existing is not None:
         return existing
+    for source in planned.sources:
+        _refuse_other_files(source)
     comparison = planned.comparison
     if comparison is not None:
         comparison.begin()
@@ -275,6 +284,24 @@ def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: L
             strategy.reject(error)
             raise
         return strategy.commit()
+
+
+def _refuse_other_files(checkpoint: OpenedCheckpoint) -> None:
+    """Refuses files that do not have the SHA-256 which the save recorded, if it did.
+
+    The archives in a file of another step have CRC-32s of their own, which are right.
+    """
+    for unit in checkpoint.units:
+        if not any(path.endswith(INTEGRITY) for path in unit.candidate.files):
+            continue
+        _, problems = check_integrity(checkpoint.source, unit.candidate.files)
+        if problems:
+            raise ChecksumError(
+                f"{problems[0]} ({len(problems):,} of the files that {INTEGRITY!r} names differ)",
+                where=checkpoint.path,
+                hint="the files are of another step, or were damaged: copy them again, or take"
+                " another step",
+            )
 
 
 class SingleProcess(WriteStrategy[Manifest]):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.core.errors import CkptkitError, OutputExistsError
+from ckptkit.core.errors import ChecksumError, CkptkitError, OutputExistsError
 from tests.command_line import run_command
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -97,8 +99,13 @@ REFUSED: Mapping[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
         "no rule of map 'megatron-deepseek'",
     ),
     "a map that is not there": ({}, {"map": "megatron-lama"}, "is neither a file nor a map"),
-    "further layers": ({"num_hidden_layers": 7}, {}, "expected 7 along the axis of 'layer'"),
-    "other heads": ({"num_attention_heads": 8}, {}, "linear_qkv.* along axis 0"),
+    "further layers": ({"num_hidden_layers": 7}, {}, "num_hidden_layers is 2 in.*, 7 in"),
+    "more heads of half the size": (
+        {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": None},
+        {},
+        "num_attention_heads is 4 in the checkpoint's own settings, 8 in the configuration",
+    ),
+    "other groups": ({"num_key_value_heads": 1}, {}, "linear_qkv.* along axis 0"),
     "a larger vocabulary": ({"vocab_size": 999}, {}, "expected at least 999 along axis 0"),
     "a wider MLP": ({"intermediate_size": 64}, {}, "linear_fc1.*expected 128 along axis 0"),
     "names that are kept": ({}, {"map": "megatron-llama", "names": "live"}, "--names live"),
@@ -116,6 +123,111 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(what: str, tmp_path
         (base / "config.json").write_text(json.dumps(stored | config))
     with pytest.raises(CkptkitError, match=message):
         ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", base=base, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def put_arguments(step: Path, **fields: Any) -> None:
+    """Puts arguments into `common.pt`, as Megatron-LM stores them."""
+    args = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, **fields}
+    torch.save({"iteration": 7, "args": argparse.Namespace(**args)}, step / "common.pt")
+
+
+ARGUMENTS: Mapping[str, tuple[dict[str, Any], str]] = {
+    "other groups": (
+        {"group_query_attention": True, "num_query_groups": 4, "kv_channels": 8},
+        "num_key_value_heads is 4 in the checkpoint's own settings, 2 in the configuration",
+    ),
+    "no groups": (
+        {"group_query_attention": False, "num_query_groups": 1},
+        "num_key_value_heads is 4 in",
+    ),
+    "wider heads": ({"kv_channels": 16}, "head_dim is 16 in the .* settings, 8 in"),
+    "neighbours that are turned": (
+        {"rotary_interleaved": True},
+        "map 'megatron-llama' is for rotary_interleaved = False, and the checkpoint says True",
+    ),
+    "norms around zero": (
+        {"apply_layernorm_1p": True},
+        "is for layernorm_zero_centered_gamma = False, and the checkpoint says True",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+def test_arguments_that_contradict_the_configuration_or_the_map_are_refused(
+    what: str, tmp_path: Path
+) -> None:
+    fields, message = ARGUMENTS[what]
+    shutil.copytree(LLAMA / "checkpoint", tmp_path / "run")
+    step = tmp_path / "run" / "iter_0000007"
+    put_arguments(step, **fields)
+    with pytest.raises(CkptkitError, match=message):
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
+    assert not (tmp_path / "out").exists()
+    (step / "common.pt").unlink()  # Megatron-Bridge has them in a text
+    lines = "".join(f"  {key}: {str(value).lower()}\n" for key, value in fields.items())
+    name, text = "apply_layernorm_1p", "layernorm_zero_centered_gamma"
+    lines = lines.replace("num_query_groups: 1\n", "num_query_groups: null\n").replace(name, text)
+    (step / "run_config.yaml").write_text(f"model:\n{lines}train:\n  iters: 9\n")
+    if what == "no groups":  # the text has no number of groups then
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
+        return
+    with pytest.raises(CkptkitError, match=message):
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
+
+
+def test_arguments_that_agree_are_of_no_matter(tmp_path: Path) -> None:
+    shutil.copytree(LLAMA / "checkpoint", tmp_path / "run")
+    step = tmp_path / "run" / "iter_0000007"
+    agreeing = {"group_query_attention": True, "num_query_groups": 2, "kv_channels": 8}
+    put_arguments(step, rotary_interleaved=False, apply_layernorm_1p=False, **agreeing)
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
+    assert equal(tmp_path / "out", load_file(LLAMA / "truth.safetensors"))
+
+
+def write_integrity(step: Path) -> None:
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(step.iterdir())
+    }
+    (step / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
+
+
+def test_files_of_another_step_are_refused_where_the_save_recorded_their_digests(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(LLAMA / "checkpoint", tmp_path / "run")
+    step = tmp_path / "run" / "iter_0000007"
+    write_integrity(step)
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "whole", base=LLAMA)
+    files = [step / f"__{rank}_1.distcp" for rank in (1, 3)]
+    first, second = (file.read_bytes() for file in files)
+    assert len(first) == len(second)  # so that nothing else can see it
+    files[0].write_bytes(second)
+    with pytest.raises(ChecksumError, match=r"__1_1.distcp: has SHA-256.*integrity.json"):
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
+    with pytest.raises(ChecksumError):
+        ckptkit.convert(tmp_path / "run", tmp_path / "out", to="dcp", base=LLAMA)
+    assert not (tmp_path / "out").exists()
+    result = run_command("consolidate", tmp_path / "run", tmp_path / "out", "--base", LLAMA)
+    assert result.returncode == 3
+    assert "checksum-mismatch" in result.stderr
+
+
+def test_a_stage_of_another_size_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(LLAMA / "checkpoint", tmp_path / "run")
+    step = tmp_path / "run" / "iter_0000007"
+    shutil.copy(step / "__0_0.distcp", step / "__2_0.distcp")
+    with pytest.raises(CkptkitError, match=r"__2_0.distcp"):
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=LLAMA)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("parent", ["own", "own.toml", "megatron-lama", "", 7])
+def test_a_map_that_extends_itself_or_none_is_refused(parent: object, tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(f'name = "own"\nextends = {json.dumps(parent)}\n')
+    with pytest.raises(CkptkitError, match=f"extends {parent!r}, which is no map"):
+        ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", base=LLAMA, map=own)
     assert not (tmp_path / "out").exists()
 
 

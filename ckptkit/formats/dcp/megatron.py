@@ -26,12 +26,13 @@ import hashlib
 import posixpath
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from ckptkit.core.errors import FormatError, InputError, LimitError, UnsupportedError
 from ckptkit.core.index import Fqn, Key, KeyPath, Problem, RunFacts, TensorEntry
+from ckptkit.core.threads import run_crew, usable_cores
 from ckptkit.formats.parsing import (
     Read,
     is_count,
@@ -60,6 +61,14 @@ _SIZES = {
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
 }
+_STATED = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+}
+_ZERO_CENTRED = "layernorm_zero_centered_gamma"
+_FLAGS = ("rotary_interleaved", _ZERO_CENTRED)
+_CONFIGURED = (*_STATED, *_FLAGS, "kv_channels", "num_query_groups", "multi_latent_attention")
 _MAX_SIZE = 1 << 20
 _SLIME = re.compile(r"slime\.")
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
@@ -108,13 +117,15 @@ def split_key(key: str) -> KeyPath:
 class CommonState:
     """What was found of the run; sizes are by dimension, in ranks.
 
-    The framework is empty where the arguments are those of Megatron-LM, or none are there.
+    The framework is empty where the arguments are those of Megatron-LM, or none are there. The
+    settings are those of `RunFacts`.
     """
 
     step: int | None = None
     sizes: Mapping[str, int] | None = None
     world_size: int | None = None
     framework: str = ""
+    settings: tuple[tuple[str, int], ...] = ()
 
 
 def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
@@ -147,6 +158,29 @@ def read_common(root: Mapping[Any, Any]) -> CommonState:
         sizes={kind: size for kind, size in sizes.items() if is_size(size)},
         world_size=world_size if is_size(world_size) else None,
         framework="slime" if _SLIME.match(str(fields.get("rollout_function_path"))) else "",
+        settings=_find_settings(fields),
+    )
+
+
+def _find_settings(fields: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Returns what arguments say of the model, under the keys of Transformers' configurations.
+
+    Queries have groups if `group_query_attention` says so; otherwise `num_query_groups` has its
+    default. Multi-latent attention uses neither it nor `kv_channels`.
+    """
+    found = {key: fields.get(name) for name, key in _STATED.items()}
+    if fields.get("multi_latent_attention") is not True:
+        found["head_dim"] = fields.get("kv_channels")
+        grouped = fields.get("group_query_attention")
+        if isinstance(grouped, bool):
+            name = "num_query_groups" if grouped else "num_attention_heads"
+            found["num_key_value_heads"] = fields.get(name)
+    flags = {name: fields.get(name) for name in _FLAGS}
+    if "apply_layernorm_1p" in fields:  # Megatron-LM's own name
+        flags[_ZERO_CENTRED] = fields["apply_layernorm_1p"]
+    return (
+        *((key, size) for key, size in found.items() if is_size(size)),
+        *((key, flag) for key, flag in flags.items() if isinstance(flag, bool)),
     )
 
 
@@ -212,27 +246,32 @@ def read_facts(
         run: The facts of the tables.
         kind: Megatron-LM's name of the format.
     """
-    sizes = dict(common.sizes or {})
+    sizes, settings = dict(common.sizes or {}), common.settings
     for path in files:
         if posixpath.basename(path) == RUN_CONFIG:
             text = read_limited(source, path, _MAX_BYTES, RUN_CONFIG).decode(errors="replace")
-            sizes = {**_sizes_in(text), **sizes}
+            values = {kind: _find_in_yaml(text, name) for kind, name in _SIZES.items()}
+            sizes = {**{kind: size for kind, size in values.items() if is_size(size)}, **sizes}
+            stated = {name: _find_in_yaml(text, name) for name in _CONFIGURED}
+            # Megatron-Bridge has no such argument: without groups there is no number of them.
+            grouped = {"group_query_attention": True} if is_size(stated["num_query_groups"]) else {}
+            settings = settings or _find_settings({**stated, **grouped})
     return replace(
         run,
         step=common.step,
         writer=", ".join(filter(None, [common.framework, f"Megatron-Core {kind}", run.writer])),
         mesh=tuple((kind, sizes[kind]) for kind in _SIZES if kind in sizes),
         world_size=common.world_size or run.world_size,
+        settings=settings,
     )
 
 
-def _sizes_in(text: str) -> dict[str, int]:
-    found = {}
-    for kind, name in _SIZES.items():
-        values = set(re.findall(rf"(?m)^[ \t]+{name}:[ \t]*(\d{{1,7}})[ \t]*\r?$", text))
-        if len(values) == 1:
-            found[kind] = int(values.pop())
-    return found
+def _find_in_yaml(text: str, name: str) -> int | None:
+    """Returns the number or truth value that every line `name: value` has; None if they differ."""
+    lines = re.findall(rf"(?m)^[ \t]+{name}:[ \t]*(\d{{1,7}}|true|false)[ \t]*\r?$", text)
+    if len(set(lines)) != 1:
+        return None
+    return int(lines[0]) if lines[0].isdigit() else lines[0] == "true"
 
 
 def describe_ignored(values: Iterable[KeyPath]) -> tuple[str, ...]:
@@ -250,24 +289,32 @@ def check_integrity(source: Source, files: Sequence[str]) -> tuple[int, list[Pro
     Returns:
         How many files match, and the problems of the others.
     """
-    matching, problems = 0, []
-    for listing in files:
-        if posixpath.basename(listing) != INTEGRITY:
-            continue
-        folder = posixpath.dirname(listing)
-        for name, expected in _read_listing(source, listing).items():
-            path = posixpath.join(folder, name)
-            try:
-                actual = _digest(source, path)
-            except InputError as error:
-                problems.append(Problem(error.code, path, f"{error.message}; {INTEGRITY} names it"))
-                continue
-            if actual == expected:
-                matching += 1
-                continue
-            message = f"has SHA-256 {actual[:16]}…, {INTEGRITY} {expected[:16]}…"
-            problems.append(Problem("digest-mismatch", path, message))
-    return matching, problems
+    expected = {
+        posixpath.join(posixpath.dirname(listing), name): digest
+        for listing in files
+        if posixpath.basename(listing) == INTEGRITY
+        for name, digest in _read_listing(source, listing).items()
+    }
+    found: dict[str, Problem | None] = {}
+
+    def compare(paths: Iterator[str]) -> None:
+        for path in paths:
+            found[path] = _compare_digest(source, path, expected[path])
+
+    run_crew(min(usable_cores(), len(expected)), iter(expected), compare)
+    problems = [problem for path in expected if (problem := found[path]) is not None]
+    return len(expected) - len(problems), problems
+
+
+def _compare_digest(source: Source, path: str, expected: str) -> Problem | None:
+    try:
+        actual = _digest(source, path)
+    except InputError as error:
+        return Problem(error.code, path, f"{error.message}; {INTEGRITY} names it")
+    if actual == expected:
+        return None
+    message = f"has SHA-256 {actual[:16]}…, {INTEGRITY} {expected[:16]}…"
+    return Problem("digest-mismatch", path, message)
 
 
 def _read_listing(source: Source, path: str) -> dict[str, str]:

@@ -202,6 +202,7 @@ class _Assembly:
             writer=", ".join(filter(None, [common.framework, "Megatron-LM, one file a rank"])),
             mesh=tuple({**known, **(common.sizes or {})}.items()),
             notes=notes,
+            settings=common.settings,
         )
 
     def _compare(self) -> tuple[list[Problem], int]:

@@ -106,6 +106,16 @@ MOVES: Mapping[str, tuple[str, Arrays, Arrays]] = {
         {"a": X},
         {"b": X.reshape(3, 2, 2, 4).transpose(0, 2, 1, 3).reshape(12, 4)},
     ),
+    "rotary neighbours of some tensors": (
+        rule(
+            '"a"',
+            '["b", "c"]',
+            "steps = [{ split = [8, 4] }, { reorder ="
+            ' "(head n half) -> (head half n)", n = 2, half = 2, only = [0] }]',
+        ),
+        {"a": X},
+        {"b": X[:8].reshape(2, 2, 2, 4).transpose(0, 2, 1, 3).reshape(8, 4), "c": X[8:]},
+    ),
     "padding is cut": (
         rule('"a"', '"b"', "steps = [{ rows = 10 }]"),
         {"a": X},
@@ -216,6 +226,10 @@ WRONG: Mapping[str, tuple[str, Arrays, str, str]] = {
         *(rule('"a"', '"b"', "steps = [{ rows = 32000 }]"), {"a": numbered(64000, 1)}),
         *("bad-format", "64,000 rows against 32,000 in the configuration"),
     ),
+    "a position that no tensor has": (
+        *(rule('"a"', '"b"', "steps = [{ add = 1, only = [1] }]"), {"a": X}, "bad-option"),
+        "'only' has 1, and 1 tensors come from the step before it",
+    ),
     "more tensors than names": (
         *(rule('"a"', '"b"', "steps = [{ split = [5, 7] }]"), {"a": X}, "bad-option"),
         "makes 2 tensors for 1 names",
@@ -259,6 +273,18 @@ TYPOS = {
     ),
     "any rest in a name that is kept": (rule('"a.*"', '"b"'), r"a name with '\*'"),
     "any text within a name": (rule('"a*b"', '"c"'), r"has '\*' at character 2"),
+    "positions of a split": (
+        *(rule('"a"', '["b", "c"]', "steps = [{ split = [1, 2], only = [0] }]"),),
+        "is not a step 'split'",
+    ),
+    "no positions": (
+        *(rule('"a"', '"b"', "steps = [{ add = 1, only = [] }]"),),
+        "is not a step 'add'",
+    ),
+    "a condition that is a text": (
+        '[when]\nrope = "no"\n' + rule('"a"', '"b"'),
+        "'when' is .*expected a table of truth values",
+    ),
     "an order that loses a factor": (
         rule('"a"', '"b"', 'steps = [{ reorder = "(x y) -> (x)", x = 2 }]'),
         "is not a step 'reorder'",
