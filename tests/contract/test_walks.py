@@ -24,10 +24,10 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (89, 717, 131),
-    "adapter merge": (105, 883, 181),
+    "consolidate": (91, 720, 131),
+    "adapter merge": (107, 886, 181),
     "save": (34, 221, 49),
-    "push": (46, 252, 40),
+    "push": (47, 253, 40),
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")
 
