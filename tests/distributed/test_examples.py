@@ -167,3 +167,28 @@ def check_adapter(run: Path, out: Path) -> None:
             found = merged.pop(f"{module.removeprefix('base_model.model.')}.weight")
             np.testing.assert_allclose(found, weight, rtol=1e-6, atol=1e-7)
     assert not merged
+
+
+def test_a_model_with_names_of_its_own_becomes_one_that_transformers_loads(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "name-maps.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert shown == (EXAMPLES / "own_names" / "own.toml").read_text(encoding="utf-8")
+    lines = [line[2:] for line in page.splitlines() if line.startswith("$ ")]
+    commands = [line.split() for line in lines if "own_names" in line]
+    assert len(commands) == 4
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    program = {"python": [sys.executable], "ckptkit": [sys.executable, "-m", "ckptkit_cli"]}
+    printed = []
+    for name, *arguments in commands:
+        done = subprocess.run(
+            [*program[name], *arguments],
+            check=False,
+            cwd=tmp_path,
+            env=os.environ | SETTINGS,
+            timeout=LIMIT_SECONDS,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert "logits up to" in printed[-1]

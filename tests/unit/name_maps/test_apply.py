@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -324,17 +322,3 @@ def test_every_map_that_comes_along_can_be_read_and_inverted(name: str) -> None:
     assert own.name == name
     inverse = invert(own)
     assert len(inverse.rules) == sum(1 for rule in own.rules if rule.has_inverse and not rule.drop)
-
-
-def test_the_example_of_the_documentation_is_a_map() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "name-maps.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    config = {"num_hidden_layers": 2, "intermediate_size": 6, "hidden_size": 4}
-    kept, cached = [(12, 4), (8,)]
-    specs = {Fqn(f"blocks.{i}.ffn.up_gate"): (FLOAT, kept) for i in range(2)} | {
-        Fqn(f"blocks.{i}.rotary_cache"): (FLOAT, cached) for i in range(2)
-    }
-    names = apply_map(parse_map(text, where="docs"), config, specs, where="run")
-    made_names = {f"model.layers.{i}.mlp.{n}_proj.weight" for i in range(2) for n in ("gate", "up")}
-    assert names.tensors.keys() == made_names
-    assert len(names.dropped) == 2
