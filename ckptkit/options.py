@@ -236,10 +236,10 @@ class ConsolidateRequest:
                 hint="leave one of the two out",
             )
 
-    def wants(self, name: str) -> bool:
-        """Returns whether a tensor of that name is written."""
-        is_included = not self.include or matches(name, self.include)
-        return is_included and not matches(name, self.exclude)
+    def wants(self, *names: str) -> bool:
+        """Returns whether a tensor is written; where a map renames it, it has several names."""
+        is_included = not self.include or any(matches(name, self.include) for name in names)
+        return is_included and not any(matches(name, self.exclude) for name in names)
 
 
 def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:

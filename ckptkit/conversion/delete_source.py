@@ -354,8 +354,8 @@ def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     checkpoint = planned.checkpoint
     folder = checkpoint.source.folders[0]
     root = place_of(job.src).beside(folder.location)
-    read = _read_keys(planned.plan)
     index = checkpoint.index
+    read = _read_keys(planned.plan, index)
     holding = {
         key: {index.files[int(n)].path for n in np.unique(index.records.file[entry.chunks.record])}
         for key, entry in index.tensors.items()
@@ -390,13 +390,17 @@ def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     )
 
 
-def _read_keys(plan: Plan) -> set[Key]:
+def _read_keys(plan: Plan, index: TensorIndex) -> set[Key]:
+    """Returns the tensors that a plan reads, or writes under a name that they are tied to."""
     read: set[Key] = set()
     for _, segment, _ in plan.specs():
         if isinstance(segment.body, Copy) and segment.body.origin == SOURCE:
             read.add(segment.body.key)
         elif isinstance(segment.body, Compute):
             read.update(key for origin, key in segment.body.reads if origin == SOURCE)
+    for entry in index.tensors.values():
+        if entry.derivation and (entry.key in read or entry.name in plan.dropped):
+            read.update(key for _, key in entry.derivation.reads)
     return read
 
 

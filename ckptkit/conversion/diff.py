@@ -117,7 +117,8 @@ class _Side:
             return
         from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
 
-        self.checkpoint = convert_checkpoint(self.checkpoint, choice, config)
+        request = ConsolidateRequest(map=choice)
+        self.checkpoint = convert_checkpoint(self.checkpoint, request, config)
         self.config = config
 
     def with_ties_of(self, other: _Side) -> dict[Fqn, TensorEntry]:

@@ -11,7 +11,6 @@ from ckptkit.conversion.names_on_disk import (
     NamedProducts,
     ProductMaker,
     Specs,
-    find_left_out,
     operand_of,
     rearrange,
 )
@@ -20,15 +19,21 @@ from ckptkit.core.errors import FormatError, RefusedError, UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
-from ckptkit.engine.kernels import AddedOperand, Operand, OperandKernel, StoredOperand
+from ckptkit.engine.kernels import AddedOperand, Operand, OperandKernel, PartOperand, StoredOperand
 from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.engine.rearranged import ComputedOperand
-from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, find_whole
+from ckptkit.hub_names.disk_tensors import (
+    HubNames,
+    HubTensor,
+    NamingRequest,
+    find_run,
+    find_whole,
+)
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.name_maps.apply import MappedNames, apply_map
 from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
 from ckptkit.name_maps.language import NameMap, invert
-from ckptkit.options import ConsolidateRequest
+from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE, Product, StackedPart, TensorSpec
 from ckptkit.plan.selection import select_model
@@ -69,31 +74,15 @@ class MappedModel:
             notes.append(f"left out: {', '.join(map(quote, left[:_SHOWN]))}{more}: {reason}")
         return tuple(notes)
 
-    def rename(self, entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-        """Returns the entries that become one tensor each, under the target's names.
-
-        Shapes stay those of the source, with the padding in them.
-        """
-        uses = Counter(s for t in self.names.tensors.values() for s in t.sources)
-        made = {
-            t.sources[0]: name
-            for name, t in self.names.tensors.items()
-            if len(t.sources) == 1 and uses[t.sources[0]] == 1
-        }
-        return [replace(e, name=made[e.name]) for e in entries if e.name in made]
-
-    def refuse_different(self, entries: Sequence[TensorEntry], origin: Origin) -> None:
+    def refuse_different(self, entries: Mapping[Fqn, TensorEntry], origin: Origin) -> None:
         """Refuses names that stand for one tensor of the source and have other bytes.
 
         Raises:
             FormatError: If they differ.
         """
-        by_name = {entry.name: entry for entry in entries}
         reader = TensorReader(origin)
         for second, first in self.names.same.items():
-            if first not in by_name or second not in by_name:
-                continue  # left out by the user
-            one, other = by_name[first], by_name[second]
+            one, other = entries[first], entries[second]
             is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
             if not is_alike or not same_values(reader, one, other):
                 raise FormatError(
@@ -102,54 +91,40 @@ class MappedModel:
                     hint="leave the wrong one out with --exclude",
                 )
 
-    def source_of(self, name: Fqn) -> Fqn:
-        """Returns the tensor of the source that the target's tensor `name` is made of."""
-        return self.names.tensors[name].sources[0]
-
     def convert(
         self,
         products: Sequence[Product],
-        dropped: Mapping[Fqn, Fqn],
-        absent: Mapping[Fqn, Fqn] | None = None,
     ) -> NamedProducts:
         """Returns the tensors to be written.
 
         Args:
-            products: The tensors of the source that are wanted.
-            dropped: Names of the target that are tied to others and not written.
-            absent: Names of the target that are written with the tensors they are tied to.
+            products: The tensors of the source.
         """
         names = HubNames("", {n: s for n, (_, s) in self.live.items()}, self.names.tensors)
         maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
         made = [self._add(product) for product in maker.products()]
-        by_name = {product.spec.name: product for product in made}
-        for target, source in (absent or {}).items():
-            if source in by_name:
-                product = by_name[source]
-                made.append(replace(product, spec=replace(product.spec, name=target)))
-        specs = {n: (self.live[t.sources[0]][0], t.shape) for n, t in names.tensors.items()}
-        rest = find_left_out(made, dropped, specs)
-        return NamedProducts(made, dropped, self.notes, self.versions, left_out=rest)
+        return NamedProducts(made, {}, self.notes, self.versions)
 
     def derive(self, entries: Mapping[Fqn, TensorEntry]) -> Iterator[TensorEntry]:
         """Yields the tensors of the target, made of those of the source; keys are their names.
+
+        One that is a tensor of the source element for element keeps its key.
 
         Args:
             entries: The tensors of the source, by name.
         """
         live = {name: shape for name, (_, shape) in self.live.items()}
+        uses = Counter(
+            source for tensor in self.names.tensors.values() for source in tensor.sources
+        )
         for name, tensor in self.names.tensors.items():
-            first = entries[tensor.sources[0]]
-            whole, constant = find_whole(tensor, live), self.names.added.get(name)
-            if whole is not None and constant is None and live[whole] == tensor.shape:
-                yield replace(first, key=Key(name), name=name)
+            sources = [entries[source] for source in tensor.sources]
+            first, constant = sources[0], self.names.added.get(name)
+            is_alone = uses[first.name] == len(sources) and constant is None
+            if is_alone and find_whole(tensor, live) and first.shape == tensor.shape:
+                yield replace(first, name=name, stored_names=(first.name,))
                 continue
-            stored = [StoredOperand(SOURCE, entries[s].key, first.dtype) for s in tensor.sources]
-            operand: Operand = stored[0]
-            if whole is None:
-                kernel = rearrange(tensor, stored)
-                spec = TensorSpec(name, first.dtype, tensor.shape)
-                operand = ComputedOperand(kernel, spec, kernel.reads)
+            operand = _operand_of_sources(tensor, sources)
             if constant is not None:
                 operand = AddedOperand(operand, constant)
             yield TensorEntry(
@@ -162,6 +137,7 @@ class MappedModel:
                 shape=tensor.shape,
                 chunks=ChunkTable.of((), len(tensor.shape)),
                 derivation=operand,
+                stored_names=tensor.sources,
             )
 
     def _add(self, product: Product) -> Product:
@@ -172,8 +148,17 @@ class MappedModel:
         return replace(product, body=OperandKernel(operand).compute())
 
 
+def _operand_of_sources(tensor: HubTensor, sources: Sequence[TensorEntry]) -> Operand:
+    """Returns the elements of a tensor of the target, made of tensors of the source."""
+    dtype, run = sources[0].dtype, find_run(tensor)
+    if run is not None:
+        return PartOperand(SOURCE, sources[0].key, dtype, run.start)
+    kernel = rearrange(tensor, [StoredOperand(SOURCE, entry.key, dtype) for entry in sources])
+    return ComputedOperand(kernel, TensorSpec(tensor.name, dtype, tensor.shape), kernel.reads)
+
+
 def convert_checkpoint(
-    checkpoint: OpenedCheckpoint, choice: str, config: Mapping[str, Any] | None
+    checkpoint: OpenedCheckpoint, request: ConsolidateRequest, config: Mapping[str, Any] | None
 ) -> OpenedCheckpoint:
     """Returns a checkpoint whose model has the tensors that a map makes.
 
@@ -182,34 +167,53 @@ def convert_checkpoint(
 
     Args:
         checkpoint: The checkpoint; one that no map is for is returned as it is.
-        choice: `auto`, `none`, the name of a map or a file.
+        request: The map and the prefixes of names. Tensors that no rule takes, and further names of
+            one tensor, may be excluded.
         config: The configuration of the model, or None.
 
     Raises:
-        InputError: If a tensor of the model cannot be read whole.
+        InputError: If names of one tensor have other bytes, or cannot be read.
         CannotPlanError: If the map does not fit the tensors.
         RefusedError: If there is no map for the model.
     """
-    index, where = checkpoint.index, checkpoint.path
-    entries = select_model(index, ConsolidateRequest(select=checkpoint.select), location=where)
-    framework = recognise_framework(entry.name for entry in entries)
+    index, where, choice = checkpoint.index, checkpoint.path, request.map
+    whole = replace(request, select=checkpoint.select, include=(), exclude=())
+    entries = {entry.name: entry for entry in select_model(index, whole, location=where)}
+    framework = recognise_framework(entries)
     if choice == "none" or (choice == "auto" and not framework):
         return checkpoint
-    refuse_problems(index, entries, where)
-    tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-    mapped = map_names(choice, framework, config, checkpoint, tensors)
-    mapped.refuse_different(entries, Origin(SOURCE, checkpoint.source, index))
-    made = mapped.derive({entry.name: entry for entry in entries})
-    sources = {entry.key: replace(entry, part="other") for entry in entries}
-    for entry in made:
-        key = entry.key if entry.key not in index.tensors else Key(f"{entry.key} by --map")
-        sources[key] = replace(entry, key=key)
+    tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    mapped = map_names(choice, framework, config, checkpoint, tensors, request.exclude)
+    if mapped.names.same:
+        same = {name for pair in mapped.names.same.items() for name in pair}
+        refuse_problems(index, [entries[name] for name in same], where)
+        origin = Origin(SOURCE, checkpoint.source, index)
+        mapped.refuse_different(entries, origin)
+    held = {entry.key: replace(entry, part="other") for entry in entries.values()}
+    for entry in mapped.derive(entries):
+        _refuse_parts_left_out(entry, request.exclude)
+        is_taken = entry.derivation is not None and entry.key in index.tensors
+        key = Key(f"{entry.key} by --map") if is_taken else entry.key
+        held[key] = replace(entry, key=key)
     return replace(
         checkpoint,
-        index=replace(index, tensors={**index.tensors, **sources}),
+        index=replace(index, tensors={**index.tensors, **held}),
         notes=(*checkpoint.notes, *mapped.notes),
         maps=mapped.versions,
     )
+
+
+def _refuse_parts_left_out(entry: TensorEntry, exclude: tuple[str, ...]) -> None:
+    """Refuses a tensor that is made of several if some of these are left out."""
+    left = [name for name in entry.stored_names if matches(name, exclude)]
+    rest = [name for name in entry.stored_names if name not in left]
+    if left and rest:
+        raise RefusedError(
+            f"tensor {entry.name!r} is made of {rest[0]!r} and {left[0]!r}, and one of them is left"
+            " out",
+            where="--exclude",
+            hint="leave both in or both out",
+        )
 
 
 def map_names(
@@ -218,6 +222,7 @@ def map_names(
     config: Mapping[str, Any] | None,
     checkpoint: OpenedCheckpoint,
     tensors: Specs,
+    exclude: tuple[str, ...] = (),
 ) -> MappedModel:
     """Converts the names of a model.
 
@@ -227,6 +232,8 @@ def map_names(
         config: The configuration of the model, or None.
         checkpoint: The checkpoint, for what it says of the model itself.
         tensors: Element types and shapes by the names of the source.
+        exclude: Patterns of names that may be left out: of tensors that no rule takes, and of all
+            names of one tensor but one.
 
     Raises:
         RefusedError: If the configuration, or the map, is for another model than the checkpoint.
@@ -239,7 +246,14 @@ def map_names(
     )
     refuse_contradiction(name_map, settings, where=where)
     _refuse_other_model(config or {}, settings, where)
-    return MappedModel(name_map, apply_map(name_map, config or {}, tensors, where=where), tensors)
+    left = {name for name in tensors if matches(name, exclude) and not name_map.takes_any([name])}
+    kept = {name: spec for name, spec in tensors.items() if name not in left}
+    names = apply_map(name_map, config or {}, kept, where=where)
+    further = {name for pair in names.same.items() for name in pair if matches(name, exclude)}
+    if further:
+        kept = {name: spec for name, spec in kept.items() if name not in further}
+        names = apply_map(name_map, config or {}, kept, where=where)
+    return MappedModel(name_map, names, tensors)
 
 
 def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], where: str) -> None:
@@ -290,5 +304,5 @@ def name_for_framework(
     inverse = invert(name_map)
     specs = {product.spec.name: (product.spec.dtype, product.spec.shape) for product in products}
     names = apply_map(inverse, config or {}, specs, where=where, in_parts=True)
-    named = MappedModel(inverse, names, specs).convert(products, {})
+    named = MappedModel(inverse, names, specs).convert(products)
     return named, names.parts

@@ -7,12 +7,11 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
-    Specs,
     find_left_out,
     name_on_disk,
     reserve_for_conversions,
@@ -80,9 +79,6 @@ from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.vocabulary import Trim, count_tokens, plan_trim, refuse_cut_tokenizer, trim_config
 from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
-
-if TYPE_CHECKING:
-    from ckptkit.conversion.mapped_names import MappedModel
 
 _LISTED = 3
 _LAYOUTS = {"hf": layout_hf_weights, "torch": layout_torch_full, "dcp": layout_dcp}
@@ -233,44 +229,33 @@ class _Planner:
         self._option_notes: list[str] = []
 
     def plan(self) -> PlannedOutput:
-        checkpoint, request = self._checkpoint, self._request
-        entries = self._select_entries()
+        request = self._request
         side, code = self._folders.choose(allow_code=request.allow_code)
         config = self._read_config(side)
+        self._convert_names(config)
+        checkpoint, entries = self._checkpoint, self._select_entries()
         refuse_casting_quantized(
             entries, request, config, location=checkpoint.path, base=self._dtypes
         )
-        tensors, mapped = self._map_names(config)
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
-        named = entries if mapped is None else mapped.rename(entries)
-        if mapped is not None:
-            mapped.refuse_different(entries, origin)
         absent: Mapping[Fqn, Fqn] = {}
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
         has_all_names = request.layout in {"dcp", "torchtitan"}
-        ties = Ties({}, {}) if has_all_names else find_ties(config, named, origin)
+        ties = Ties({}, {}) if has_all_names else find_ties(config, entries, origin)
         if has_all_names:
-            given = {e.name for e in entries} if mapped is None else set(mapped.names.tensors)
-            absent, note = find_absent_twins(config, given)
-            entries = entries if mapped is not None else add_tied_names(entries, absent)
+            absent, note = find_absent_twins(config, {entry.name for entry in entries})
+            entries = add_tied_names(entries, absent)
             self._notes += filter(None, [note])
         is_of_base = request.dtype == "base"  # which has the names that are written
         before_names = replace(request, dtype="keep") if is_of_base else request
-        tied = ties.dropped
-        if mapped is not None:
-            tied = {mapped.source_of(t): mapped.source_of(s) for t, s in tied.items()}
-        live = make_products(entries, before_names, tied, CastKernel)
+        live = make_products(entries, before_names, ties.dropped, CastKernel)
         self._notes += filter(None, [describe_masters(entries, live)])
-        names = (
-            self._name_on_disk(live, config, ties, tensors)
-            if mapped is None
-            else mapped.convert(live, ties.dropped, absent)
-        )
+        names = self._name_on_disk(live, config, ties)
         products = self._apply_options(names.products, config, side)
+        config = self._config_to_write(config, products, ties)
         comparison = self._compare_names(config, side, products, names)
         weights, names = self._lay_out(products, config, names)
-        config = self._config_to_write(config, products, ties)
         files = self._folders.outputs(side, config, allow_code=request.allow_code)
         if code:
             self._notes.append(
@@ -279,7 +264,7 @@ class _Planner:
         states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
         self._notes += (*names.notes, *self._option_notes, *state_notes)
         plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
-        read = sum(entry.size_bytes for entry in entries if entry.name not in tied)
+        read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
         return self._planned(plan, names, comparison, read + states_bytes)
 
     def _planned(
@@ -325,39 +310,49 @@ class _Planner:
             )
         return config
 
-    def _map_names(self, config: Mapping[str, Any] | None) -> tuple[Specs, MappedModel | None]:
+    def _convert_names(self, config: Mapping[str, Any] | None) -> None:
         """Converts the names if they are those of another framework, or if a map is named.
 
-        Returns:
-            Element types and shapes of the whole model, also of what is left out, and the model
-            with converted names.
+        All options see the names that are written.
         """
-        checkpoint, choice = self._checkpoint, self._request.map
-        if self._request.layout in FRAMEWORKS_BY_LAYOUT:
-            choice = "auto"  # the option names the map of the output
-        whole = replace(self._request, select=checkpoint.select, include=(), exclude=())
-        entries = select_model(checkpoint.index, whole, location=checkpoint.path)
-        tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
-        found = recognise_framework(tensors)
-        if choice == "none" or self._request.names == "live" or (choice == "auto" and not found):
-            return tensors, None
-        from ckptkit.conversion.mapped_names import map_names  # few models need it
+        request, before = self._request, self._checkpoint
+        if request.layout in FRAMEWORKS_BY_LAYOUT:
+            request = replace(request, map="auto")  # the option names the map of the output
+        if request.names == "live" or request.map == "none":
+            return
+        names = (entry.name for entry in before.index.of_part("model"))
+        if request.map == "auto" and not recognise_framework(names):
+            return
+        from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
 
-        return tensors, map_names(choice, found, config, checkpoint, tensors)
+        self._checkpoint = convert_checkpoint(before, request, config)
+        if self._checkpoint.maps:
+            if request.optimizer:
+                raise RefusedError(
+                    "states of an optimizer have the names of training, and a map gives the"
+                    " weights others",
+                    where="--optimizer",
+                    hint="leave it out, or keep all names with --names live",
+                )
+            self._notes += self._checkpoint.notes[len(before.notes) :]
+            self._request = replace(self._request, strip_prefix=())
 
     def _name_on_disk(
         self,
         products: Sequence[Product],
         config: Mapping[str, Any] | None,
         ties: Ties,
-        tensors: Specs,
     ) -> NamedProducts:
         """Gives tensors the names on disk; only model folders are loaded by those."""
-        request = self._request
-        tensors = {**tensors, **{p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}}
-        if request.layout in {"torch", "dcp"}:  # which training loads
+        request, checkpoint = self._request, self._checkpoint
+        whole = replace(request, select=checkpoint.select, include=(), exclude=())
+        entries = select_model(checkpoint.index, whole, location=checkpoint.path)
+        tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+        tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
+        # Training loads the names that it holds; a map has given those on disk.
+        if request.layout in {"torch", "dcp"} or checkpoint.maps:
             rest = find_left_out(products, ties.dropped, tensors)
-            return NamedProducts(products, ties.dropped, left_out=rest)
+            return NamedProducts(products, ties.dropped, versions=checkpoint.maps, left_out=rest)
         return name_on_disk(
             *(products, ties.dropped, tensors, config),
             choice=request.names,

@@ -292,6 +292,11 @@ class Master:
 class Derivation(Protocol):
     """How the elements of a tensor are made from those of others in the same index."""
 
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """The origin and the key of every tensor that it is made from."""
+        ...
+
     def demands(self, span: Span) -> tuple[Any, ...]:
         """Returns what a range of elements is made from, as `ckptkit.plan.plan.Demand`."""
         ...
@@ -324,6 +329,8 @@ class TensorEntry:
         master: Where the same values are unrounded, or None.
         derivation: How it is made from other tensors of the index; it then has no chunks. None
             where it is stored.
+        stored_names: The names in the checkpoint of what it is made from, where a map gave it
+            another name; options know it by these too.
     """
 
     key: Key
@@ -337,6 +344,7 @@ class TensorEntry:
     rounded_from: DType | None = None
     master: Master | None = None
     derivation: Derivation | None = None
+    stored_names: tuple[Fqn, ...] = ()
 
     @property
     def stored_dtype(self) -> DType:

@@ -157,6 +157,35 @@ class StoredOperand:
 
 
 @dataclass(frozen=True, slots=True)
+class PartOperand:
+    """Consecutive elements of a stored tensor.
+
+    Attributes:
+        origin: The source of the tensor.
+        key: The tensor.
+        dtype: Its element type.
+        start: The first of the elements, counted row-major.
+    """
+
+    origin: str
+    key: Key
+    dtype: DType
+    start: int
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        return ((self.origin, self.key),)
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        return (
+            Demand(self.origin, self.key, Span(self.start + span.start, self.start + span.stop)),
+        )
+
+    def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return inputs[0]
+
+
+@dataclass(frozen=True, slots=True)
 class WrappingOperand:
     """An operand whose elements are computed from those of another one, each from one.
 

@@ -48,14 +48,22 @@ def find_problems_by_key(
     """Yields the same problems as `find_problems`, each with the key of its tensor."""
     named = {problem.where: problem for problem in index.problems}
     sizes = np.array([file.size_bytes for file in index.files], np.int64)
+    of_sources: dict[Key, Problem | None] = {}
+
+    def find(entry: TensorEntry) -> Problem | None:
+        if entry.derivation is None:
+            return (
+                named.get(entry.key)
+                or _file_problem(index, entry, sizes)
+                or _coverage_problem(index, entry)
+            )
+        for _, key in entry.derivation.reads:
+            if key not in of_sources:  # many tensors can be made of one
+                of_sources[key] = find(index.tensors[key])
+        return next(filter(None, (of_sources[key] for _, key in entry.derivation.reads)), None)
+
     for entry in entries:
-        if entry.derivation is not None:
-            continue  # what it is made from was proven before
-        problem = (
-            named.get(entry.key)
-            or _file_problem(index, entry, sizes)
-            or _coverage_problem(index, entry)
-        )
+        problem = find(entry)
         if problem is not None:
             yield entry.key, problem
 

@@ -61,7 +61,7 @@ def select_model(
     entries = [entry for entry in index.of_part("model") if entry.tree == tree]
     if request.strip_prefix:
         entries = _strip_prefixes(entries, request.strip_prefix, location)
-    wanted = [entry for entry in entries if request.wants(entry.name)]
+    wanted = [entry for entry in entries if request.wants(entry.name, *entry.stored_names)]
     if not wanted:
         raise CannotPlanError(
             f"--include and --exclude leave none of {len(entries):,} tensors",
@@ -161,8 +161,9 @@ class DTypePolicy:
 
     def target(self, tensor: TensorEntry | TensorSpec) -> DType:
         """Returns the type to write; only floating tensors are ever cast."""
+        names = [tensor.name, *(tensor.stored_names if isinstance(tensor, TensorEntry) else ())]
         fixed = self.choice == "keep" or tensor.dtype.kind != "float"
-        if fixed or matches(tensor.name, self.keep):
+        if fixed or any(matches(name, self.keep) for name in names):
             return tensor.dtype
         if self.choice != "base":
             return dtype_named(self.choice)

@@ -80,7 +80,7 @@ def test_the_command_that_it_proposes_works(tmp_path: Path) -> None:
 
 def test_a_map_that_is_named_is_refused_as_in_a_conversion() -> None:
     checkpoint = LLAMA / "checkpoint"
-    with pytest.raises(RefusedError, match="no configuration names the model"):
+    with pytest.raises(RefusedError, match="no configuration"):
         ckptkit.inspect(checkpoint, map="auto")
     for given in (["--map", "megatron-deepseek", "--base", LLAMA], ["--map", "megatron-lama"]):
         shown = run_command("inspect", checkpoint, *given)

@@ -172,7 +172,7 @@ def convert_names(
         return checkpoint
     from ckptkit.conversion.mapped_names import convert_checkpoint  # few models need it
 
-    return convert_checkpoint(checkpoint, choice, config)
+    return convert_checkpoint(checkpoint, ConsolidateRequest(map=choice), config)
 
 
 def _name_plainly(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:

@@ -96,7 +96,9 @@ class Checkpoint(Closing):
 
                 folders = SideFolders(stack, self._opened, base)
                 config = folders.config(folders.choose(allow_code=False)[0])
-                self._opened = convert_checkpoint(self._opened, choice, config)
+                self._opened = convert_checkpoint(
+                    self._opened, ConsolidateRequest(map=choice), config
+                )
             request = ConsolidateRequest(select=self._opened.select)
             entries = select_model(self._opened.index, request, location=self._opened.path)
             self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
