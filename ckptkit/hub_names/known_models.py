@@ -245,7 +245,7 @@ FRAMEWORKS = {
     "nanotron": re.compile(r"(?:^|\.)decoder\.\d+\.pp_block\."),
     # Also Meta's own Llama, whose names torchtitan took over.
     "torchtitan": re.compile(
-        r"^layers\.\d+\.attention\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$"
+        r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$"
     ),
 }
 """Frameworks with names of their own, each by a part of a name that only its models have."""

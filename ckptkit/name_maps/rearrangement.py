@@ -6,6 +6,8 @@
 - `{ reorder = "(head half pair) -> (head pair half)", head = "heads", half = "2" }`: the indices of
   an axis in another order, in the notation of einops; one factor may be left open.
 - `{ transpose = [1, 0] }`: the axes in another order.
+- `{ unflatten = ["channels", "time"], axis = 1 }`: an axis becomes several, the outermost first.
+- `{ flatten = ["channels", "time"], axis = 1 }`: the inverse of that.
 - `{ rows = "vocab", axis = 0 }`: the first indices of an axis; the rest is padding up to a
   multiple of some number. The inverse adds none, or with `multiple = 128` zeros up to that.
 - `{ pad = 128, rows = "vocab", axis = 0 }`: zeros up to a multiple; the inverse of the former.
@@ -212,6 +214,62 @@ class Transpose:
 
 
 @dataclass(frozen=True, slots=True)
+class Unflatten:
+    """One axis becomes several, the outermost first."""
+
+    where: str
+    parts: tuple[str, ...]
+    axis: int
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        counts, axis = [sizes.of(part) for part in self.parts], self.axis
+        results = []
+        for made in tensors:
+            shape = made.arrangement.shape
+            if len(shape) <= axis or shape[axis] != math.prod(counts):
+                raise FormatError(
+                    f"has shape {list(shape)}; axis {axis} does not consist of"
+                    f" {' x '.join(f'{count:,}' for count in counts)}",
+                    where=self.where,
+                    hint=_OF_ANOTHER,
+                )
+            whole = made.arrangement.viewed((*shape[:axis], *counts, *shape[axis + 1 :]))
+            results.append(replace(made, arrangement=whole))
+        return results
+
+    def inverse(self) -> Step:
+        return Flatten(self.where, self.parts, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Flatten:
+    """Several axes become one; the attributes are those of `Unflatten`."""
+
+    where: str
+    parts: tuple[str, ...]
+    axis: int
+
+    def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
+        counts, axis = tuple(sizes.of(part) for part in self.parts), self.axis
+        end = axis + len(counts)
+        results = []
+        for made in tensors:
+            shape = made.arrangement.shape
+            if shape[axis:end] != counts:
+                raise FormatError(
+                    f"has shape {list(shape)}; expected {list(counts)} from axis {axis} on",
+                    where=self.where,
+                    hint=_OF_ANOTHER,
+                )
+            whole = made.arrangement.viewed((*shape[:axis], math.prod(counts), *shape[end:]))
+            results.append(replace(made, arrangement=whole))
+        return results
+
+    def inverse(self) -> Step:
+        return Unflatten(self.where, self.parts, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The first indices of an axis, without the padding after them."""
 
@@ -348,6 +406,12 @@ def _parse_parts(kind: type[Split | Concat], value: Any, axis: int, more: Any, w
     return kind(where, tuple(map(str, value)), axis, str(groups))
 
 
+def _parse_axes(kind: type[Unflatten | Flatten], value: Any, axis: int, where: str) -> Any:
+    if not isinstance(value, list) or not value or not all(map(_is_size, value)):
+        return None
+    return kind(where, tuple(map(str, value)), axis)
+
+
 def _parse_reorder(value: Any, axis: int, more: dict[str, Any], where: str) -> Reorder | None:
     found = _REORDER.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is None:
@@ -387,6 +451,8 @@ _PARSERS: Mapping[str, Any] = {
     "split": lambda *given: _parse_parts(Split, *given),
     "concat": lambda *given: _parse_parts(Concat, *given),
     "reorder": _parse_reorder,
+    "unflatten": lambda value, axis, _more, where: _parse_axes(Unflatten, value, axis, where),
+    "flatten": lambda value, axis, _more, where: _parse_axes(Flatten, value, axis, where),
     "transpose": _parse_transpose,
     "pad": _parse_pad,
     "rows": _parse_rows,

@@ -2,7 +2,8 @@
 
 `heads = "num_attention_heads"`, `head_dim = ["head_dim", "hidden_size / heads"]`: an expression
 has names, integers, `+`, `-`, `*`, `/` and parentheses; a name is another size or a key of the
-configuration. Of a list, the first whose names all exist is taken. A division leaves no remainder.
+configuration, and `vision_config.depth` a key of a configuration inside it. Of a list, the first
+whose names all exist is taken. A division leaves no remainder.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Sizes:
         return self._configured(name)
 
     def _configured(self, name: str) -> int:
-        value = self.config.get(name)
+        value: Any = self.config
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
         if isinstance(value, bool) or not isinstance(value, int):
             raise _AbsentError(repr(name))
         return value
@@ -101,6 +104,8 @@ class Sizes:
             if self._under_way[-1:] == [node.id]:
                 return self._configured(node.id)
             return self._named(node.id)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            return self._configured(f"{node.value.id}.{node.attr}")
         if not isinstance(node, ast.BinOp):
             raise UsageError(
                 f"{expression!r} is not an expression of sizes",

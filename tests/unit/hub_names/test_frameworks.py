@@ -16,6 +16,7 @@ OF_THEIR_MODELS = {
     "layers.0.attention.qkv_linear.wq.weight": "torchtitan",
     "layers.12.attention.wk.bias": "torchtitan",
     "layers.0.attention.wkv_a.weight": "torchtitan",
+    "layers.3.attn.wq.weight": "torchtitan",
     "model.layers.0.self_attn.q_proj.weight": "",
     "model.layers.0.attention.wqkv.weight": "",
 }

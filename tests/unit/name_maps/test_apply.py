@@ -20,7 +20,7 @@ from ckptkit.name_maps.shipped import list_map_names
 FLOAT = dtype_named("float32")
 HEAD = 'name = "own"\nsource = "A"\ntarget = "B"\n'
 SIZES = '[sizes]\nlayer = "layers"\nheads = "heads"\nexpert = "experts"\nhalf = "width / 2"\n'
-CONFIG = {"layers": 2, "heads": 3, "experts": 2, "width": 4}
+CONFIG = {"layers": 2, "heads": 3, "experts": 2, "width": 4, "inner": {"rows": 5}}
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -113,6 +113,21 @@ MOVES: Mapping[str, tuple[str, Arrays, Arrays]] = {
         ),
         {"a": X},
         {"b": X[:8].reshape(2, 2, 2, 4).transpose(0, 2, 1, 3).reshape(8, 4), "c": X[8:]},
+    ),
+    "an axis becomes two": (
+        rule('"a"', '"b"', 'steps = [{ unflatten = [3, "width"], axis = 0 }]'),
+        {"a": X},
+        {"b": X.reshape(3, 4, 4)},
+    ),
+    "two axes become one": (
+        rule('"a"', '"b"', 'steps = [{ flatten = ["width", 2], axis = 1 }]'),
+        {"a": numbered(3, 4, 2, 5)},
+        {"b": numbered(3, 8, 5)},
+    ),
+    "a size of an inner configuration": (
+        rule('"a"', '["b", "c"]', 'steps = [{ split = ["inner.rows", 7] }]'),
+        {"a": X},
+        {"b": X[:5], "c": X[5:]},
     ),
     "padding is cut": (
         rule('"a"', '"b"', "steps = [{ rows = 10 }]"),
@@ -215,6 +230,18 @@ WRONG: Mapping[str, tuple[str, Arrays, str, str]] = {
     "a configuration of another family": (
         *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["kv_rank", 5] }]'), {"a": X}, "refused"),
         "needs 'kv_rank', which the configuration does not have",
+    ),
+    "an axis that has other parts": (
+        *(rule('"a"', '"b"', "steps = [{ unflatten = [5, 2] }]"), {"a": X}, "bad-format"),
+        r"has shape \[12, 4\]; axis 0 does not consist of 5 x 2",
+    ),
+    "axes that have other sizes": (
+        *(rule('"a"', '"b"', "steps = [{ flatten = [12, 5] }]"), {"a": X}, "bad-format"),
+        r"has shape \[12, 4\]; expected \[12, 5\] from axis 0 on",
+    ),
+    "a size that an inner configuration does not have": (
+        *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["inner.depth", 5] }]'), {"a": X}),
+        *("refused", "needs 'inner.depth', which the configuration does not have"),
     ),
     "too few rows": (
         *(rule('"a"', '"b"', "steps = [{ rows = 13 }]"), {"a": X}, "bad-format"),
