@@ -9,13 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.megatron.model_files import Parallelism, parse_folder
+from ckptkit.formats.megatron.model_files import Parallelism
+from ckptkit.formats.megatron.reader import MegatronReader
 
 NAMES = st.sampled_from(
     [
@@ -101,11 +103,28 @@ def test_any_bytes_give_our_errors(files: dict[str, bytes]) -> None:
     read(files)
 
 
-@given(st.text(max_size=40))
-def test_a_folder_has_at_most_three_numbers(text: str) -> None:
-    for path in (text, f"mp_rank_{text}/model_optim_rng.pt"):
-        numbers = parse_folder(path)
-        assert numbers is None or 1 <= len(numbers) <= 3
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_any_names_are_passed_over_or_recognised(step: str, folder: str) -> None:
+    for path in (f"{step}/{folder}/model_optim_rng.pt", f"{step}/mp_rank_{folder}"):
+        for found in MegatronReader().find([path]):
+            assert found.files == (path,)
+            assert path.startswith(found.folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "folder"),
+    [
+        ("iter_7/mp_rank_00/model_optim_rng.pt", "iter_7"),
+        ("mp_rank_00_001_002/model_optim_rng.pt", ""),
+        ("run/iter_7/mp_rank_100_1000/model_optim_rng.pt", "run/iter_7"),
+        ("iter_7/mp_rank_000/model_optim_rng.pt", "iter_7/mp_rank_000"),
+        ("model_optim_rng.pt", ""),
+        ("iter_7/mp_rank_00/model.pt", None),
+    ],
+)
+def test_files_are_grouped_by_the_folder_of_their_step(path: str, folder: str | None) -> None:
+    found = MegatronReader().find([path])
+    assert [candidate.folder for candidate in found] == ([] if folder is None else [folder])
 
 
 @given(*[st.integers(1, 6)] * 4)

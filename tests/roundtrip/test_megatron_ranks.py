@@ -290,3 +290,19 @@ def test_files_of_one_stage_need_no_arguments(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config))
     with pytest.raises(CkptkitError):  # the other stage's layers are missing
         ckptkit.consolidate(step, tmp_path / "out", base=base)
+
+
+def test_the_file_of_one_of_several_ranks_is_not_the_model(tmp_path: Path) -> None:
+    folder = copy_of(DENSE, tmp_path) / "mp_rank_00_000"
+    for path in (folder, folder / "model_optim_rng.pt"):
+        with pytest.raises(CkptkitError, match="is the file of one rank of 4"):
+            ckptkit.consolidate(path, tmp_path / "out", map="none")
+
+
+def test_the_file_of_an_only_rank_is_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "model_optim_rng.pt"
+    args = argparse.Namespace(tensor_model_parallel_size=1, num_layers=1)
+    model = {NORM: torch.ones(8), FC1: torch.ones(16, 8)}
+    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 3, "model": model}, path)
+    found = ckptkit.inspect(path)
+    assert (found.format, found.step, len(found.tensors)) == ("megatron", 3, 2)

@@ -26,9 +26,6 @@ from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.storage.base import Source
 
-FILE = "model_optim_rng.pt"
-_LONG = r"\d{3}|[1-9]\d{3,6}"
-_FOLDER = re.compile(rf"mp_rank_(\d{{2}}|[1-9]\d{{2,6}})(?:_({_LONG}))?(?:_({_LONG}))?")
 _MODEL = re.compile(r"model(\d{1,4})?")
 _ITERATION, _VERSION = "iteration", "checkpoint_version"
 _LEAST_VERSION = 2.0  # rows of queries, keys and values had other orders before
@@ -41,19 +38,6 @@ _SIZES = {
 }
 _LISTED = 4
 _SHOWN = 32  # characters of a value
-
-
-def parse_folder(path: str) -> tuple[int, ...] | None:
-    """Returns the numbers in the name of a file's folder; None for files of other programs.
-
-    >>> parse_folder("iter_0000005/mp_rank_01_002/model_optim_rng.pt"), parse_folder("model.pt")
-    ((1, 2), None)
-    """
-    folder, name = posixpath.split(path)
-    match = _FOLDER.fullmatch(posixpath.basename(folder))
-    if name != FILE or match is None:
-        return None
-    return tuple(int(number) for number in match.groups() if number is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +114,15 @@ class ModelFiles:
     arguments: Mapping[str, Any]
 
 
-def open_files(table: ArchiveTable, source: Source, paths: Sequence[str], where: str) -> ModelFiles:
+def open_files(
+    table: ArchiveTable, source: Source, numbers: Mapping[str, Sequence[int]], where: str
+) -> ModelFiles:
     """Opens all files of a step.
 
     Args:
         table: The opened files.
         source: The source of the files.
-        paths: The files.
+        numbers: By file the numbers in the name of its folder.
         where: The step, for messages.
 
     Raises:
@@ -144,11 +130,10 @@ def open_files(table: ArchiveTable, source: Source, paths: Sequence[str], where:
         FormatError: If files are of two steps, or of runs of other sizes.
         UnsupportedError: If the model is of Megatron-LM before Megatron-Core.
     """
-    opened = [(path, table.open(source, path, ALLOWED_IN_STATES)) for path in paths]
+    opened = [(path, table.open(source, path, ALLOWED_IN_STATES)) for path in numbers]
     roots = [(archive, archive.dictionary().values) for _, archive in opened]
     arguments = find_arguments(roots[0][1])
     _check_same_save(roots)
-    numbers = {path: parse_folder(path) or () for path in paths}
     parallelism = _find_parallelism(arguments, list(numbers.values()), where)
     files = [
         ModelFile(
@@ -232,7 +217,7 @@ def _find_models(archive: TorchArchive) -> list[Mapping[Any, Any]]:
 
 
 def _find_parallelism(
-    arguments: Mapping[str, Any], numbers: Sequence[tuple[int, ...]], where: str
+    arguments: Mapping[str, Any], numbers: Sequence[Sequence[int]], where: str
 ) -> Parallelism:
     """Returns the sizes in the arguments; without arguments, those that names show."""
     lengths = {len(own) for own in numbers}
@@ -243,15 +228,14 @@ def _find_parallelism(
     given = {kind: arguments.get(name) for kind, name in _SIZES.items()}
     sizes = {kind: size if is_size(size) else 1 for kind, size in given.items()}
     if not is_size(given["tensor"]):
-        (length,) = lengths
-        if length > 1:
+        if max(lengths) > 1:
             raise UnsupportedError(
                 "files without the arguments of the training do not show what the second number of"
                 " their folders counts",
                 where=where,
                 hint="give the files as Megatron-LM wrote them, with 'args'",
             )
-        sizes["tensor"] = 1 + max(own[0] for own in numbers)
+        sizes["tensor"] = 1 + max((own[0] for own in numbers if own), default=0)
     expert_tensor = arguments.get("expert_tensor_parallel_size")
     layers, untied = arguments.get("num_layers"), arguments.get(_UNTIED)
     found = Parallelism(
@@ -275,7 +259,15 @@ def _find_parallelism(
 _UNTIED = "untie_embeddings_and_output_weights"
 
 
-def _position(numbers: tuple[int, ...], sizes: Parallelism, where: str) -> Position:
+def _position(numbers: Sequence[int], sizes: Parallelism, where: str) -> Position:
+    if not numbers and sizes.pipeline * sizes.period == 1:
+        return Position(0, 0, 0)
+    if not numbers:
+        raise MissingFileError(
+            f"is the file of one rank of {sizes.pipeline * sizes.period:,}",
+            where=where,
+            hint="give the folder 'iter_…' with the folders 'mp_rank_…' of all ranks",
+        )
     kinds = ["tensor", *(["stage"] * (sizes.pipeline > 1)), *(["expert"] * (sizes.expert > 1))]
     if len(kinds) != len(numbers):
         raise FormatError(

@@ -11,6 +11,7 @@ modules of this folder.
 from __future__ import annotations
 
 import posixpath
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,13 +35,21 @@ from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.megatron import read_common
 from ckptkit.formats.megatron.global_names import LocalTensor, collect_tensors
-from ckptkit.formats.megatron.model_files import ModelFiles, open_files, parse_folder
+from ckptkit.formats.megatron.model_files import ModelFiles, open_files
 from ckptkit.formats.megatron.split_axes import Cut, find_cut, has_whole_rows, is_gated
 from ckptkit.formats.parsing import TWO_SAVES
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.trees import classify
 from ckptkit.storage.base import Source, prefetch
 
+FILE = "model_optim_rng.pt"
+_LONG = r"\d{3}|[1-9]\d{3,6}"
+_PATH = re.compile(
+    r"(?:(?P<step>.*?)/)??"
+    rf"(?:mp_rank_(?P<a>\d{{2}}|[1-9]\d{{2,6}})(?:_(?P<b>{_LONG}))?(?:_(?P<c>{_LONG}))?/)?"
+    rf"{re.escape(FILE)}"
+)
+_NUMBERS = ("a", "b", "c")  # of tensor parallelism, and of a stage or experts, or both
 _COMPARED_BYTES = 256 << 20  # of replicas without comparable checksums, in all
 _WINDOW_BYTES = 8 << 20
 _LEAST_DIMENSIONS = {"columns": 2, "rows": 1, "halves of rows": 1, "whole": 0, "rows or whole": 2}
@@ -53,22 +62,27 @@ class MegatronReader:
     name = "megatron"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups the files by the folder of their step."""
+        """Groups the files by the folder of their step; one that is alone is recognised too."""
         steps: dict[str, list[str]] = defaultdict(list)
         for path in paths:
-            if parse_folder(path) is not None:
-                steps[posixpath.dirname(posixpath.dirname(path))].append(path)
+            match = _PATH.fullmatch(path) if path.endswith(FILE) else None
+            if match is not None:
+                steps[match["step"] or ""].append(path)
         return [
-            Candidate(
-                self.name, step, tuple(sorted(files)), f"{len(files)} folders named 'mp_rank_…'"
-            )
+            Candidate(self.name, step, tuple(sorted(files)), f"{len(files)} files {FILE!r}")
             for step, files in sorted(steps.items())
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
         table = ArchiveTable()
-        files = open_files(table, source, candidate.files, where)
+        matches = {path: _PATH.fullmatch(path) for path in candidate.files}
+        numbers = {
+            path: [int(match[kind]) for kind in _NUMBERS if match[kind] is not None]
+            for path, match in matches.items()
+            if match is not None
+        }
+        files = open_files(table, source, numbers, where)
         tensors, ignored = collect_tensors(files, where)
         assembly = _Assembly(source, table, files, where)
         for name, local in sorted(tensors.items()):
