@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -105,6 +106,12 @@ def apply_map(
             made_by[name] = one.rule
             for part, member in _split_or_stack(name, members, in_parts=in_parts):
                 made[part.part_name] = part, member, _to_tensor(part, member, tensors, one.rule)
+    if tensors and not made:
+        raise CannotPlanError(
+            f"map {name_map.name!r} makes no tensor: it leaves out all {len(tensors):,}",
+            where=where,
+            hint="name the map of the model's family with --map",
+        )
     return MappedNames(
         tensors={name: tensor for name, (_, _, tensor) in made.items()},
         added={name: member.added for name, (_, member, _) in made.items() if member.added},
@@ -134,7 +141,7 @@ def _find_stacked(name_map: NameMap, taken: Sequence[_Taken], sizes: Sizes) -> f
         capture
         for capture in optional - {*name_map.unstacked}
         if all(
-            len(numbers) == (sizes.of(capture) if sizes.has(capture) else counts[capture])
+            len(numbers) == (sizes.count(capture) if sizes.has(capture) else counts[capture])
             for one in used
             if any(capture in template.optional for template in one.rule.targets)
             for numbers in _group_numbers(one, capture).values()
@@ -245,7 +252,7 @@ def _unstack(
     stacked += [capture for capture in wanted if capture not in numbers]
     found = [(dict(numbers), Arrangement.of_live(name, shape))]
     for capture in stacked:
-        count = sizes.of(capture) if sizes.has(capture) else None
+        count = sizes.count(capture) if sizes.has(capture) else None
         longer = []
         for before, arrangement in found:
             here = arrangement.shape
@@ -354,8 +361,8 @@ def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
 def _check_numbers(
     capture: str, numbers: set[int], sizes: Sizes, place: str, others: Numbers
 ) -> None:
-    count = sizes.of(capture) if sizes.has(capture) else max(numbers) + 1
-    missing = sorted(set(range(count)) - numbers)
+    count = sizes.count(capture) if sizes.has(capture) else max(numbers) + 1
+    missing = list(islice((n for n in range(count) if n not in numbers), _SHOWN + 1))
     further = sorted(n for n in numbers if n >= count)
     at = f" of {_named(others)}" if others else ""
     if missing:

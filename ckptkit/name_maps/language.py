@@ -262,7 +262,8 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
     if not isinstance(sizes, dict):
         raise UsageError("'sizes' is not a table", where=where, hint="write [sizes]")
     expressions = {
-        name: tuple(_texts(value, f"{where}, size {name!r}")) for name, value in sizes.items()
+        name: tuple(_texts(_as_text(value), f"{where}, size {name!r}"))
+        for name, value in sizes.items()
     }
     when = document.get("when", {})
     if not isinstance(when, dict) or not all(isinstance(value, int) for value in when.values()):
@@ -321,6 +322,43 @@ def _parse_rule(rule: Any, where: str) -> Rule:
             where=where,
             hint='write to = "NAME", or drop = "REASON"',
         )
+    _check_names(sources, targets, where)
+    steps, inverse = rule.get("steps", []), rule.get("inverse", True)
+    if inverse not in (True, False, "all"):
+        raise UsageError(
+            f"'inverse' is {inverse!r}", where=where, hint='write true, false or "all"'
+        )
+    optional = rule.get("optional", False)
+    if not isinstance(steps, list) or not isinstance(drop, str) or type(optional) is not bool:
+        raise UsageError(
+            "'steps' is a list of tables, 'drop' a text, 'optional' true or false", where=where
+        )
+    partial = tuple(_texts(rule.get("partial", []), where))
+    captures = {capture for name in (*sources, *targets) for capture in name.captures}
+    if not captures.issuperset(partial):
+        raise UsageError(
+            f"'partial' is {', '.join(partial)}; captures of the rule are"
+            f" {', '.join(sorted(captures)) or 'none'}",
+            where=where,
+            hint="write the name of a capture, without braces",
+        )
+    return Rule(
+        where=where,
+        sources=sources,
+        targets=targets,
+        steps=tuple(parse_step(step, f"{where}, step {n}") for n, step in enumerate(steps, 1)),
+        is_optional=optional,
+        partial=partial,
+        has_inverse=inverse is not False,
+        in_all_forms=inverse == "all",
+        drop=drop,
+    )
+
+
+def _check_names(
+    sources: Sequence[NameTemplate], targets: Sequence[NameTemplate], where: str
+) -> None:
+    """Refuses names of one side that do not belong together, and a name that is made twice."""
     for names in (sources, targets):
         if any(set(name.captures) != set(names[0].captures) for name in names):
             raise UsageError(
@@ -328,24 +366,12 @@ def _parse_rule(rule: Any, where: str) -> Rule:
                 where=where,
                 hint="the names of one side of a rule stand for one set of tensors each",
             )
-    steps, inverse = rule.get("steps", []), rule.get("inverse", True)
-    if inverse not in (True, False, "all"):
+    made = [name.render(dict.fromkeys(name.captures, 0)) for name in targets]
+    twice = next((name for name in made if made.count(name) > 1), None)
+    if twice is not None:
         raise UsageError(
-            f"'inverse' is {inverse!r}", where=where, hint='write true, false or "all"'
+            f"makes {twice!r} twice", where=where, hint="give each result a name of its own"
         )
-    if not isinstance(steps, list) or not isinstance(drop, str):
-        raise UsageError("'steps' is a list of tables, 'drop' a text", where=where)
-    return Rule(
-        where=where,
-        sources=sources,
-        targets=targets,
-        steps=tuple(parse_step(step, f"{where}, step {n}") for n, step in enumerate(steps, 1)),
-        is_optional=rule.get("optional", False) is True,
-        partial=tuple(_texts(rule.get("partial", []), where)),
-        has_inverse=inverse is not False,
-        in_all_forms=inverse == "all",
-        drop=drop,
-    )
 
 
 def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
@@ -364,6 +390,10 @@ def _text(document: Mapping[str, Any], key: str, where: str, default: str | None
     if not isinstance(value, str) or not value:
         raise UsageError(f"has no text {key!r}", where=where, hint=f'write {key} = "..."')
     return value
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if type(value) is int else value
 
 
 def _texts(value: Any, where: str) -> list[str]:

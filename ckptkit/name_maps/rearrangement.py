@@ -33,6 +33,7 @@ _REORDER = re.compile(r"\(([a-z_ 0-9]+)\)\s*->\s*\(([a-z_ 0-9]+)\)")
 # Vocabularies are padded to a multiple of 128 rows for each tensor-parallel rank, unless a user
 # says otherwise; more would be rows of another model's tokens.
 _MOST_PADDING = 128 * 128
+_MOST_ADDED = 3e38  # of float32
 _OF_ANOTHER = (
     "the map or the configuration is of another model; name the right ones with --map, --base"
 )
@@ -88,7 +89,7 @@ class Split:
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
         (made,) = _expect(tensors, 1, self.where)
-        counts, groups = [sizes.of(part) for part in self.parts], sizes.of(self.groups)
+        counts, groups = [sizes.count(part) for part in self.parts], sizes.count(self.groups)
         shape, axis = made.arrangement.shape, self.axis
         total = groups * sum(counts)
         if len(shape) <= axis or shape[axis] != total:
@@ -125,13 +126,16 @@ class Concat:
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
         _expect(tensors, len(self.parts), self.where)
-        counts, groups = [sizes.of(part) for part in self.parts], sizes.of(self.groups)
+        counts, groups = [sizes.count(part) for part in self.parts], sizes.count(self.groups)
         axis, pieces = self.axis, []
+        first = tensors[0].arrangement.shape
         for made, count in zip(tensors, counts, strict=True):
             shape = made.arrangement.shape
-            if len(shape) <= axis or shape[axis] != groups * count:
+            expected = (*first[:axis], groups * count, *first[axis + 1 :])
+            if len(first) <= axis or shape != expected:
                 raise FormatError(
-                    f"has shape {list(shape)}; expected {groups * count:,} along axis {axis}",
+                    f"a part has shape {list(shape)}; expected {list(expected)}: {groups * count:,}"
+                    f" along axis {axis}",
                     where=self.where,
                     hint=_OF_ANOTHER,
                 )
@@ -169,7 +173,7 @@ class Reorder:
 
     def _reorder(self, made: Made, sizes: Sizes) -> Made:
         shape, axis = made.arrangement.shape, self.axis
-        known = {name: sizes.of(expression) for name, expression in self.factors.items()}
+        known = {name: sizes.count(expression) for name, expression in self.factors.items()}
         rows, product = (shape[axis] if axis < len(shape) else 0), math.prod(known.values())
         is_open = len(known) < len(self.before)
         if not product or rows % product or (not is_open and rows != product):
@@ -279,7 +283,7 @@ class Rows:
     multiple: str = ""
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        count, axis = sizes.of(self.count), self.axis
+        count, axis = sizes.count(self.count), self.axis
         results = []
         for made in tensors:
             shape = made.arrangement.shape
@@ -318,7 +322,7 @@ class Pad:
     multiple: str
 
     def apply(self, tensors: Sequence[Made], sizes: Sizes) -> list[Made]:
-        count, multiple, axis = sizes.of(self.count), sizes.of(self.multiple), self.axis
+        count, multiple, axis = sizes.count(self.count), sizes.count(self.multiple), self.axis
         for made in tensors:
             shape = made.arrangement.shape
             if len(shape) <= axis or shape[axis] != count:
@@ -444,7 +448,8 @@ def _parse_pad(value: Any, axis: int, more: dict[str, Any], where: str) -> Pad |
 
 
 def _parse_add(value: Any, _axis: int, _more: Any, where: str) -> Add | None:
-    return Add(where, float(value)) if type(value) in {int, float} else None
+    is_number = type(value) in {int, float} and abs(value) <= _MOST_ADDED  # which no NaN is
+    return Add(where, float(value)) if is_number else None
 
 
 _PARSERS: Mapping[str, Any] = {

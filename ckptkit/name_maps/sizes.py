@@ -67,6 +67,21 @@ class Sizes:
                 " model's own family with --map",
             ) from error
 
+    def count(self, expression: str | int) -> int:
+        """Returns the value of an expression that counts something, and so is at least 1.
+
+        Raises:
+            RefusedError: If it is less, or cannot be computed; see `of`.
+        """
+        value = self.of(expression)
+        if value < 1:
+            raise RefusedError(
+                f"{expression!r} is {value:,}; expected at least 1",
+                where=self.where,
+                hint="the configuration is of another model, or the map is wrong",
+            )
+        return value
+
     def _named(self, name: str) -> int:
         if name in self._under_way:
             raise UsageError(

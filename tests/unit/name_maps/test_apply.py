@@ -255,6 +255,34 @@ WRONG: Mapping[str, tuple[str, Arrays, str, str]] = {
         *(rule('"a"', '"b"', "steps = [{ add = 1, only = [1] }]"), {"a": X}, "bad-option"),
         "'only' has 1, and 1 tensors come from the step before it",
     ),
+    "a part of less than nothing": (
+        *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["heads + 17", "heads - 11"] }]'),),
+        *({"a": X}, "refused", "'heads - 11' is -8; expected at least 1"),
+    ),
+    "groups and parts of less than nothing": (
+        *(rule('"a"', '["b", "c"]', 'steps = [{ split = ["0 - 6", "0 - 6"], groups = "0 - 1" }]'),),
+        *({"a": X}, "refused", "'0 - 6' is -6; expected at least 1"),
+    ),
+    "factors of less than nothing": (
+        *(
+            rule(
+                '"a"', '"b"', 'steps = [{ reorder = "(x y) -> (y x)", x = "0 - 3", y = "0 - 4" }]'
+            ),
+        ),
+        *({"a": X}, "refused", "'0 - 3' is -3; expected at least 1"),
+    ),
+    "parts of other widths": (
+        *(rule('["a", "b"]', '"c"', "steps = [{ concat = [12, 3] }]"),),
+        *({"a": X, "b": numbered(3, 5)}, "bad-format", r"shape \[3, 5\]; expected \[3, 4\]"),
+    ),
+    "parts of other dimensions": (
+        *(rule('["a", "b"]', '"c"', "steps = [{ concat = [12, 3] }]"),),
+        *({"a": X, "b": numbered(3)}, "bad-format", r"shape \[3\]; expected \[3, 4\]"),
+    ),
+    "nothing that is kept": (
+        *('[[rule]]\nfrom = "a.*"\ndrop = "no use"\n', {"a.w": X}, "cannot-plan"),
+        "makes no tensor: it leaves out all 1",
+    ),
     "more tensors than names": (
         *(rule('"a"', '"b"', "steps = [{ split = [5, 7] }]"), {"a": X}, "bad-option"),
         "makes 2 tensors for 1 names",
@@ -268,6 +296,17 @@ def test_what_does_not_add_up_is_refused(what: str) -> None:
     with pytest.raises(CkptkitError, match=message) as caught:
         apply(made(rules), arrays)
     assert caught.value.code == code
+
+
+def test_a_number_of_layers_that_no_model_has_is_refused_at_once() -> None:
+    specs = {Fqn("a.0.w"): (FLOAT, (3,))}
+    with pytest.raises(CkptkitError, match=r"layer 1, 2, 3 \.\.\. is missing"):
+        apply_map(made(ONE), {**CONFIG, "layers": 10**12}, specs, where="run")
+
+
+def test_a_size_may_be_a_number() -> None:
+    name_map = parse_map(f"{HEAD}[sizes]\nlayer = 2\n{ONE}", where="own.toml")
+    assert set(apply(name_map, {"a.0.w": X, "a.1.w": X}).tensors) == {"b.0.v", "b.1.v"}
 
 
 def test_a_constant_is_added_to_floats_only() -> None:
@@ -298,6 +337,27 @@ TYPOS = {
     ),
     "any rest in a name that is kept": (rule('"a.*"', '"b"'), r"a name with '\*'"),
     "any text within a name": (rule('"a*b"', '"c"'), r"has '\*' at character 2"),
+    "a constant that is no number": (
+        *(rule('"a"', '"b"', "steps = [{ add = nan }]"),),
+        "is not a step 'add'",
+    ),
+    "a constant that no float32 is": (
+        *(rule('"a"', '"b"', "steps = [{ add = 1e40 }]"),),
+        "is not a step 'add'",
+    ),
+    "a constant of hundreds of digits": (
+        *(rule('"a"', '"b"', f"steps = [{{ add = {10**400} }}]"),),
+        "is not a step 'add'",
+    ),
+    "a name twice in a rule": (
+        rule('"a"', '["b", "(b|c)"]', "steps = [{ split = [6, 6] }]"),
+        "makes 'b' twice",
+    ),
+    "an option that is a text": (rule('"a"', '"b"', 'optional = "yes"'), "'optional' true or"),
+    "a capture that the rule does not have": (
+        *(rule('"a.{layer}"', '"b.{layer}"', 'partial = "layr"'),),
+        "'partial' is layr; captures of the rule are layer",
+    ),
     "positions of a split": (
         *(rule('"a"', '["b", "c"]', "steps = [{ split = [1, 2], only = [0] }]"),),
         "is not a step 'split'",
