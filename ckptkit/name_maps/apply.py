@@ -106,12 +106,6 @@ def apply_map(
             made_by[name] = one.rule
             for part, member in _split_or_stack(name, members, in_parts=in_parts):
                 made[part.part_name] = part, member, _to_tensor(part, member, tensors, one.rule)
-    if tensors and not made:
-        raise CannotPlanError(
-            f"map {name_map.name!r} makes no tensor: it leaves out all {len(tensors):,}",
-            where=where,
-            hint="name the map of the model's family with --map",
-        )
     return MappedNames(
         tensors={name: tensor for name, (_, _, tensor) in made.items()},
         added={name: member.added for name, (_, member, _) in made.items() if member.added},
@@ -344,6 +338,12 @@ def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
                 hint="name the map of the model's family with --map; a rule that may match nothing"
                 " says optional = true",
             )
+    if not any(one.sets for one in taken):
+        raise CannotPlanError(
+            "no rule of the map makes a tensor: all are left out",
+            where=where,
+            hint="name the map of the model's family with --map",
+        )
     seen: dict[str, set[int]] = defaultdict(set)
     for one in taken:
         rule = one.rule

@@ -322,7 +322,6 @@ def _parse_rule(rule: Any, where: str) -> Rule:
             where=where,
             hint='write to = "NAME", or drop = "REASON"',
         )
-    _check_names(sources, targets, where)
     steps, inverse = rule.get("steps", []), rule.get("inverse", True)
     if inverse not in (True, False, "all"):
         raise UsageError(
@@ -334,14 +333,7 @@ def _parse_rule(rule: Any, where: str) -> Rule:
             "'steps' is a list of tables, 'drop' a text, 'optional' true or false", where=where
         )
     partial = tuple(_texts(rule.get("partial", []), where))
-    captures = {capture for name in (*sources, *targets) for capture in name.captures}
-    if not captures.issuperset(partial):
-        raise UsageError(
-            f"'partial' is {', '.join(partial)}; captures of the rule are"
-            f" {', '.join(sorted(captures)) or 'none'}",
-            where=where,
-            hint="write the name of a capture, without braces",
-        )
+    _check_names(sources, targets, partial, where)
     return Rule(
         where=where,
         sources=sources,
@@ -356,9 +348,20 @@ def _parse_rule(rule: Any, where: str) -> Rule:
 
 
 def _check_names(
-    sources: Sequence[NameTemplate], targets: Sequence[NameTemplate], where: str
+    sources: Sequence[NameTemplate],
+    targets: Sequence[NameTemplate],
+    partial: Sequence[str],
+    where: str,
 ) -> None:
-    """Refuses names of one side that do not belong together, and a name that is made twice."""
+    """Refuses names that do not belong together, a name made twice, and unknown captures."""
+    captures = {capture for name in (*sources, *targets) for capture in name.captures}
+    if not captures.issuperset(partial):
+        raise UsageError(
+            f"'partial' is {', '.join(partial)}; captures of the rule are"
+            f" {', '.join(sorted(captures)) or 'none'}",
+            where=where,
+            hint="write the name of a capture, without braces",
+        )
     for names in (sources, targets):
         if any(set(name.captures) != set(names[0].captures) for name in names):
             raise UsageError(

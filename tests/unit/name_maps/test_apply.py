@@ -281,7 +281,7 @@ WRONG: Mapping[str, tuple[str, Arrays, str, str]] = {
     ),
     "nothing that is kept": (
         *('[[rule]]\nfrom = "a.*"\ndrop = "no use"\n', {"a.w": X}, "cannot-plan"),
-        "makes no tensor: it leaves out all 1",
+        "no rule of the map makes a tensor: all are left out",
     ),
     "more tensors than names": (
         *(rule('"a"', '"b"', "steps = [{ split = [5, 7] }]"), {"a": X}, "bad-option"),
