@@ -79,7 +79,17 @@ _NUMBERED_EXPERT = re.compile(
 )
 # Packages whose functions could be made to do harm are named one by one in TRAINING_VALUES.
 _LISTED = frozenset({*sys.stdlib_module_names, "__builtin__", "copy_reg", "numpy", "torch"})
-_STREAM = ("_io", "BytesIO")  # a state of Transformer Engine
+# Values of the standard library: states of Transformer Engine, and of arguments, such as the signal
+# that ends a training.
+_VALUES = frozenset(
+    {
+        ("_io", "BytesIO"),
+        ("signal", "Signals"),
+        ("types", "SimpleNamespace"),
+        ("uuid", "UUID"),
+        ("uuid", "SafeUUID"),
+    }
+)
 _FUNCTIONS = ("torch.nn.functional", "torch._C._nn", "torch.nn.init")
 
 
@@ -92,7 +102,7 @@ class _InertNames(dict[tuple[str, str], object]):
         module, name = key
         if module in _FUNCTIONS:
             return Global(module, name)
-        if key == _STREAM:
+        if key in _VALUES:
             return inert_value(module, name)
         return default if module.partition(".")[0] in _LISTED else inert_value(module, name)
 
@@ -151,7 +161,8 @@ def parse_state(read: Read, size_bytes: int, *, where: str) -> object:
 def read_common(root: Mapping[Any, Any]) -> CommonState:
     """Returns what the common state, or the state of one rank, says of the run."""
     fields = find_arguments(root)
-    step, world_size = root.get("iteration"), fields.get("world_size")
+    step = root.get("iteration", root.get("global_step"))  # NeMo's name is that of Lightning
+    world_size = fields.get("world_size")
     sizes = {kind: fields.get(name) for kind, name in _SIZES.items()}
     return CommonState(
         step=step if is_count(step, _MAX_STEP) else None,

@@ -10,9 +10,12 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -131,8 +134,12 @@ class Setting:
         self.size = 3
 
 
-def test_an_unknown_class_in_the_common_state_stays_inert(run: Path) -> None:
-    arguments = argparse.Namespace(setting=Setting(), tensor_model_parallel_size=2)
+@pytest.mark.parametrize(
+    "value",
+    [Setting(), signal.SIGTERM, SimpleNamespace(a=1), UUID(int=1), io.BytesIO(b"state")],
+)
+def test_an_unknown_class_in_the_common_state_stays_inert(value: object, run: Path) -> None:
+    arguments = argparse.Namespace(setting=value, tensor_model_parallel_size=2)
     torch.save({"iteration": 9, "args": arguments}, run / STEP / "common.pt")
     found = ckptkit.inspect(run)
     assert found.step == 9

@@ -118,6 +118,7 @@ def test_a_run_of_nemo(tmp_path: Path) -> None:
     for number in (499, 999):
         step = run / "checkpoints" / NEMO.format(number)
         put(step / "weights", number)
+        torch.save({"global_step": number}, step / "weights" / "common.pt")
         (step / "context" / "nemo_tokenizer").mkdir(parents=True)
         (step / "context" / "io.json").write_text("{}")
         (step / "context" / "nemo_tokenizer" / "tokenizer_config.json").write_text(
@@ -128,6 +129,7 @@ def test_a_run_of_nemo(tmp_path: Path) -> None:
     assert found.writer.startswith("NeMo 2, Megatron-Core torch_dist")
     assert found.step == 999
     older = run / "checkpoints" / NEMO.format(499) / "weights"
+    assert ckptkit.inspect(older).step == 499
     ckptkit.consolidate(older, tmp_path / "out", base=LLAMA)
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert written["model_max_length"] == 499
