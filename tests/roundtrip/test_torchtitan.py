@@ -27,7 +27,7 @@ MODELS = sorted(path.parent.name for path in FIXTURES.glob("torchtitan_family_*/
 LLAMA, MOE = FIXTURES / "torchtitan_family_llama", FIXTURES / "torchtitan_family_qwen3_moe"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 Tensors = dict[str, torch.Tensor]
-OF_ONE_VERSION = ("llama4", "qwen3_5", "qwen3_5_moe", "muse_glimmer")
+OF_ONE_VERSION = ("llama4", "qwen3_5", "qwen3_5_moe", "kimi", "muse_glimmer")
 # What torchtitan up to 0.2 called the same tensors.
 EARLIER = (
     ("qkv_linear.", ""),
