@@ -1,6 +1,6 @@
 """Checkpoints of real Megatron-Core models beside the weights of all ranks, laid out by hand.
 
-`fixtures/generators/megatron_core.py` made them.
+`fixtures/generators/megatron_models.py` made them.
 """
 
 from __future__ import annotations
