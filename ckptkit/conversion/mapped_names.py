@@ -267,7 +267,8 @@ def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], 
         other = stated.get(key)
         if other is not None and other != value:
             raise RefusedError(
-                f"{key} is {value} in the checkpoint's own settings, {other} in the configuration",
+                f"{key} is {value} in the checkpoint's own settings, {other!r} in the"
+                " configuration",
                 where=where,
                 hint="name the folder of the model that was trained with --base",
             )

@@ -132,6 +132,7 @@ class Images:
 
 
 METADATA = ".metadata"
+_ITERATION = re.compile(r"iter_0*(\d{1,15})")  # a folder of Megatron-LM
 _DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # 'frozen' files are ckptkit's
 _TORCH_ZIP = CONTAINERS.index("torch_zip")
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
@@ -251,7 +252,13 @@ def _with_facts_of_megatron(
     notes = (*run.notes, *describe_ignored(index.values))
     beside = [path for path in candidate.files if posixpath.basename(path) in COMPANIONS]
     files = (*index.files, *(source.stat(path) for path in beside))
-    return replace(index, files=files, run=replace(run, notes=notes))
+    problems = index.problems
+    folder = posixpath.basename(posixpath.join(source.location, candidate.folder).rstrip("/"))
+    named = _ITERATION.fullmatch(folder)
+    if common.step is not None and named is not None and int(named[1]) != common.step:
+        message = f"is of iteration {common.step:,}, in the folder {folder!r}"
+        problems = (*problems, Problem(FormatError.code, COMMON, message))
+    return replace(index, files=files, run=replace(run, notes=notes), problems=problems)
 
 
 def _with_facts_of_megatron_fsdp(

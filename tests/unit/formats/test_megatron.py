@@ -202,6 +202,15 @@ def test_integrity_is_verified(run: Path) -> None:
     ]
 
 
+def test_common_state_of_another_iteration_is_a_problem(run: Path) -> None:
+    torch.save({"iteration": 9}, run / STEP / "common.pt")
+    message = f"is of iteration 9, in the folder '{STEP}'"
+    for place in (run, run / STEP):
+        (problem,) = ckptkit.inspect(place).problems
+        assert (problem.where, problem.message) == ("common.pt", message)
+    assert not ckptkit.verify(run).ok
+
+
 def test_a_file_that_integrity_names_and_that_is_gone_is_a_problem(run: Path) -> None:
     write_integrity(run / STEP)
     (run / STEP / "common.pt").unlink()
