@@ -22,7 +22,6 @@ from ckptkit.core.index import (
     Box,
     Chunk,
     ChunkTable,
-    FileRange,
     Key,
     Problem,
     RecordTable,
@@ -39,8 +38,9 @@ from ckptkit.formats.megatron.model_files import ModelFiles, open_files
 from ckptkit.formats.megatron.split_axes import Cut, find_cut, has_whole_rows, is_gated
 from ckptkit.formats.parsing import TWO_SAVES
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
+from ckptkit.formats.pickle.torch_copies import StoredTensor, find_differing_copies
 from ckptkit.formats.trees import classify
-from ckptkit.storage.base import Source, prefetch
+from ckptkit.storage.base import Source
 
 FILE = "model_optim_rng.pt"
 _LONG = r"\d{3}|[1-9]\d{3,6}"
@@ -50,8 +50,6 @@ _PATH = re.compile(
     rf"{re.escape(FILE)}"
 )
 _NUMBERS = ("a", "b", "c")  # of tensor parallelism, and of a stage or experts, or both
-_COMPARED_BYTES = 256 << 20  # of replicas without comparable checksums, in all
-_WINDOW_BYTES = 8 << 20
 _LEAST_DIMENSIONS = {"columns": 2, "rows": 1, "halves of rows": 1, "whole": 0, "rows or whole": 2}
 _ROTARY = "qk_pos_emb_head_dim"
 
@@ -223,68 +221,21 @@ class _Assembly:
         """Compares copies of tensors that several ranks have.
 
         Returns:
-            The problems, and how many copies were too large to be read and have no checksum of
-            their own.
+            The problems, and how many copies were not compared.
         """
-        problems: dict[str, Problem] = {}
-        unknown = []
-        for name, kept, other in self.replicas:
-            is_equal = self._compare_checksums(kept, other)
-            if is_equal is None:
-                unknown.append((name, kept, other))
-            elif not is_equal:
-                problems.setdefault(name, _differing(name, kept, other))
-        left, unread = _COMPARED_BYTES, 0
-        wanted = []
-        for name, kept, other in sorted(unknown, key=lambda pair: _size_bytes(pair[1])):
-            left -= _size_bytes(kept)
-            if left < 0 or not (kept.tensor.row_major and other.tensor.row_major):
-                unread += 1
-            else:
-                wanted.append((name, self._range(kept), self._range(other), kept, other))
-        prefetch(self.source, [place for _, *places, _, _ in wanted for place in places])
-        for name, mine, theirs, kept, other in wanted:
-            if not self._have_equal_bytes(mine, theirs):
-                problems.setdefault(name, _differing(name, kept, other))
-        return list(problems.values()), unread
-
-    def _compare_checksums(self, kept: LocalTensor, other: LocalTensor) -> bool | None:
-        """Returns whether stored checksums show that two copies are equal; None if they do not."""
-        a, b = kept.tensor, other.tensor
-        crcs = [
-            self.table.records[self.table.record(local.file.archive, local.tensor)].crc32
-            for local in (kept, other)
+        pairs = [
+            (
+                StoredTensor(kept.file.archive, kept.tensor),
+                StoredTensor(other.file.archive, other.tensor),
+            )
+            for _, kept, other in self.replicas
         ]
-        views = [(t.storage.size_bytes, t.storage_offset, t.strides) for t in (a, b)]
-        if None in crcs or views[0] != views[1]:
-            return None
-        if crcs[0] == crcs[1]:
-            return True
-        return False if a.storage.size_bytes == _size_bytes(kept) else None
-
-    def _range(self, local: LocalTensor) -> FileRange:
-        tensor, archive = local.tensor, local.file.archive
-        record = self.table.records[self.table.record(archive, tensor)]
-        start = record.start + tensor.storage_offset * tensor.dtype.itemsize
-        return FileRange(archive.path, start, start + _size_bytes(local))
-
-    def _have_equal_bytes(self, mine: FileRange, theirs: FileRange) -> bool:
-        return all(
-            self.source.read(
-                mine.path, mine.start + at, min(mine.start + at + _WINDOW_BYTES, mine.stop)
-            )
-            == self.source.read(
-                theirs.path, theirs.start + at, min(theirs.start + at + _WINDOW_BYTES, theirs.stop)
-            )
-            for at in range(0, mine.size_bytes, _WINDOW_BYTES)
-        )
-
-
-def _size_bytes(local: LocalTensor) -> int:
-    size = local.tensor.dtype.itemsize
-    for length in local.tensor.shape:
-        size *= length
-    return size
+        differing, unread = find_differing_copies(self.source, self.table, pairs)
+        problems: dict[str, Problem] = {}
+        for position in differing:
+            name, kept, other = self.replicas[position]
+            problems.setdefault(name, _differing(name, kept, other))
+        return list(problems.values()), unread
 
 
 def _differing(name: str, kept: LocalTensor, other: LocalTensor) -> Problem:

@@ -13,7 +13,6 @@ ranks than key-value heads).
 
 from __future__ import annotations
 
-import math
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
@@ -49,6 +48,7 @@ from ckptkit.formats.parsing import (
     stat_or_missing,
 )
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
+from ckptkit.formats.pickle.torch_copies import StoredTensor, find_differing_copies
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.trees import TRAINING_VALUES, classify
@@ -59,7 +59,6 @@ _FILE = re.compile(r"consolidated\.(\d{2,4})\.pth")
 _MAX_BYTES = 1 << 20
 _MAX_SIZE = 1 << 32
 _MATRIX = 2
-_MOST_COMPARED_BYTES = 1 << 22  # of a tensor that all ranks have; norms have some 10 KB
 _LAYER = r"layers\.(?P<layer>0|[1-9]\d{0,5})\."
 _NAME = re.compile(
     rf"(?:{_LAYER})?(?P<kind>attention\.w[qkvo]|feed_forward\.w[123]|attention_norm|ffn_norm|norm"
@@ -122,15 +121,17 @@ class MetaReader:
         ranks = _RankFiles(source, table, sizes, where)
         for path in paths:
             ranks.add(table.open(source, path, TRAINING_VALUES))
+        tensors = ranks.join()
         return TensorIndex(
             format=self.name,
             files=(*table.files, file),
-            tensors=ranks.join(),
+            tensors=tensors,
             records=RecordTable.of(table.records),
             run=RunFacts(
                 world_size=len(paths),
                 writer="Meta's Llama, one file for each tensor-parallel rank",
                 mesh=(("tp", len(paths)),),
+                notes=tuple(ranks.notes),
             ),
         )
 
@@ -246,7 +247,9 @@ class _RankFiles:
     table: ArchiveTable
     sizes: _Sizes
     where: str
+    notes: list[str] = field(default_factory=list)
     _files: list[tuple[TorchArchive, dict[str, TensorRef]]] = field(default_factory=list)
+    _copies: list[tuple[str, int, int]] = field(default_factory=list)
 
     def add(self, archive: TorchArchive) -> None:
         """Adds the file of the next rank."""
@@ -284,6 +287,7 @@ class _RankFiles:
         joined = {name: self._join(name, tensor.shape) for name, tensor in first.items()}
         whole = {name: shape for name, (shape, _) in joined.items()}
         _check(whole, self.sizes, len(self._files), self.where)
+        self._refuse_differing_copies()
         entries = {}
         memberships = classify([(name,) for name in first], where=self.where)
         for (name, (shape, chunks)), member in zip(joined.items(), memberships, strict=True):
@@ -305,6 +309,26 @@ class _RankFiles:
                     hint=f"copy the file of rank {rank} anew",
                 )
 
+    def _refuse_differing_copies(self) -> None:
+        """Refuses tensors that two ranks should have in common, and do not."""
+
+        def find(name: str, rank: int) -> StoredTensor:
+            archive, tensors = self._files[rank]
+            return StoredTensor(archive, tensors[name])
+
+        pairs = [(find(name, owner), find(name, rank)) for name, owner, rank in self._copies]
+        differing, unread = find_differing_copies(self.source, self.table, pairs)
+        if unread:
+            self.notes.append(f"{unread:,} copies on other ranks were not compared")
+        for position in differing[:1]:
+            name, owner, rank = self._copies[position]
+            raise FormatError(
+                f"{quote(name)} differs between ranks {owner} and {rank}, which should have it in"
+                " common",
+                where=self.where,
+                hint=TWO_SAVES,
+            )
+
     def _join(self, name: str, part: Shape) -> tuple[Shape, list[Chunk]]:
         """Returns the shape of a whole tensor, and its chunks."""
         count = len(self._files)
@@ -313,7 +337,7 @@ class _RankFiles:
         for rank, (archive, tensors) in enumerate(self._files):
             owner = rank // copies * copies
             if rank != owner:
-                self._refuse_other(name, owner, rank)
+                self._copies.append((name, owner, rank))
                 continue
             offsets = tuple(
                 rank // copies * size if dim == axis else 0 for dim, size in enumerate(part)
@@ -342,39 +366,3 @@ class _RankFiles:
         if kind == _EMBEDDINGS:
             return (0 if part[1] == self.sizes.hidden else 1), 1
         return (1 if kind in _BY_COLUMNS else 0), 1
-
-    def _refuse_other(self, name: str, owner: int, rank: int) -> None:
-        """Refuses a tensor that two ranks should have in common, and do not."""
-        sums = [self._checksum(name, each) for each in (owner, rank)]
-        if None in sums:
-            sums = [self._read(name, each) for each in (owner, rank)]
-        if sums[0] != sums[1]:
-            raise FormatError(
-                f"{quote(name)} differs between ranks {owner} and {rank}, which should have it in"
-                " common",
-                where=self.where,
-                hint=TWO_SAVES,
-            )
-
-    def _checksum(self, name: str, rank: int) -> int | bytes | None:
-        """Returns the checksum of a tensor that is alone in its storage; None if there is none."""
-        archive, tensors = self._files[rank]
-        storage = tensors[name].storage
-        is_alone = tensors[name].row_major and storage.size_bytes == _count_bytes(tensors[name])
-        return archive.archive.extent(storage)[2] if is_alone else None
-
-    def _read(self, name: str, rank: int) -> int | bytes | None:
-        archive, tensors = self._files[rank]
-        tensor = tensors[name]
-        size_bytes = _count_bytes(tensor)
-        if not tensor.row_major or size_bytes > _MOST_COMPARED_BYTES:
-            raise UnsupportedError(
-                f"{quote(name)} is stored so that ranks cannot be compared", where=archive.where
-            )
-        start = archive.archive.extent(tensor.storage)[0]
-        start += tensor.storage_offset * tensor.dtype.itemsize
-        return self.source.read(archive.path, start, start + size_bytes)
-
-
-def _count_bytes(tensor: TensorRef) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
