@@ -306,3 +306,28 @@ def test_the_file_of_an_only_rank_is_the_model(tmp_path: Path) -> None:
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 3, "model": model}, path)
     found = ckptkit.inspect(path)
     assert (found.format, found.step, len(found.tensors)) == ("megatron", 3, 2)
+
+
+RANKS = {
+    "megatron_ranks_llama_tp2_pp2": {"00_000": 0, "01_000": 1, "00_001": 2, "01_001": 3},
+    "megatron_ranks_qwen2_moe_tp2_ep2": {"00_000": 0, "01_001": 1},
+    "megatron_ranks_qwen2_pp2_vp2": {"00_000": 0, "00_001": 1},
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_files_of_ranks_that_were_exchanged_are_refused(name: str, tmp_path: Path) -> None:
+    step = copy_of(name, tmp_path)
+    for folder, rank in RANKS[name].items():
+        change(step, folder, set_args(rank=rank))
+    ckptkit.consolidate(step, tmp_path / "whole", base=truth_of(name).parent)
+    assert is_truth(tmp_path / "whole", name)
+    first, *_, last = (step / f"mp_rank_{folder}" for folder in RANKS[name])
+    first.rename(tmp_path / "kept")
+    last.rename(first)
+    (tmp_path / "kept").rename(last)
+    with pytest.raises(
+        CkptkitError, match=r"was written by rank \d of \d, whose folder is 'mp_rank_"
+    ):
+        ckptkit.consolidate(step, tmp_path / "out", base=truth_of(name).parent)
+    assert not (tmp_path / "out").exists()

@@ -145,6 +145,8 @@ def open_files(
         for path, archive in opened
     ]
     _check_positions(files, parallelism, where)
+    for file in files:
+        _check_rank(file, parallelism)
     if len({len(file.models) for file in files}) > 1:
         raise FormatError(
             "files have different numbers of parts of the model", where=where, hint=MIXED_SAVES
@@ -283,6 +285,30 @@ def _name(position: Position, sizes: Parallelism) -> str:
     stage = f"_{position.stage:03d}" if sizes.pipeline > 1 else ""
     expert = f"_{position.expert:03d}" if sizes.expert > 1 else ""
     return f"mp_rank_{position.tensor:02d}{stage}{expert}"
+
+
+def _check_rank(file: ModelFile, sizes: Parallelism) -> None:
+    """Refuses a file that another rank wrote than the one that its folder names.
+
+    Ranks are counted along tensors first and along stages last, unless the run says otherwise.
+    """
+    arguments = find_arguments(file.root)
+    rank, world_size = arguments.get("rank"), arguments.get("world_size")
+    is_usual = not arguments.get("use_tp_pp_dp_mapping")
+    if not is_count(rank) or not is_size(world_size) or world_size % sizes.pipeline:
+        return
+    position = Position(
+        rank % sizes.tensor,
+        rank // (world_size // sizes.pipeline) if is_usual else file.position.stage,
+        rank // sizes.expert_tensor % sizes.expert if is_usual else file.position.expert,
+    )
+    if position != file.position:
+        raise FormatError(
+            f"was written by rank {rank:,} of {world_size:,}, whose folder is"
+            f" {_name(position, sizes)!r}",
+            where=file.archive.where,
+            hint="files were exchanged, or are of another run; copy them again",
+        )
 
 
 def _check_positions(files: Sequence[ModelFile], sizes: Parallelism, where: str) -> None:
