@@ -273,7 +273,7 @@ def test_a_data_file_that_was_cut_short_is_refused_before_anything_is_read(small
         (b"\0" * 100_000, FormatError, "not with 'data.pkl'"),
         (archive_of(noise(3, 5)), FormatError, r"holds float32 \[3, 5\] against float32 \[4, 5\]"),
         (archive_of(noise(4, 5).double()), FormatError, "holds float64"),
-        (archive_of(noise(9, 5)[:4]), FormatError, "saves no more than it uses"),
+        (archive_of(noise(9, 5)[:4]), FormatError, "saves no more than a tensor uses"),
     ],
 )
 def test_a_stream_of_something_else_is_refused(
