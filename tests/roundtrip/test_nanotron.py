@@ -28,6 +28,7 @@ EXPERTS = FIXTURES / "nanotron_qwen2_moe"
 LAYER = "model/model/decoder/{}/pp_block"
 QKV = f"{LAYER.format(0)}/attn/qkv_proj/model_weight_pp-rank-0-of-2_tp-rank-{{}}-of-2.safetensors"
 NORM = f"{LAYER.format(1)}/input_layernorm/model_weight.safetensors"
+WHOLE = "None,None,None|None,None,None"
 META, MODEL_CONFIG = "checkpoint_metadata.json", "model_config.json"
 
 
@@ -170,6 +171,47 @@ def test_slices_across_columns_are_put_in_their_places(tmp_path: Path) -> None:
     assert equal(tmp_path / "out", load_file(LLAMA / "truth.safetensors"))
 
 
+def spread_experts(step: Path) -> list[Path]:
+    """Writes experts as two expert-parallel ranks do; returns the files of the second.
+
+    Named and described as `get_path` and `save_weights` of nanotron/serialize do for parameters
+    that are sharded along experts; its own grouped experts are not marked so.
+    """
+    config = step / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("expert_parallel_size: 1", "expert_parallel_size: 2"))
+    found = []
+    for file in sorted(step.glob("model/**/model_merged_*_proj.safetensors")):
+        whole = load_file(file)["data"]
+        file.unlink()
+        for rank, part in enumerate(whole.chunk(2)):
+            shape = ", ".join(map(str, whole.shape))
+            ends = f"{2 * rank},{2 * rank + 2},None|None,None,None|None,None,None"
+            described = {
+                "version": "1.5",
+                "unsharded_shape": f"({shape})",
+                "local_global_slices_pairs": f"None,None,None|{WHOLE}#{ends}",
+            }
+            stem = file.name.removesuffix(".safetensors")
+            ranks = f"_pp-rank-0-of-1_tp-rank-0-of-1_exp-rank-{rank}-of-2"
+            to = file.with_name(f"{stem}{ranks}.safetensors")
+            save_file({"data": part.contiguous()}, to, metadata=described)
+            found.append(to)
+    return found[1::2]
+
+
+def test_experts_on_several_ranks_are_joined(tmp_path: Path) -> None:
+    step = copied(EXPERTS, tmp_path / "run")
+    second = spread_experts(step)
+    found = ckptkit.inspect(step)
+    assert [d.size for d in found.mesh if d.name == "expert"] == [2]
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "out", base=EXPERTS)
+    assert equal(tmp_path / "out", load_file(EXPERTS / "truth.safetensors"))
+    second[0].unlink()
+    with pytest.raises(CkptkitError, match="no file is of expert rank 1 of 2"):
+        ckptkit.inspect(step)
+
+
 def drop_rank(step: Path) -> None:
     (step / QKV.format(1)).unlink()
 
@@ -212,9 +254,6 @@ def texts(**values: str) -> Callable[[Path], None]:
 
 def slices(text: str) -> Callable[[Path], None]:
     return texts(local_global_slices_pairs=text)
-
-
-WHOLE = "None,None,None|None,None,None"
 
 
 def rank_0_again(step: Path) -> None:

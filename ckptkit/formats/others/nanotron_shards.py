@@ -197,13 +197,18 @@ class ShardTable:
                 where=where,
                 hint="the slices in a header are wrong, or a file is of another rank",
             )
-        present = [shard.ranks.get("tensor", (0, 1))[0] for shard in shards]
-        size = self.sizes.get("tensor", 1)
-        missing = next((rank for rank in range(size) if rank not in present), None)
-        lacking = f"; no file is of tensor rank {missing} of {size}" if missing is not None else ""
+        missing = next(
+            (
+                f"; no file is of {kind} rank {rank} of {size}"
+                for kind, (_, size) in shards[0].ranks.items()
+                for rank in range(size)
+                if kind != "pipeline" and all(shard.ranks[kind][0] != rank for shard in shards)
+            ),
+            "",
+        )
         raise MissingFileError(
             f"{quote(name)} of shape {list(shape)} has no file for the elements from"
-            f" {_first_of(defect.place)} on{lacking}",
+            f" {_first_of(defect.place)} on{missing}",
             where=where,
             hint=COPY_BACK,
         )
