@@ -21,7 +21,6 @@ from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheck
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.megatron import RUN_CONFIG
-from ckptkit.formats.others.meta import MetaReader
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
 from ckptkit.formats.safetensors.hf_shards import SHARDED_FOLDER, HfShardsReader
 from ckptkit.formats.torch_files import (
@@ -39,7 +38,8 @@ _NO_CHECKPOINTS = {ForeignReader.name, TorchOptimizerReader.name}  # by themselv
 _OF_RANKS = RankFilesReader.name
 _COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
 _COPY_OF_DCP = "hf"  # Megatron-Bridge's, below the step
-_ORIGINAL = "original"  # the Hub's folder for the files of Meta's that a model was made of
+# Meta's and Mistral's files that a model was made of, in its folder on the Hub or below it.
+_ORIGINAL, _CONSOLIDATED, _TRANSFORMERS = "original", "consolidated", "model"
 
 
 def is_certain(candidate: Candidate) -> bool:
@@ -77,6 +77,11 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
     has_model = bool(safe) or any(
         c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
     )
+    of_transformers = {
+        c.folder
+        for c in candidates
+        if c.format == "safetensors" and _main_file(c).startswith(_TRANSFORMERS)
+    }
     of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
     of_bridge = {c.folder for c in candidates if _has_run_config(c)}
 
@@ -86,7 +91,9 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
             return False
         if name == _COPY_OF_DCP and above in of_bridge:
             return False
-        if name == _ORIGINAL and above in safe and candidate.format == MetaReader.name:
+        if _main_file(candidate).startswith(_CONSOLIDATED) and (
+            candidate.folder in of_transformers or (name == _ORIGINAL and above in of_transformers)
+        ):
             return False
         if candidate.format in _SECONDARY or candidate in leftover:
             return not has_model

@@ -97,6 +97,20 @@ def test_beside_the_model_of_transformers_metas_files_are_left_alone(tmp_path: P
     assert same(load_file(tmp_path / "other/model.safetensors"), truth)
 
 
+def test_in_mistrals_folders_the_model_of_transformers_is_taken(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file(load(ONE / "checkpoint" / FIRST), model / "consolidated.safetensors")
+    for name in ("config.json", "truth.safetensors"):
+        shutil.copy(ONE / name, model / name.replace("truth", "model"))
+    manifest = ckptkit.consolidate(model, tmp_path / "out")
+    assert not any(name.startswith("map ") for name in manifest.versions)
+    ckptkit.consolidate(model, tmp_path / "other", select="consolidated.safetensors")
+    truth = load_file(ONE / "truth.safetensors")
+    for out in ("out", "other"):
+        assert same(load_file(tmp_path / out / "model.safetensors"), truth)
+
+
 def test_one_file_of_safetensors_is_converted_as_mistral_publishes_it(tmp_path: Path) -> None:
     source = tmp_path / "consolidated.safetensors"
     save_file(load(ONE / "checkpoint" / FIRST), source)
