@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.name_maps.language import NameMap, parse_map, read_document
-from ckptkit.name_maps.shipped import list_map_names, read_map_text
+from ckptkit.name_maps.shipped import describe_map_names, list_map_names, read_map_text
 
 _SUFFIX = ".toml"
 
@@ -33,7 +33,7 @@ def load_map(choice: str) -> NameMap:
     if path.suffix != _SUFFIX and not path.is_file():
         nearest = get_close_matches(choice, list_map_names(), n=1, cutoff=0.0)
         raise UsageError(
-            f"{choice!r} is neither a file nor a map; maps are {', '.join(list_map_names())}",
+            f"{choice!r} is neither a file nor a map; maps are {describe_map_names()}",
             where="--map",
             hint=f"pass --map {nearest[0]}, or the path of a .toml file",
         )
@@ -51,7 +51,7 @@ def _parse(text: str, where: str) -> NameMap:
         return parse_map(text, where=where)
     if not isinstance(parent, str) or parent not in list_map_names():
         raise UsageError(
-            f"extends {parent!r}, which is no map; maps are {', '.join(list_map_names())}",
+            f"extends {parent!r}, which is no map; maps are {describe_map_names()}",
             where=where,
         )
     return parse_map(text, where=where, parent=load_own_map(parent))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckptkit.core.errors import UsageError
-from ckptkit.name_maps.shipped import list_map_names
+from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import (
     Engine,
     IfExists,
@@ -114,7 +114,7 @@ MAP = Option(
     NAMED,
     "Name map that converts the names of another framework, such as Megatron's: its name, or a"
     " TOML file. 'auto' finds it by the names and the configuration, 'none' converts nothing. Maps"
-    f" are {', '.join(list_map_names())}; `ckptkit inspect --map NAME` shows what becomes what.",
+    f" are {describe_map_names()}; `ckptkit inspect --map NAME` shows what becomes what.",
     "NAME|FILE",
     default="auto",
 )

@@ -13,7 +13,7 @@ from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine, run_ins
 from ckptkit.conversion.source.adapters import AdapterFacts, build_selection_options
 from ckptkit.core.index import Part
 from ckptkit.core.text import size_text
-from ckptkit.name_maps.shipped import list_map_names
+from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import matches
 from ckptkit.plan.weight_kinds import explain_lost_adapter
 from ckptkit.storage.locations import Sources
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     replace(
         MAP,
         help="Show what a name map makes of each tensor, as `consolidate` would: the name of a map,"
-        f" or a TOML file. Maps are {', '.join(list_map_names())}. 'auto' finds it by the names"
+        f" or a TOML file. Maps are {describe_map_names()}. 'auto' finds it by the names"
         " and the configuration, and is the default where it finds one.",
         default=None,
     ),

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
+from ckptkit.storage.places import Place
 from tests.command_line import run_command
+from tests.object_store import ObjectStore
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 MODELS = sorted(path.parent.name for path in FIXTURES.glob("megatron_model_*/config.json"))
@@ -187,3 +189,30 @@ def test_an_adapter_is_made_of_two_checkpoints_whatever_their_names(
     assert made[0] == made[1]
     with pytest.raises(RefusedError, match="holds the same numbers as the base"):
         ckptkit.adapter_from_diff(LLAMA / "checkpoint", tmp_path / "none", base=folder, rank=2)
+
+
+def test_a_checkpoint_in_a_bucket_is_one_like_any_other(
+    object_store: ObjectStore, converted: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    bucket = object_store.bucket("megatron")
+    for name in (GEMMA.name, LLAMA.name):
+        bucket.put_tree(FIXTURES / name / "checkpoint", name)
+    for case in (GEMMA, LLAMA):
+        place = Place(f"s3://megatron/{case.name}", object_store.options)
+        out = tmp_path / f"{case.name}-remote"
+        ckptkit.consolidate(place, out, base=case)
+        expected = converted(case) / "model.safetensors"
+        assert (out / "model.safetensors").read_bytes() == expected.read_bytes()
+        assert ckptkit.diff(place, out).same
+        assert ckptkit.diff(out, place, src_options=object_store.options).same
+
+
+def test_an_output_in_a_bucket_is_copied_by_no_store_and_is_the_same(
+    object_store: ObjectStore,
+) -> None:
+    bucket = object_store.bucket("converted")
+    bucket.put_tree(LLAMA / "checkpoint", "checkpoint")
+    place = Place("s3://converted/checkpoint", object_store.options)
+    out = Place("s3://converted/out", object_store.options)
+    ckptkit.consolidate(place, out, base=LLAMA)
+    assert ckptkit.diff(out, LLAMA / "truth.safetensors").same
