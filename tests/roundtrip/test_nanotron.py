@@ -141,6 +141,22 @@ def test_an_interrupted_save_is_passed_over(tmp_path: Path) -> None:
         ckptkit.inspect(run / "9")
 
 
+def test_a_step_without_parameters_is_incomplete(tmp_path: Path) -> None:
+    step = copied(LLAMA, tmp_path / "run")
+    shutil.rmtree(step / "model")
+    with pytest.raises(CkptkitError, match="no file of a parameter below 'model'"):
+        ckptkit.inspect(step)
+
+
+def test_numbered_folders_of_other_programs_are_left_to_other_readers(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "100"
+    (step / "model").mkdir(parents=True)
+    (step / "config.yaml").write_text("general:\n  step: 100\n")
+    save_file({"a.weight": torch.zeros(2)}, step / "model" / "model.safetensors")
+    (tmp_path / "run" / "latest.txt").write_text("100")
+    assert ckptkit.inspect(tmp_path / "run").format == "safetensors"
+
+
 def test_the_doubled_names_of_version_1_3_are_read(tmp_path: Path) -> None:
     step = copied(TURNED, tmp_path / "run")
     set_json(step / META, version="1.3")

@@ -81,6 +81,7 @@ class NanotronReader:
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises steps by their metadata, or by parameters that are named by ranks."""
         found: dict[str, list[str]] = {folder: [] for folder in find_deep_folders(paths)}
+        known = set(paths) if found else set()
         for path in paths if found else ():
             parts = path.split("/")
             depths = range(len(parts) - 1, -1, -1)
@@ -88,16 +89,18 @@ class NanotronReader:
             if depth is None:
                 continue
             above, inside = "/".join(parts[:depth]), "/".join(parts[depth:])
-            first, _, rest = inside.partition("/")
-            is_parameter = rest.endswith(".safetensors") and first == _MODEL
+            # Other programs may have numbered folders with a configuration and a model, too.
+            is_step = posixpath.join(above, METADATA) in known
+            is_inside = inside.startswith(f"{_MODEL}/") and inside.endswith(".safetensors")
             is_beside = inside in {METADATA, MODEL_CONFIG, RUN_CONFIG} or _STATES.fullmatch(inside)
-            if is_parameter or is_beside or _PARAMETER.search(inside):
+            if is_beside or (is_step and is_inside) or _PARAMETER.search(inside):
                 found[above].append(path)
         reason = f"files of parameters below {_MODEL!r}, beside {METADATA!r}"
         return [
             Candidate(self.name, folder, tuple(sorted(files)), reason)
             for folder, files in found.items()
-            if any(path.endswith(".safetensors") for path in files)
+            if any(map(_PARAMETER.search, files))
+            or {METADATA, MODEL_CONFIG} <= {path[len(folder) :].lstrip("/") for path in files}
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
@@ -106,7 +109,7 @@ class NanotronReader:
         from ckptkit.formats.others.nanotron_shards import ShardTable
 
         folder = candidate.folder
-        where = posixpath.join(source.location, folder)
+        where = posixpath.join(source.location, folder).rstrip("/")
         if posixpath.join(folder, METADATA) not in candidate.files:
             raise IncompleteCheckpointError(
                 f"has files of nanotron's parameters, but no {METADATA!r}, which is written last",
@@ -116,6 +119,12 @@ class NanotronReader:
             )
         facts = _StepFacts.read(source, candidate)
         files = [path for path in candidate.files if path.endswith(".safetensors")]
+        if not files:
+            raise IncompleteCheckpointError(
+                f"has {METADATA!r}, but no file of a parameter below {_MODEL!r}",
+                where=where,
+                hint=COPY_BACK,
+            )
         shards = ShardTable(source, facts.version, facts.sizes)
         for path in files:
             shards.add(path, path[len(folder) :].lstrip("/"))
@@ -153,7 +162,7 @@ class _StepFacts:
     @classmethod
     def read(cls, source: Source, candidate: Candidate) -> _StepFacts:
         """Reads the metadata and, if they are there, the configurations."""
-        where = posixpath.join(source.location, candidate.folder)
+        where = posixpath.join(source.location, candidate.folder).rstrip("/")
         metadata = _read_object(source, posixpath.join(candidate.folder, METADATA))
         version = metadata.get("version")
         if version not in _VERSIONS:
