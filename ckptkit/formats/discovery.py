@@ -77,11 +77,6 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
     has_model = bool(safe) or any(
         c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
     )
-    of_transformers = {
-        c.folder
-        for c in candidates
-        if c.format == "safetensors" and _main_file(c).startswith(_TRANSFORMERS)
-    }
     of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
     of_bridge = {c.folder for c in candidates if _has_run_config(c)}
 
@@ -91,8 +86,13 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
             return False
         if name == _COPY_OF_DCP and above in of_bridge:
             return False
-        if _main_file(candidate).startswith(_CONSOLIDATED) and (
-            candidate.folder in of_transformers or (name == _ORIGINAL and above in of_transformers)
+        place = above if name == _ORIGINAL else candidate.folder
+        if (
+            place in safe
+            and _main_file(candidate).startswith(_CONSOLIDATED)
+            and any(
+                c.folder == place and _main_file(c).startswith(_TRANSFORMERS) for c in candidates
+            )
         ):
             return False
         if candidate.format in _SECONDARY or candidate in leftover:
