@@ -331,3 +331,24 @@ def test_files_of_ranks_that_were_exchanged_are_refused(name: str, tmp_path: Pat
     ):
         ckptkit.consolidate(step, tmp_path / "out", base=truth_of(name).parent)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (0, 2), (3, 0)])
+def test_stages_may_have_different_counts_of_layers(
+    counts: tuple[int, int], tmp_path: Path
+) -> None:
+    norm = "decoder.layers.{}.input_layernorm.weight"
+    whole = {norm.format(number): torch.rand(8) for number in range(sum(counts))}
+    names = iter(whole)
+    for stage, count in enumerate(counts):
+        args = argparse.Namespace(
+            tensor_model_parallel_size=1, pipeline_model_parallel_size=2, num_layers=sum(counts)
+        )
+        own = {norm.format(number): whole[next(names)] for number in range(count)}
+        path = tmp_path / "iter_0000001" / f"mp_rank_00_00{stage}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save({"args": args, "checkpoint_version": 3.0, "model": own}, path)
+    ckptkit.consolidate(tmp_path / "iter_0000001", tmp_path / "out", map="none")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == whole.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in whole.items())

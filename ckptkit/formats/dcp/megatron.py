@@ -145,6 +145,10 @@ def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
         UnsafePickleError: If it names a function of Python, numpy or torch that no state needs.
     """
     root = parse_state(read, size_bytes, where=where)
+    if (
+        isinstance(root, list) and len(root) == 1
+    ):  # an object of a checkpoint is a list of its parts
+        (root,) = root
     if not isinstance(root, dict):
         raise FormatError("holds no dictionary", where=where)
     return read_common(root)

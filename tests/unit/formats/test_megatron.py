@@ -156,10 +156,14 @@ def test_a_common_state_of_another_form_is_refused_or_ignored(state: object, run
             ckptkit.inspect(run)
 
 
+@pytest.mark.parametrize("is_in_list", [True, False])  # Megatron-Core puts objects in lists
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_common_state_that_is_an_object_of_the_checkpoint_is_read(tmp_path: Path) -> None:
+def test_a_common_state_that_is_an_object_of_the_checkpoint_is_read(
+    is_in_list: bool, tmp_path: Path
+) -> None:
     arguments = argparse.Namespace(tensor_model_parallel_size=4, world_size=8)
-    state = {"iteration": 11, "args": arguments}
+    values = {"iteration": 11, "args": arguments}
+    state = [values] if is_in_list else values
     folder = tmp_path / "step"
     dcp.save(
         {"decoder.weight": torch.ones(2, 2), "common_state/shard_0_1": state},
