@@ -38,6 +38,7 @@ from ckptkit.formats.parsing import (
     is_count,
     parse_json,
     read_limited,
+    stat_or_missing,
     stays_inside,
 )
 from ckptkit.formats.pickle.machine import Global, InertObject
@@ -49,6 +50,8 @@ from ckptkit.storage.base import Source
 
 KIND, COMMON, INTEGRITY = "metadata.json", "common.pt", "integrity.json"
 RUN_CONFIG = "run_config.yaml"
+# Beside the folder of the files, of verl and of NeMo 2: what Megatron-Core was configured with.
+_ABOVE = ("transformer_config.json", "context/model.yaml")
 COMMON_STATE = "common_state"
 COMPANIONS = (KIND, COMMON, INTEGRITY, RUN_CONFIG)
 _MAX_BYTES = 16 << 20
@@ -262,15 +265,19 @@ def read_facts(
         kind: Megatron-LM's name of the format.
     """
     sizes, settings = dict(common.sizes or {}), common.settings
-    for path in files:
-        if posixpath.basename(path) == RUN_CONFIG:
-            text = read_limited(source, path, _MAX_BYTES, RUN_CONFIG).decode(errors="replace")
-            values = {kind: _find_in_yaml(text, name) for kind, name in _SIZES.items()}
+    above = posixpath.dirname(posixpath.dirname(min(files, default="")))
+    of_run = [path for path in files if posixpath.basename(path) == RUN_CONFIG]
+    for path in (*of_run, *(posixpath.join(above, name) for name in _ABOVE)):
+        if stat_or_missing(source, path).size_bytes < 0:
+            continue
+        text = read_limited(source, path, _MAX_BYTES, "configuration").decode(errors="replace")
+        if path in of_run:
+            values = {kind: _find_number(text, name) for kind, name in _SIZES.items()}
             sizes = {**{kind: size for kind, size in values.items() if is_size(size)}, **sizes}
-            stated = {name: _find_in_yaml(text, name) for name in _CONFIGURED}
-            # Megatron-Bridge has no such argument: without groups there is no number of them.
-            grouped = {"group_query_attention": True} if is_size(stated["num_query_groups"]) else {}
-            settings = settings or _find_settings({**stated, **grouped})
+        stated = {name: _find_number(text, name) for name in _CONFIGURED}
+        # Only Megatron-LM has this argument: without groups, others have no number of them.
+        grouped = {"group_query_attention": True} if is_size(stated["num_query_groups"]) else {}
+        settings = settings or _find_settings({**stated, **grouped})
     return replace(
         run,
         step=common.step,
@@ -281,9 +288,13 @@ def read_facts(
     )
 
 
-def _find_in_yaml(text: str, name: str) -> int | None:
-    """Returns the number or truth value that every line `name: value` has; None if they differ."""
-    lines = re.findall(rf"(?m)^[ \t]+{name}:[ \t]*(\d{{1,7}}|true|false)[ \t]*\r?$", text)
+def _find_number(text: str, name: str) -> int | None:
+    """Returns the number or truth value that a key has on every line of YAML or of indented JSON.
+
+    None is returned where lines differ.
+    """
+    pattern = rf"""(?m)^[ \t]+"?{name}"?:[ \t]*(\d{{1,7}}|true|false),?[ \t]*\r?$"""
+    lines = re.findall(pattern, text)
     if len(set(lines)) != 1:
         return None
     return int(lines[0]) if lines[0].isdigit() else lines[0] == "true"

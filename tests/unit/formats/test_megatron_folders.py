@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError
+from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError
 
 LLAMA = Path(__file__).resolve().parents[3] / "fixtures" / "megatron_model_llama_tp2_pp2"
 STEP = LLAMA / "checkpoint" / "iter_0000007"
@@ -166,3 +166,31 @@ def test_a_run_of_verl(models: tuple[str, ...], tmp_path: Path) -> None:
     ckptkit.consolidate(tmp_path / "run", tmp_path / "out", select=select)
     made, truth = load_file(tmp_path / "out" / "model.safetensors"), LLAMA / "truth.safetensors"
     assert all(torch.equal(made[name], tensor) for name, tensor in load_file(truth).items())
+
+
+STATED = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "num_layers": 2}
+BESIDE = {
+    "transformer_config.json": lambda values: json.dumps(values, indent=2),
+    "context/model.yaml": lambda values: (
+        "_target_: nemo.LlamaModel\nconfig:\n"
+        + "".join(f"  {key}: {str(value).lower()}\n" for key, value in values.items())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_verl_and_nemo_say_of_the_model_must_agree(name: str, tmp_path: Path) -> None:
+    put(tmp_path / "step" / "dist_ckpt", 7)
+    (tmp_path / "step" / "dist_ckpt" / "common.pt").unlink()
+    beside = tmp_path / "step" / name
+    beside.parent.mkdir(exist_ok=True)
+    beside.write_text(BESIDE[name](STATED | {"rotary_interleaved": False}))
+    ckptkit.consolidate(tmp_path / "step", tmp_path / "out", base=LLAMA)
+    for changed, message in (
+        ({"num_query_groups": 4}, "num_key_value_heads is 4 in the checkpoint's own settings"),
+        ({"rotary_interleaved": True}, "and the checkpoint says True"),
+    ):
+        beside.write_text(BESIDE[name]({**STATED, **changed}))
+        with pytest.raises(CkptkitError, match=message):
+            ckptkit.consolidate(tmp_path / "step", tmp_path / "refused", base=LLAMA)
+    assert not (tmp_path / "refused").exists()
