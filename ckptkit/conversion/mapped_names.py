@@ -15,13 +15,14 @@ from ckptkit.conversion.names_on_disk import (
     rearrange,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import FormatError, RefusedError, UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
 from ckptkit.engine.kernels import AddedOperand, Operand, OperandKernel, PartOperand, StoredOperand
 from ckptkit.engine.reader import Origin, TensorReader, same_values
-from ckptkit.engine.rearranged import ComputedOperand
+from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     HubTensor,
@@ -35,7 +36,7 @@ from ckptkit.name_maps.find import find_map, load_map, refuse_contradiction
 from ckptkit.name_maps.language import NameMap, invert
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.plan import SOURCE, Product, StackedPart, TensorSpec
+from ckptkit.plan.plan import SOURCE, Compute, Product, StackedPart, TensorSpec
 from ckptkit.plan.selection import select_model
 
 _SHOWN = 3
@@ -103,6 +104,10 @@ class MappedModel:
         names = HubNames("", {n: s for n, (_, s) in self.live.items()}, self.names.tensors)
         maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
         made = [self._add(product) for product in maker.products()]
+        for name, shape in self.names.zeros.items():
+            kernel = RearrangeKernel(shape, (), (), has_padding=True)
+            spec = TensorSpec(name, dtype_named("float32"), shape)
+            made.append(Product(spec, Compute(kernel, ())))
         return NamedProducts(made, {}, self.notes, self.versions)
 
     def derive(self, entries: Mapping[Fqn, TensorEntry]) -> Iterator[TensorEntry]:

@@ -7,7 +7,7 @@ and no number of a capture is missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
@@ -45,6 +45,7 @@ class MappedNames:
         parts: Where tensors are in stacked ones, if these were not to be made whole.
         same: Further names of tensors of the source, with the name that is taken; their bytes have
             to be the same.
+        zeros: The shapes of tensors of float32 zeros that are written besides.
     """
 
     tensors: Mapping[Fqn, HubTensor]
@@ -54,6 +55,7 @@ class MappedNames:
     made_by: Mapping[Fqn, Rule]
     parts: Mapping[Fqn, StackedPart]
     same: Mapping[Fqn, Fqn]
+    zeros: Mapping[Fqn, Shape]
 
 
 @dataclass(slots=True)
@@ -87,16 +89,15 @@ def apply_map(
         IncompleteCheckpointError: If a number of a capture is missing, such as a layer.
         FormatError: If shapes do not fit the sizes.
     """
-    text = config.get("text_config")
-    inner = text if isinstance(text, dict) else {}
-    sizes = Sizes(name_map.sizes, {**config, **inner}, f"map {name_map.name}")
+    inner = config.get("text_config")
+    settings = {**config, **(inner if isinstance(inner, dict) else {})}
+    sizes = Sizes(name_map.sizes, settings, f"map {name_map.name}")
     taken, dropped, same = _take_tensors(name_map, sizes, tensors, where)
     absent = _find_stacked(name_map, taken, sizes) if in_parts else frozenset[str]()
     made: dict[Fqn, tuple[StackedPart, Made, HubTensor]] = {}
     made_by: dict[Fqn, Rule] = {}
     for one in taken:
-        for text, members in _run_rule(one, sizes, where, absent):
-            name = Fqn(text)
+        for name, members in _run_rule(one, sizes, where, absent):
             if name in made_by:
                 raise CannotPlanError(
                     f"{quote(name)} is made by {made_by[name].where} and by {one.rule.where}",
@@ -114,7 +115,20 @@ def apply_map(
         made_by=made_by,
         parts={name: part for name, (part, _, _) in made.items() if part.index},
         same=same,
+        zeros=dict(_find_zeros(name_map, made_by, sizes)),
     )
+
+
+def _find_zeros(
+    name_map: NameMap, names: Iterable[Fqn], sizes: Sizes
+) -> Iterator[tuple[Fqn, Shape]]:
+    made_up = [rule for rule in name_map.rules if rule.zeros and not rule.sources]
+    for rule in made_up:
+        shape = tuple(map(sizes.of, rule.zeros))
+        found = (rule.beside.match(name) for name in names) if rule.beside else ()
+        for numbers in filter(None, found):
+            shown = {capture: n for capture, n in numbers.items() if n is not None}
+            yield Fqn(rule.targets[0].render(shown)), shape
 
 
 def _to_tensor(part: StackedPart, made: Made, tensors: Specs, rule: Rule) -> HubTensor:
@@ -266,7 +280,7 @@ def _unstack(
 
 def _run_rule(
     taken: _Taken, sizes: Sizes, where: str, left_out: Collection[str]
-) -> Iterator[tuple[str, Mapping[Shape, Made]]]:
+) -> Iterator[tuple[Fqn, Mapping[Shape, Made]]]:
     """Yields what a rule makes, by name; stacked tensors by the indices of their first axes."""
     rule = taken.rule
     if not taken.sets:
@@ -304,7 +318,7 @@ def _run_rule(
                 stacks[form.render(shown)][index] = one
     for name, members in stacks.items():
         _check_stack(name, members, f"{where}, {rule.where}")
-        yield name, members
+        yield Fqn(name), members
 
 
 def _check_stack(name: str, members: Mapping[Shape, Made], where: str) -> None:
@@ -345,7 +359,7 @@ def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
             hint="name the map of the model's family with --map",
         )
     seen: dict[str, set[int]] = defaultdict(set)
-    for one in taken:
+    for one in (one for one in taken if one.sets):
         rule = one.rule
         captures = (*rule.sources[0].captures, *(rule.targets[0].captures if rule.targets else ()))
         # The innermost first: an expert that is missing in one layer is not a missing layer.

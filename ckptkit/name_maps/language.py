@@ -24,9 +24,9 @@ numbers. In a name, `{layer?}` is a capture that may be absent together with its
 layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a rule match nothing,
 `partial = "layer"` lets numbers of that capture be missing where other rules have them. `inverse =
 false` is for a further form of the source, which the inverse does not write; `inverse = "all"` has
-it write the same tensor under each of the alternatives. `drop = "reason"`
-takes tensors that are left out; only there a name may end with `*`, for any rest. The inverse of a
-map leaves `{layer?}` out, and stacks, where all layers have the same tensors; `unstacked =
+it write the same tensor under each of the alternatives. `drop = "reason"` takes tensors that are
+left out; only there a name may end with `*`, for any rest; with `zeros = { shape = ["experts"],
+beside = "layers.{layer}.router" }` the inverse writes zeros for them. The inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same tensors; `unstacked =
 ["layer"]` keeps it in the names.
 """
 
@@ -48,7 +48,7 @@ from ckptkit.name_maps.rearrangement import Step, parse_step
 _KEYS = (
     *("name", "source", "target", "model_types", "extends", "unstacked", "sizes", "when", "rule"),
 )
-_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop")
+_RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop", "zeros")
 _MOST_BYTES = 1 << 20
 
 
@@ -194,6 +194,8 @@ class Rule:
         in_all_forms: Whether the inverse writes a tensor under all alternatives of its name, and
             the source may have them all.
         drop: Why the sources are left out; empty if they are not.
+        zeros: The sizes of a tensor of float32 zeros that the inverse writes for what is left out.
+        beside: The source's name of a tensor beside which it does so; None if it does not.
     """
 
     where: str
@@ -205,6 +207,8 @@ class Rule:
     has_inverse: bool = True
     in_all_forms: bool = False
     drop: str = ""
+    zeros: tuple[str, ...] = ()
+    beside: NameTemplate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +338,7 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         )
     partial = tuple(_texts(rule.get("partial", []), where))
     _check_names(sources, targets, partial, where)
+    zeros, beside = _parse_zeros(rule.get("zeros"), sources, drop, where)
     return Rule(
         where=where,
         sources=sources,
@@ -344,7 +349,30 @@ def _parse_rule(rule: Any, where: str) -> Rule:
         has_inverse=inverse is not False,
         in_all_forms=inverse == "all",
         drop=drop,
+        zeros=zeros,
+        beside=beside,
     )
+
+
+def _parse_zeros(
+    value: Any, sources: Sequence[NameTemplate], drop: str, where: str
+) -> tuple[tuple[str, ...], NameTemplate | None]:
+    if value is None:
+        return (), None
+    table = value if isinstance(value, dict) else {}
+    if not drop or table.keys() != {"shape", "beside"} or not table["shape"]:
+        raise UsageError(
+            f"'zeros' is {value!r}",
+            where=where,
+            hint='write zeros = { shape = ["SIZE"], beside = "NAME" } in a rule that drops tensors',
+        )
+    beside = parse_template(table["beside"], where=where)
+    if set(beside.captures) != set(sources[0].captures) or sources[0].text.endswith("*"):
+        raise UsageError(
+            f"{beside.text!r} and {sources[0].text!r} do not have the same captures", where=where
+        )
+    shape = table["shape"] if isinstance(table["shape"], list) else [table["shape"]]
+    return tuple(_texts([str(size) for size in shape], where)), beside
 
 
 def _check_names(
@@ -425,13 +453,14 @@ def invert(map_: NameMap) -> NameMap:
         for rule in map_.rules
         if rule.has_inverse and not rule.drop
     )
+    zeros = tuple(replace(r, sources=(), targets=r.sources[:1]) for r in map_.rules if r.zeros)
     return NameMap(
         name=map_.name,
         source=map_.target,
         target=map_.source,
         model_types=map_.model_types,
         sizes=map_.sizes,
-        rules=rules,
+        rules=(*rules, *zeros),
         unstacked=map_.unstacked,
         digest=map_.digest,
         when=map_.when,

@@ -315,6 +315,18 @@ def test_a_constant_is_added_to_floats_only() -> None:
         apply_map(own, CONFIG, {Fqn("a"): (dtype_named("int64"), (3,))}, where="run")
 
 
+def test_the_inverse_writes_zeros_for_what_is_left_out() -> None:
+    left_out = (
+        'from = "a.{layer}.bias"\ndrop = "not part of it"\n'
+        'zeros = { shape = ["experts", 2], beside = "a.{layer}.w" }\n'
+    )
+    own = made(f"{ONE}[[rule]]\n{left_out}")
+    assert not apply(own, {"a.0.w": X, "a.1.w": X, "a.0.bias": X, "a.1.bias": X}).zeros
+    (target,) = (rule.targets[0] for rule in own.rules if not rule.drop)
+    names = {target.render({"layer": layer}): X for layer in range(2)}
+    assert apply(invert(own), names).zeros == {"a.0.bias": (2, 2), "a.1.bias": (2, 2)}
+
+
 def test_tensors_of_any_rest_of_a_name_are_dropped() -> None:
     own = made(ONE + '[[rule]]\nfrom = "mtp.*"\ndrop = "not part of it"\n')
     names = apply(own, {"a.0.w": X, "a.1.w": X, "mtp.layers.0.x": X, "mtp.y": X})
@@ -334,6 +346,18 @@ TYPOS = {
     "a step with a key too many": (
         *(rule('"a"', '"b"', "steps = [{ rows = 3, axes = 1 }]"),),
         "is not a step 'rows'",
+    ),
+    "zeros of what is kept": (
+        rule('"a.{layer}"', '"b.{layer}"', 'zeros = { shape = [2], beside = "a.{layer}" }'),
+        "'zeros' is",
+    ),
+    "zeros without a shape": (
+        '[[rule]]\nfrom = "a.{layer}"\ndrop = "x"\nzeros = { beside = "b.{layer}" }\n',
+        "'zeros' is",
+    ),
+    "zeros beside tensors of other numbers": (
+        '[[rule]]\nfrom = "a.{layer}"\ndrop = "x"\nzeros = { shape = [2], beside = "b" }\n',
+        "do not have the same captures",
     ),
     "any rest in a name that is kept": (rule('"a.*"', '"b"'), r"a name with '\*'"),
     "any text within a name": (rule('"a*b"', '"c"'), r"has '\*' at character 2"),
@@ -408,4 +432,5 @@ def test_every_map_that_comes_along_can_be_read_and_inverted(name: str) -> None:
     own = load_own_map(name)
     assert own.name == name
     inverse = invert(own)
-    assert len(inverse.rules) == sum(1 for rule in own.rules if rule.has_inverse and not rule.drop)
+    kept = [rule for rule in own.rules if rule.zeros or (rule.has_inverse and not rule.drop)]
+    assert len(inverse.rules) == len(kept)
