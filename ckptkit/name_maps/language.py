@@ -26,8 +26,9 @@ layers are stacked, and `(mlp|ffn)` are alternatives. `optional = true` lets a r
 false` is for a further form of the source, which the inverse does not write; `inverse = "all"` has
 it write the same tensor under each of the alternatives. `drop = "reason"` takes tensors that are
 left out; only there a name may end with `*`, for any rest; with `zeros = { shape = ["experts"],
-beside = "layers.{layer}.router" }` the inverse writes zeros for them. The inverse of a map leaves `{layer?}` out, and stacks, where all layers have the same tensors; `unstacked =
-["layer"]` keeps it in the names.
+beside = "layers.{layer}.router" }` the inverse writes zeros for them. The inverse of a map leaves
+`{layer?}` out, and stacks, where all layers have the same tensors; `unstacked = ["layer"]` keeps it
+in the names.
 """
 
 from __future__ import annotations
