@@ -273,6 +273,16 @@ def parse_step(folder: str) -> int | None:
 _NO_RECORDS = RunRecords()
 
 
+def names_step(tag: str, folder: str) -> bool:
+    """Returns whether the tag in a tracker names the folder of a step.
+
+    >>> names_step("5", "iter_0000005"), names_step("release", "release"), names_step("5", "iter_7")
+    (True, True, False)
+    """
+    is_number = tag.isascii() and tag.isdigit()
+    return folder == tag or (is_number and parse_step(folder) == int(tag))
+
+
 def resolve(
     candidates: Sequence[Candidate],
     *,
@@ -484,13 +494,7 @@ class _Resolver:
         if tracked is None:
             return (), []
         file, tag = tracked
-        number = int(tag) if tag.isascii() and tag.isdigit() else None
-        named = [
-            step
-            for step in steps
-            if posixpath.basename(step) == tag
-            or (number is not None and parse_step(step) == number)
-        ]
+        named = [step for step in steps if names_step(tag, posixpath.basename(step))]
         return named, [] if named else [f"{file!r} names {quote(tag)}, which is not there"]
 
     def _describe_rest(

@@ -11,8 +11,9 @@ from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
 from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import parse_step
+from ckptkit.formats.discovery import TRACKERS, names_step, parse_step
 from ckptkit.formats.registry import describe_missing, recognise
+from ckptkit.formats.zero.reader import read_tag
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.run_paths import RunStore, find_runs_nearby, marker, open_run, read_pushes
 from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
@@ -38,6 +39,7 @@ class RunListing:
         live: Whether a job is writing to it; None if unknown.
         steps: All steps, the lowest number first.
         best: Names of the steps that the Trainer would load as the best.
+        tracked: Names of the steps that the tracker of the run names, as Megatron-LM writes it.
         notes: What was ignored, and why.
     """
 
@@ -45,6 +47,7 @@ class RunListing:
     live: bool | None
     steps: tuple[RunStep, ...]
     best: frozenset[str] = frozenset()
+    tracked: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -98,7 +101,10 @@ class _Listing:
         self._store = store
         self._run = run
         self._pushes = read_pushes(run, state)
-        candidates = recognise(list_files(source))
+        paths = list_files(source)
+        candidates = recognise(paths)
+        tags = (read_tag(source, tracker) for tracker in TRACKERS if tracker in paths)
+        self._tag = next((tag for tag in tags if tag is not None), "")
         self._manifests = StepManifests(source, candidates)
         self._candidates = _by_folder(
             self._manifests.without_side_folders(candidates), lambda candidate: candidate.folder
@@ -124,6 +130,7 @@ class _Listing:
             live=self._store.is_live(),
             steps=tuple(steps),
             best=frozenset(self._best_of_trainer(steps)),
+            tracked=frozenset(step.name for step in steps if names_step(self._tag, step.name)),
             notes=tuple(f"{name} is a link, which is not followed" for name in links),
         )
 

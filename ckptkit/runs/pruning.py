@@ -101,8 +101,8 @@ def prune_run(
     """Removes the steps of a run that no rule keeps.
 
     Whatever the rules say, these stay: the newest complete step, incomplete steps, steps that are
-    being read or pushed, and the best step of a Trainer. After a kill each step is complete or
-    gone, and the next pruning finishes the removal.
+    being read or pushed, the best step of a Trainer, and the step that a tracker names. After a
+    kill each step is complete or gone, and the next pruning finishes the removal.
 
     Args:
         run: The directory or URL of the run.
@@ -174,6 +174,8 @@ class _Verdicts:
             return f"its push to {pushing.repo_id} has begun"
         if step.name in self._listing.best:
             return "the Trainer calls it the best"
+        if step.name in self._listing.tracked:
+            return "training would go on from it"
         if step.name in self._newest_files:
             return "its files are the newest"
         return "it was asked for" if step.step in self._protected else ""

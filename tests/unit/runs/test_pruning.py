@@ -162,6 +162,18 @@ def test_the_best_of_a_trainer_and_what_is_asked_for_stay(tmp_path: Path) -> Non
     assert reasons(pruned)[4] == ("keep", "the Trainer calls it the best")
 
 
+@pytest.mark.parametrize("tracked", ["4", "0004\n", "5", "release", ""])
+def test_the_step_that_a_tracker_names_stays(tracked: str, tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        save_stock_step(tmp_path, step)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracked)
+    pruned = prune_run(tmp_path, Retention(keep_last=1))
+    kept = ("keep", "training would go on from it")
+    assert (reasons(pruned)[4] == kept) == ("4" in tracked)
+    assert (tmp_path / "checkpoint-4").exists() == ("4" in tracked)
+    assert not (tmp_path / "checkpoint-2").exists()
+
+
 def test_steps_of_two_kinds_of_names_are_counted_apart(tmp_path: Path) -> None:
     for step in (2, 4):
         folder = save_stock_step(tmp_path, step)
