@@ -21,7 +21,10 @@ from ckptkit.core.errors import CkptkitError
 from tests.command_line import run_command
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-MODELS = sorted(path.parent.name for path in FIXTURES.glob("nanotron_*/config.json"))
+OLD = FIXTURES / "nanotron_0_2_tp2"
+MODELS = sorted(
+    path.parent.name for path in FIXTURES.glob("nanotron_*/config.json") if path.parent != OLD
+)
 LLAMA = FIXTURES / "nanotron_llama_tp2_pp2"
 TURNED = FIXTURES / "nanotron_llama_interleaved"
 EXPERTS = FIXTURES / "nanotron_qwen2_moe"
@@ -155,6 +158,17 @@ def test_numbered_folders_of_other_programs_are_left_to_other_readers(tmp_path: 
     save_file({"a.weight": torch.zeros(2)}, step / "model" / "model.safetensors")
     (tmp_path / "run" / "latest.txt").write_text("100")
     assert ckptkit.inspect(tmp_path / "run").format == "safetensors"
+
+
+def test_a_checkpoint_of_version_1_2_is_read(tmp_path: Path) -> None:
+    found = ckptkit.inspect(OLD / "checkpoint")
+    assert (found.version, found.step) == ("1.2", 7)
+    assert any("--map nanotron-llama-interleaved" in note for note in found.notes)
+    with pytest.raises(CkptkitError, match="does not say rope_interleaved"):
+        ckptkit.consolidate(OLD / "checkpoint", tmp_path / "out", base=OLD)
+    map_ = "nanotron-llama-interleaved"
+    ckptkit.consolidate(OLD / "checkpoint", tmp_path / "out", base=OLD, map=map_)
+    assert equal(tmp_path / "out", load_file(OLD / "truth.safetensors"))
 
 
 def test_the_doubled_names_of_version_1_3_are_read(tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ _SETTINGS = {
     "hidden_size": "hidden_size",
 }
 _ROTARY = "rope_interleaved"
+_SILENT = (
+    f"{MODEL_CONFIG!r} does not have {_ROTARY!r}: nanotron up to 0.4 turned neighbours in rotary"
+    " embeddings, for which there is --map nanotron-llama-interleaved"
+)
 
 
 def find_deep_folders(paths: Sequence[str]) -> tuple[str, ...]:
@@ -249,12 +253,14 @@ class _StepFacts:
             world_size = prod(ranks)
         settings = [(key, self.model.get(own)) for own, key in _SETTINGS.items()]
         rotary = self.model.get(_ROTARY)
+        is_silent = self.model.get("is_llama_config") is True and _ROTARY not in self.model
         return RunFacts(
             world_size=world_size if is_count(world_size, _MAX_SIZE) else None,
             step=self.step,
             writer="nanotron",
             version=self.version,
             mesh=tuple((kind, sizes[kind]) for kind in kinds if kind in sizes),
+            notes=(_SILENT,) if is_silent else (),
             settings=(
                 *((key, size) for key, size in settings if _is_size(size)),
                 *(((_ROTARY, rotary),) if isinstance(rotary, bool) else ()),
