@@ -120,7 +120,7 @@ def complete(line: str, shell: str = "bash") -> str:
         ("ckptkit con", ["consolidate", "convert"]),
         ("ckptkit consolidate --max", ["--max-shard-size"]),
         ("ckptkit consolidate --dtype b", ["bfloat16", "base"]),
-        ("ckptkit convert a b --to ", ["hf", "torch", "dcp"]),
+        ("ckptkit convert a b --to ", ["hf", "torch", "dcp", "megatron", "torchtitan"]),
         ("ckptkit adapter ", ["extract", "merge", "from-diff"]),
         ("ckptkit adapter merge --qlora-base ", ["dequantized", "original"]),
         ("ckptkit watch --as ", ["auto", "model", "adapter"]),
