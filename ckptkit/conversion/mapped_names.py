@@ -92,10 +92,7 @@ class MappedModel:
                     hint="leave the wrong one out with --exclude",
                 )
 
-    def convert(
-        self,
-        products: Sequence[Product],
-    ) -> NamedProducts:
+    def convert(self, products: Sequence[Product]) -> NamedProducts:
         """Returns the tensors to be written.
 
         Args:

@@ -408,7 +408,7 @@ def _check_dtypes(tensor: HubTensor, tensors: Specs, rule: Rule, *, adds: bool) 
                 f"{quote(first)} is {tensors[first][0].name} and {quote(other)} is"
                 f" {tensors[other][0].name}; both belong to {quote(tensor.name)}",
                 where=rule.where,
-                hint="pass --dtype to give all tensors one element type",
+                hint="save both in one element type, or name them apart in a map of your own",
             )
 
 

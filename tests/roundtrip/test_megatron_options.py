@@ -188,3 +188,15 @@ def test_a_truncated_byte_is_found_when_it_is_converted(tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match=r"CRC-32|checksum"):
         ckptkit.consolidate(copy, tmp_path / "out", base=LLAMA)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_without_elements_stays_one(tmp_path: Path) -> None:
+    own, source = tmp_path / "own.toml", tmp_path / "model.safetensors"
+    own.write_text(
+        'name = "own"\nsource = "Own"\ntarget = "Other"\nmodel_types = []\n\n'
+        '[[rule]]\nfrom = "a"\nto = "b"\nsteps = [{ transpose = [1, 0] }]\n'
+    )
+    save_file({"a": torch.empty(0, 4)}, source)
+    ckptkit.consolidate(source, tmp_path / "out", map=own)
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"b": (4, 0)}
