@@ -76,8 +76,6 @@ def find_map(
         RefusedError: If there is no map for the model, or several.
     """
     settings = settings or {}
-    own = [load_own_map(name) for name in list_map_names()]
-    fitting = [one for one in own if one.source == framework]
     if config is None:
         raise RefusedError(
             f"names of {framework} are converted by the sizes of the model, and no configuration"
@@ -86,7 +84,9 @@ def find_map(
             hint="pass the folder of the model with --base, or keep the names with --map none",
         )
     kind = config.get("model_type")
-    of_model = [one for one in fitting if kind in one.model_types]
+    # Parsing all maps takes longer than the rest of a plan, so others are not parsed.
+    likely = [load_own_map(name) for name in list_map_names() if str(kind) in read_map_text(name)]
+    of_model = [one for one in likely if one.source == framework and kind in one.model_types]
     left = [one for one in of_model if not find_contradiction(one, settings)]
     if len(left) == 1:
         return left[0]
@@ -94,7 +94,8 @@ def find_map(
         raise _undecided(left, where)
     if of_model:
         refuse_contradiction(of_model[0], settings, where=where)
-    known = sorted({model_type for one in fitting for model_type in one.model_types})
+    own = [load_own_map(name) for name in list_map_names()]
+    known = sorted({kind for one in own if one.source == framework for kind in one.model_types})
     raise RefusedError(
         f"no map has names of {framework} for the model type {kind!r}; there are maps for"
         f" {', '.join(known)}",
