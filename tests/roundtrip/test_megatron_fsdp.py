@@ -106,3 +106,11 @@ def test_what_is_missing_is_refused(
     with pytest.raises(CkptkitError, match=message):
         ckptkit.consolidate(path, tmp_path / "out", base=FIXTURES / MOE)
     assert not (tmp_path / "out").exists()
+
+
+def test_another_iteration_than_that_of_the_folder_is_a_problem(
+    weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    path = save(tmp_path / "iter_0000009", weights)
+    (problem,) = ckptkit.inspect(path).problems
+    assert problem.message == "is of iteration 7, in the folder 'iter_0000009'"

@@ -352,3 +352,10 @@ def test_stages_may_have_different_counts_of_layers(
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert got.keys() == whole.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in whole.items())
+
+
+def test_ranks_of_another_iteration_than_their_folder_are_a_problem(tmp_path: Path) -> None:
+    step = copy_of(DENSE, tmp_path)
+    moved = step.rename(tmp_path / "iter_0000009")
+    (problem,) = ckptkit.inspect(moved).problems
+    assert problem.message == "is of iteration 7, in the folder 'iter_0000009'"

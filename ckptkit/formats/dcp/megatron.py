@@ -76,6 +76,7 @@ _MAX_SIZE = 1 << 20
 _SLIME = re.compile(r"slime\.")
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
 _CONTAINER = re.compile(r"(model\d*|rng_state|opt_param_scheduler|rerun_state_machine)\.(.+)")
+_ITERATION = re.compile(r"iter_0*(\d{1,15})")  # a folder of Megatron-LM
 _PLAIN_VALUES = ("checkpoint_version", "iteration")
 _NUMBERED_EXPERT = re.compile(
     r"(.*\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d{1,7})((?:_[wv])?)"
@@ -298,6 +299,14 @@ def _find_number(text: str, name: str) -> int | None:
     if len(set(lines)) != 1:
         return None
     return int(lines[0]) if lines[0].isdigit() else lines[0] == "true"
+
+
+def compare_iterations(step: int | None, folder: str, file: str) -> Iterator[Problem]:
+    """Yields a problem if a file is of another iteration than its folder's name says."""
+    name = posixpath.basename(folder.rstrip("/"))
+    named = _ITERATION.fullmatch(name)
+    if step is not None and named is not None and int(named[1]) != step:
+        yield Problem(FormatError.code, file, f"is of iteration {step:,}, in the folder {name!r}")
 
 
 def describe_ignored(values: Iterable[KeyPath]) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ from ckptkit.formats.dcp.megatron import (
     KIND,
     RUN_CONFIG,
     CommonState,
+    compare_iterations,
     describe_ignored,
     is_of_megatron_fsdp,
     name_experts_apart,
@@ -132,7 +133,6 @@ class Images:
 
 
 METADATA = ".metadata"
-_ITERATION = re.compile(r"iter_0*(\d{1,15})")  # a folder of Megatron-LM
 _DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # 'frozen' files are ckptkit's
 _TORCH_ZIP = CONTAINERS.index("torch_zip")
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
@@ -252,12 +252,8 @@ def _with_facts_of_megatron(
     notes = (*run.notes, *describe_ignored(index.values))
     beside = [path for path in candidate.files if posixpath.basename(path) in COMPANIONS]
     files = (*index.files, *(source.stat(path) for path in beside))
-    problems = index.problems
-    folder = posixpath.basename(posixpath.join(source.location, candidate.folder).rstrip("/"))
-    named = _ITERATION.fullmatch(folder)
-    if common.step is not None and named is not None and int(named[1]) != common.step:
-        message = f"is of iteration {common.step:,}, in the folder {folder!r}"
-        problems = (*problems, Problem(FormatError.code, COMMON, message))
+    folder = posixpath.join(source.location, candidate.folder)
+    problems = (*index.problems, *compare_iterations(common.step, folder, COMMON))
     return replace(index, files=files, run=replace(run, notes=notes), problems=problems)
 
 
@@ -274,8 +270,14 @@ def _with_facts_of_megatron_fsdp(
     beside = () if config.size_bytes < 0 else (config,)
     paths = [file.path for file in beside]
     run = read_facts(source, paths, read_common(root), index.run, kind="fsdp_dtensor")
-    entries = name_experts_apart(index.tensors)
-    return replace(index, files=(*index.files, *beside), tensors=entries, run=run)
+    folder = posixpath.join(source.location, candidate.folder)
+    return replace(
+        index,
+        files=(*index.files, *beside),
+        tensors=name_experts_apart(index.tensors),
+        run=run,
+        problems=(*index.problems, *compare_iterations(run.step, folder, METADATA)),
+    )
 
 
 class _Assembly:

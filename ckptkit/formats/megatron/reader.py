@@ -32,7 +32,7 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.dcp.megatron import read_common
+from ckptkit.formats.dcp.megatron import compare_iterations, read_common
 from ckptkit.formats.megatron.global_names import LocalTensor, collect_tensors
 from ckptkit.formats.megatron.model_files import ModelFiles, open_files
 from ckptkit.formats.megatron.split_axes import Cut, find_cut, has_whole_rows, is_gated
@@ -195,13 +195,14 @@ class _Assembly:
             entries[entry.key] = entry
         problems, unread = self._compare()
         more = [f"{unread:,} copies on other ranks were not compared"] if unread else []
+        run = self._facts((*notes, *more))
         return TensorIndex(
             format=format_name,
             files=tuple(self.table.files),
             records=RecordTable.of(self.table.records),
             tensors=entries,
-            run=self._facts((*notes, *more)),
-            problems=tuple(problems),
+            run=run,
+            problems=(*problems, *compare_iterations(run.step, self.where, FILE)),
         )
 
     def _facts(self, notes: tuple[str, ...]) -> RunFacts:
