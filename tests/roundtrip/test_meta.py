@@ -55,6 +55,21 @@ def test_files_become_what_transformers_makes_of_them(case: str, tmp_path: Path)
     ckptkit.verify(out)
 
 
+@pytest.mark.parametrize("case", [TWO, ONE])
+def test_a_configuration_with_more_heads_of_half_the_size_is_refused(
+    case: Path, tmp_path: Path
+) -> None:
+    config = json.loads((case / "config.json").read_text())
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        config[key] *= 2
+    config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CkptkitError, match=r"num_attention_heads is \d in the checkpoint's own"):
+        ckptkit.consolidate(case / "checkpoint", tmp_path / "out", base=tmp_path / "base")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_loads_what_was_written(case: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

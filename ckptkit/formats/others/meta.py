@@ -116,7 +116,8 @@ class MetaReader:
             whole = TorchFileReader().read_index(source, replace(candidate, files=(*paths,)))
             entries = whole.of_part("model")
             _check({entry.name: entry.shape for entry in entries}, sizes, 1, where)
-            return replace(whole, format=self.name, files=(*whole.files, file))
+            run = replace(whole.run, settings=sizes.settings())
+            return replace(whole, format=self.name, files=(*whole.files, file), run=run)
         table = ArchiveTable()
         ranks = _RankFiles(source, table, sizes, where)
         for path in paths:
@@ -132,6 +133,7 @@ class MetaReader:
                 writer="Meta's Llama, one file for each tensor-parallel rank",
                 mesh=(("tp", len(paths)),),
                 notes=tuple(ranks.notes),
+                settings=sizes.settings(),
             ),
         )
 
@@ -184,6 +186,16 @@ class _Sizes:
             groups=size("n_kv_heads", heads),
             head=size("head_dim", hidden // heads),
             words=words if is_count(words, _MAX_SIZE) and words else -1,
+        )
+
+    def settings(self) -> tuple[tuple[str, int], ...]:
+        """Returns the sizes under the keys of Transformers' configurations."""
+        return (
+            ("hidden_size", self.hidden),
+            ("num_hidden_layers", self.layers),
+            ("num_attention_heads", self.heads),
+            ("num_key_value_heads", self.groups),
+            ("head_dim", self.head),
         )
 
     def shape(self, kind: str) -> tuple[int | None, ...]:
