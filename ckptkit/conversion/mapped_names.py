@@ -20,7 +20,7 @@ from ckptkit.core.errors import FormatError, RefusedError, UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
 from ckptkit.core.text import quote
-from ckptkit.engine.kernels import AddedOperand, Operand, OperandKernel, PartOperand, StoredOperand
+from ckptkit.engine.kernels import AddedOperand, OperandKernel, PartOperand, StoredOperand
 from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.hub_names.disk_tensors import (
@@ -126,9 +126,7 @@ class MappedModel:
             if is_alone and find_whole(tensor, live) and first.shape == tensor.shape:
                 yield replace(first, name=name, stored_names=(first.name,))
                 continue
-            operand = _operand_of_sources(tensor, sources)
-            if constant is not None:
-                operand = AddedOperand(operand, constant)
+            made = _operand_of_sources(tensor, sources)
             yield TensorEntry(
                 key=Key(name),
                 key_path=(name,),
@@ -138,7 +136,7 @@ class MappedModel:
                 dtype=first.dtype,
                 shape=tensor.shape,
                 chunks=ChunkTable.of((), len(tensor.shape)),
-                derivation=operand,
+                derivation=made if constant is None else AddedOperand(made, constant),
                 stored_names=tensor.sources,
             )
 
@@ -150,7 +148,9 @@ class MappedModel:
         return replace(product, body=OperandKernel(operand).compute())
 
 
-def _operand_of_sources(tensor: HubTensor, sources: Sequence[TensorEntry]) -> Operand:
+def _operand_of_sources(
+    tensor: HubTensor, sources: Sequence[TensorEntry]
+) -> PartOperand | ComputedOperand:
     """Returns the elements of a tensor of the target, made of tensors of the source."""
     dtype, run = sources[0].dtype, find_run(tensor)
     if run is not None:

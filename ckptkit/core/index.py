@@ -301,12 +301,13 @@ class Derivation(Protocol):
         """Returns what a range of elements is made from, as `ckptkit.plan.plan.Demand`."""
         ...
 
-    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Returns the elements of the range, one-dimensional.
+    def put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        """Fills `target` with the elements of the range, in row-major order.
 
         Args:
             span: The range.
             inputs: One array for each of `demands(span)`.
+            target: One-dimensional, in the element type of the tensor.
         """
         ...
 

@@ -184,6 +184,10 @@ class PartOperand:
     def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return inputs[0]
 
+    def put(self, _span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        """Fills an array with the elements of a range."""
+        target[:] = inputs[0]
+
 
 @dataclass(frozen=True, slots=True)
 class WrappingOperand:
@@ -257,6 +261,10 @@ class AddedOperand(WrappingOperand):
         wide = values.astype(np.promote_types(values.dtype, np.float32))
         wide += self.constant
         return wide.astype(values.dtype)
+
+    def put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        """Fills an array with the elements of a range."""
+        target[:] = self.values(span, inputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,7 @@ class TensorReader:
         self._located: OrderedDict[tuple[Key, int], Located] = OrderedDict()
         self._scratch: memoryview | None = None
         self._unrounded: memoryview | None = None
+        self._inputs = memoryview(bytearray())  # of what a derived tensor is made from
 
     def fill(self, key: Key, span: Span, target: memoryview) -> None:
         """Writes the elements of `span` into `target`, which has exactly their size in bytes."""
@@ -280,22 +281,27 @@ class TensorReader:
             if demand.key in self._origin.unverified:
                 self._origin.unverified.add(entry.key)
             return
-        itemsize = entry.dtype.itemsize
-        elements = np.frombuffer(target, byte_type(itemsize))
-        step = _DERIVED_BYTES // itemsize
+        elements = np.frombuffer(target, numpy_dtype(entry.dtype))
+        step = _DERIVED_BYTES // entry.dtype.itemsize
         for start in range(span.start, span.stop, step):
             part = Span(start, min(start + step, span.stop))
             self.prefetch([(entry.key, part)])
-            inputs = []
-            for demand in derivation.demands(part):
-                dtype = numpy_dtype(self._origin.index.tensors[demand.key].dtype)
-                values = np.empty(demand.place.stop - demand.place.start, dtype)
-                self.fill(demand.key, demand.place, values.view(np.uint8).data)
+            demands, inputs, at = derivation.demands(part), [], 0
+            dtypes = [self._origin.index.tensors[demand.key].dtype for demand in demands]
+            widest = max((dtype.itemsize for dtype in dtypes), default=1)
+            wanted = sum(demand.place.stop - demand.place.start for demand in demands) * widest
+            if len(self._inputs) < wanted:
+                self._inputs = memoryview(bytearray(wanted))
+            for demand, dtype in zip(demands, dtypes, strict=True):
+                size = (demand.place.stop - demand.place.start) * widest
+                values = self._inputs[at : at + size // widest * dtype.itemsize]
+                at += size
+                self.fill(demand.key, demand.place, values)
                 if demand.key in self._origin.unverified:
                     self._origin.unverified.add(entry.key)
-                inputs.append(values)
-            made = derivation.values(part, inputs).view(byte_type(itemsize))
-            elements[part.start - span.start : part.stop - span.start] = made
+                inputs.append(np.frombuffer(values, numpy_dtype(dtype)))
+            low, high = part.start - span.start, part.stop - span.start
+            derivation.put(part, inputs, elements[low:high])
 
     def _is_prefetched(self, key: Key, span: Span) -> bool:
         return any(

@@ -153,8 +153,12 @@ class ComputedOperand:
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """What the kernel makes of it."""
         values = np.empty(span.stop - span.start, numpy_dtype(self.spec.dtype))
-        self.kernel.run(self.spec, span, inputs, values)
+        self.put(span, inputs, values)
         return values
+
+    def put(self, span: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]) -> None:
+        """Fills an array with what the kernel makes of a range."""
+        self.kernel.run(self.spec, span, inputs, target)
 
 
 def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
