@@ -51,11 +51,16 @@ _STATES = (  # how the files of a step begin that hold tensors or states
 _OF_STEP = re.compile(
     r"\.metadata|\.snapshot_metadata|\w+\.distcp|latest(_universal)?|zero_to_fp32\.py"
     r"|latest_checkpointed_iteration\.txt|trainer_state\.json|fsdp_config\.json"
-    r"|(run|flat_parameters|metadata|meta)\.json"
+    r"|(run|flat_parameters|metadata|meta|params|integrity)\.json|run_config\.yaml"
     rf"|({_STATES})([\w.=-]*)\.{_TENSORS}(\.index\.json)?"
 )
 _SNAPSHOT = ".snapshot_metadata"
 _OF_SNAPSHOT = re.compile(r"(\d+|batched|replicated|sharded)/.+")
+_NANOTRON = "checkpoint_metadata.json"
+_OF_NANOTRON = re.compile(
+    r"latest\.txt|config\.yaml|(checkpoint_metadata|model_config|optimizer_config)\.json"
+    r"|tp-\d+-of-\d+_[\w-]+\.pt"
+)
 _DATA = re.compile(rf"[^.].*\.({_TENSORS[1:-1]}|csv|jinja|json|jsonl|model|npy|npz|txt|ya?ml)")
 _CODE = "*.py"
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
@@ -107,11 +112,16 @@ def choose_step_files(
     """Decides which files of a step are pushed with it."""
     all_paths = sorted(paths)
     is_snapshot = _SNAPSHOT in all_paths
+    is_nanotron = any(posixpath.basename(path) == _NANOTRON for path in all_paths)
     files, skipped = [], []
     for path in all_paths:
         name = posixpath.basename(path)
         wanted = any(fnmatchcase(path, pattern) for pattern in include)
-        belongs = _is_of_step(path, name) or (is_snapshot and _OF_SNAPSHOT.fullmatch(path))
+        belongs = (
+            _is_of_step(path, name)
+            or (is_snapshot and _OF_SNAPSHOT.fullmatch(path))
+            or (is_nanotron and _OF_NANOTRON.fullmatch(name))
+        )
         if path in recorded or path.startswith(f"{SIDE_FOLDER}/"):
             belongs = belongs or _DATA.fullmatch(name)
         if name == NEVER:
