@@ -15,12 +15,15 @@ from ckptkit.core.index import Fqn, Shape
 from ckptkit.name_maps.rearrangement import (
     Add,
     Concat,
+    Flatten,
     Only,
+    Pad,
     Reorder,
     Rows,
     Split,
     Step,
     Transpose,
+    Unflatten,
 )
 
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,8})(?!\d)")
@@ -109,27 +112,35 @@ def _list_left_out(mapped: MappedModel) -> Iterator[AppliedRule]:
 
 def describe_step(step: Step) -> str:
     """Returns a step in words."""
+    if isinstance(step, Only):
+        return f"{describe_step(step.step)}, of tensors {', '.join(map(str, step.positions))} only"
     match step:
-        case Split(parts=parts, axis=axis, groups=groups):
-            each = "" if groups == "1" else f", repeated {groups} times"
-            text = f"split axis {axis} into {' | '.join(parts)}{each}"
-        case Concat(axis=axis, groups=groups):
-            each = "" if groups == "1" else f", repeated {groups} times"
-            text = f"join along axis {axis}{each}"
+        case Split() | Concat():
+            text = _describe_parts(step)
         case Reorder(before=before, after=after, axis=axis):
             text = f"reorder axis {axis} from ({' '.join(before)}) to ({' '.join(after)})"
         case Transpose(order=order):
             text = f"transpose to {list(order)}"
         case Rows(count=count, axis=axis):
             text = f"keep the first {count} indices of axis {axis}"
+        case Pad(axis=axis, multiple=multiple):
+            text = f"pad axis {axis} with zeros to a multiple of {multiple}"
+        case Unflatten(parts=parts, axis=axis):
+            text = f"split axis {axis} into the axes {' x '.join(parts)}"
+        case Flatten(parts=parts, axis=axis):
+            text = f"join {len(parts)} axes from {axis} on"
         case Add(value=value):
             text = f"add {value:g}"
-        case Only(step=inner, positions=positions):
-            listed = ", ".join(map(str, positions))
-            text = f"{describe_step(inner)}, of tensors {listed} only"
         case _:
             text = type(step).__name__.lower()
     return text
+
+
+def _describe_parts(step: Split | Concat) -> str:
+    each = "" if step.groups == "1" else f", repeated {step.groups} times"
+    if isinstance(step, Concat):
+        return f"join along axis {step.axis}{each}"
+    return f"split axis {step.axis} into {' | '.join(step.parts)}{each}"
 
 
 def fold_names(names: Iterable[str]) -> list[str]:

@@ -6,13 +6,15 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 import ckptkit
-from ckptkit.conversion.map_report import fold_names
+from ckptkit.conversion.map_report import describe_step, fold_names
 from ckptkit.core.errors import RefusedError
+from ckptkit.name_maps.rearrangement import parse_step
 from tests.command_line import run_command
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -110,6 +112,24 @@ def test_help_lists_the_maps() -> None:
         listed = re.search(r"megatron-\(([^)]*)\)", page)
         assert listed is not None
         assert {"llama", "mixtral", "qwen2-moe"} <= set(listed[1].split(", "))
+
+
+STEPS: dict[str, tuple[dict[str, Any], str]] = {
+    "padding that is cut": ({"rows": "vocab"}, "keep the first vocab indices of axis 0"),
+    "padding": ({"pad": 64, "rows": "vocab"}, "pad axis 0 with zeros to a multiple of 64"),
+    "axes that are made": (
+        {"unflatten": ["c", "h"], "axis": 1},
+        "split axis 1 into the axes c x h",
+    ),
+    "axes that are joined": ({"flatten": ["c", "h"], "axis": 1}, "join 2 axes from 1 on"),
+    "one of several": ({"add": 1, "only": [0]}, "add 1, of tensors 0 only"),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_every_step_is_said_in_words(what: str) -> None:
+    step, words = STEPS[what]
+    assert describe_step(parse_step(step, "own.toml")) == words
 
 
 def test_only_numbers_that_all_names_share_become_ranges() -> None:
