@@ -202,6 +202,7 @@ def convert_checkpoint(
         index=replace(index, tensors={**index.tensors, **held}),
         notes=(*checkpoint.notes, *mapped.notes),
         maps=mapped.versions,
+        rules={name.text: rule.where for rule in mapped.name_map.rules for name in rule.targets},
     )
 
 

@@ -498,7 +498,7 @@ class _Planner:
             where=self._checkpoint.path,
             base=self._folders.base_of_config(side),
             is_live=self._request.layout in {"torch", "dcp"},
-            advice=self._job.advice,
+            advice=replace(self._job.advice, rules=self._checkpoint.rules),
         )
         comparison, notes = plan_comparison(subject, self._program)
         self._notes += notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -142,6 +142,7 @@ class Advice:
         strip: How to remove `{prefix}` from the names; `{module}` is the same without its last dot.
         config: How to pass another configuration.
         shapes: Whether the command takes `--vocab-size` and `--exclude`.
+        rules: The rules of the name map that made the names, by the templates of these.
     """
 
     anyway: str = "pass --names live to write the tensors as they are"
@@ -150,6 +151,7 @@ class Advice:
         "use the config.json of the model that was trained, beside the source or with --base"
     )
     shapes: bool = True
+    rules: Mapping[str, str] = field(default_factory=dict)
 
 
 _AGAIN = "write {what} again with `ckptkit consolidate {source} OUT --strip-prefix {{prefix}}`"
@@ -196,6 +198,11 @@ def make_refusal(
     `names` are those of all tensors that would be written.
     """
     differences = "; ".join(_list_differences(report))
+    wrong = (*report.missing, *report.unexpected)
+    if wrong and advice.rules:
+        nearest = get_close_matches(wrong[0], advice.rules, n=1, cutoff=0.0)[0]
+        rule = f"{advice.rules[nearest]}, which makes {nearest!r}"
+        differences += f"; the rule nearest to {wrong[0]!r} is {rule}"
     hints = "; or ".join([*_list_hints(report, names, advice), advice.anyway])
     return RefusedError(
         f"the output would not load as {report.model}: {differences}", where=where, hint=hints

@@ -126,6 +126,22 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(what: str, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_parameter_that_no_rule_makes_is_named_with_the_nearest_rule(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'name = "own"\nextends = "megatron-llama"\nmodel_types = ["llama"]\n\n[[rule]]\n'
+        'from = "decoder.layers.{layer?}.self_attention.linear_proj.weight"\ndrop = "no reason"\n'
+    )
+    message = (
+        r"2 parameters would be missing.*o_proj.weight.*the rule nearest to"
+        r" 'model.layers.0.self_attn.o_proj.weight' is map megatron-attention, rule 5,"
+        r" which makes 'model.layers.\{layer\}.self_attn.v_proj.weight'"
+    )
+    with pytest.raises(CkptkitError, match=message):
+        ckptkit.consolidate(LLAMA / "checkpoint", tmp_path / "out", base=LLAMA, map=own)
+    assert not (tmp_path / "out").exists()
+
+
 def put_arguments(step: Path, **fields: Any) -> None:
     """Puts arguments into `common.pt`, as Megatron-LM stores them."""
     args = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, **fields}

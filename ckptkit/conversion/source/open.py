@@ -96,6 +96,7 @@ class OpenedCheckpoint:
         manifest: The manifest of a step that ckptkit saved, else None.
         paths: All files of the source, relative to its root.
         maps: The map that converted the names of the model, if there is one, with its digest.
+        rules: Its rules, by the templates of the names that they make.
     """
 
     location: str
@@ -108,6 +109,7 @@ class OpenedCheckpoint:
     manifest: Manifest | None = None
     paths: Sequence[str] = ()
     maps: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
