@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.manifest import Manifest
-from ckptkit.options import Layout
+from ckptkit.options import FRAMEWORKS_BY_LAYOUT, Layout
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote.errors import call_with_retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
@@ -266,7 +266,7 @@ def test_any_other_store_of_fsspec_takes_an_output_too(
     bucket: Bucket, checkpoint: Path, tmp_path: Path
 ) -> None:
     files = fsspec.filesystem("memory")
-    for layout in get_args(Layout):
+    for layout in (one for one in get_args(Layout) if one not in FRAMEWORKS_BY_LAYOUT):
         ckptkit.convert(checkpoint, tmp_path / layout, to=layout, names="live")
         url = f"memory://written/{layout}"
         ckptkit.convert(place(bucket, "run"), url, to=layout, names="live", workers=3)
