@@ -491,6 +491,7 @@ class _Planner:
                 f" {len(names.left_out) + len(specs):,} tensors; the model of config.json may need"
                 " them"
             )
+        advice, rules = self._job.advice, self._checkpoint.rules
         subject = Subject(
             config={**config, **self._folders.code_of(side)},
             tensors={str(name): spec for name, spec in {**names.left_out, **specs}.items()},
@@ -498,7 +499,7 @@ class _Planner:
             where=self._checkpoint.path,
             base=self._folders.base_of_config(side),
             is_live=self._request.layout in {"torch", "dcp"},
-            advice=replace(self._job.advice, rules=self._checkpoint.rules),
+            advice=replace(advice, rules=rules) if rules else advice,
         )
         comparison, notes = plan_comparison(subject, self._program)
         self._notes += notes
