@@ -20,9 +20,9 @@ from ckptkit.conversion.write import (
     write_output,
 )
 from ckptkit.core.manifest import Manifest
-from ckptkit.engine.executor import Inputs
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.accounting import ModuleRow
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_adapter

@@ -38,10 +38,10 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import to_json
-from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import ConstantKernel
 from ckptkit.engine.outcome import Listener, Started, ignore
 from ckptkit.engine.reader import Origin
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.changes import find_model_types
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.inference import is_conv1d, is_saved

@@ -28,7 +28,7 @@ from ckptkit.conversion.write import (
 )
 from ckptkit.core.errors import CkptkitError, InputError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
-from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.executor import Executor
 from ckptkit.engine.outcome import (
     BytesWritten,
     Listener,
@@ -41,6 +41,7 @@ from ckptkit.engine.outcome import (
 )
 from ckptkit.engine.ray import NodeLimits, RunShare, import_ray, run_on_ray
 from ckptkit.engine.reader import Origin
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import Resources
 from ckptkit.plan.plan import (
     TASK_BYTES,

@@ -41,9 +41,9 @@ from ckptkit.conversion.write import (
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import CastKernel, first_rows, recast
 from ckptkit.engine.reader import Origin
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,

@@ -38,7 +38,7 @@ from ckptkit.core.manifest import MAP_VERSION, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.decompress import decoding_bytes
-from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.executor import Executor
 from ckptkit.engine.outcome import (
     BytesWritten,
     Digests,
@@ -51,6 +51,7 @@ from ckptkit.engine.outcome import (
     can_be_proven,
     is_proven,
 )
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import Resources
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy
 from ckptkit.storage.local.disk import LOCAL_DISK

@@ -40,11 +40,11 @@ from ckptkit.engine.executor import (
     WORKER_BYTES,
     ExecutionSettings,
     Executor,
-    Inputs,
     settle_workers,
 )
 from ckptkit.engine.outcome import Digests, Listener, OutputCommitted, Planned
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources

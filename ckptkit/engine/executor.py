@@ -6,23 +6,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ckptkit.core.arrays import aligned_buffer, numpy_dtype
+from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.checksums import leaf_digest
 from ckptkit.core.errors import ChecksumError, NoSpaceError
-from ckptkit.core.index import Key, Span
+from ckptkit.core.index import Key
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.engine.checksum_tracker import DeferredChecksums
-from ckptkit.engine.distant import PrefetchWindow, copies_of, make_store_copies, read_direct
+from ckptkit.engine.distant import copies_of, make_store_copies, read_direct
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import (
     BytesWritten,
@@ -31,30 +27,21 @@ from ckptkit.engine.outcome import (
     Outcome,
     Sealed,
     Started,
-    part_span,
     task_parts,
 )
-from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.engine.reader import RUN_BYTES
+from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.plan.plan import (
     TASK_BYTES,
-    Compute,
-    Copy,
-    Demand,
-    Literal,
     Plan,
-    RawCopy,
     SegmentRange,
     ServerCopy,
     Task,
-    TensorSpec,
     Trailer,
 )
-from ckptkit.storage.base import CopyingTarget, InOrder, Sink, Source
+from ckptkit.storage.base import CopyingTarget, InOrder, Sink
 from ckptkit.storage.local.disk import PAGE_BYTES
 
-# A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in
-# the processor's cache, and much more where a chunk has to be passed over for each block.
-COMPUTE_ELEMENTS = 1 << 20
 # Output block, gather scratch, and the memory of kernels: a cast reads up to 4 MB at a time; a
 # merge reads 2 MB of a 16-bit base and has 1 MB to 3 MB of intermediate results. The factors of
 # a merge come on top, those of the tensors that are being written.
@@ -131,14 +118,6 @@ def settle_workers(
             hint=f"pass --memory-budget {worker_bytes}B or more",
         )
     return max(1, min(wanted or min(cores + 1, 8), room // worker_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a plan reads from: opened checkpoints, and the folders of side files."""
-
-    origins: Mapping[str, Origin]
-    folders: Mapping[str, Source]
 
 
 class Executor:
@@ -279,24 +258,24 @@ class Executor:
             run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
 
     def _work(self, tasks: Iterator[Task], put: Put) -> None:
-        worker = _TaskWorker(self._inputs, self._preparations, self._settings.task_bytes)
+        reader = SegmentReader(self._inputs, self._preparations)
+        block = aligned_buffer(self._settings.task_bytes + PAGE_BYTES)
         for task in tasks:
             low = task.start % PAGE_BYTES
-            data = worker.block[low : low + task.stop - task.start]
-            filled = read_direct(task, data, worker.readers)
+            data = block[low : low + task.stop - task.start]
+            filled = read_direct(task, data, reader.readers)
             for at, (part, view) in enumerate(task_parts(task, data)):
                 if at not in filled:
-                    worker.window.fetch_parts(task, at, filled)
+                    reader.window.fetch_parts(task, at, filled)
                 if not isinstance(part.segment.body, Trailer):
                     if at not in filled:
-                        worker.fill(part, view)
+                        reader.fill(part, view)
                     self._digest(task, part, view)
-            for reader in worker.readers.values():  # before the task is sent, which takes memory
-                reader.clear()
+            reader.clear()  # before the task is sent, which takes memory
             if not put(task, data):
                 return  # another worker has failed, and raises the error
             self._listener(BytesWritten(len(data)))
-            self._throttle.take(max(len(data), worker.take_bytes_read()))
+            self._throttle.take(max(len(data), reader.take_bytes_read()))
 
     def _put_whole(self, task: Task, data: memoryview) -> bool:
         for part, view in task_parts(task, data):
@@ -352,71 +331,3 @@ class Executor:
         digest = leaf_digest(view)
         with self._lock:
             book[name][leaf] = digest
-
-
-class _TaskWorker:
-    """The readers of one worker, and the buffers that it reuses for each task."""
-
-    def __init__(self, inputs: Inputs, preparations: Preparations, task_bytes: int) -> None:
-        self._inputs = inputs
-        self._preparations = preparations
-        self.readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
-        self.window = PrefetchWindow(inputs.origins, self.readers)
-        self.block = aligned_buffer(task_bytes + PAGE_BYTES)
-        self._scratch: dict[int, memoryview] = {}
-        self._raw_bytes = 0
-
-    def take_bytes_read(self) -> int:
-        """Returns how much was read from the sources since the last call."""
-        total, self._raw_bytes = self._raw_bytes, 0
-        for reader in self.readers.values():
-            total += reader.cache.bytes_read
-            reader.cache.bytes_read = 0
-        return total
-
-    def fill(self, part: SegmentRange, view: memoryview) -> None:
-        """Fills the buffer of one part of a segment."""
-        body, spec = part.segment.body, part.segment.spec
-        if isinstance(body, Literal):
-            view[:] = body.data[part.start : part.stop]
-        elif isinstance(body, RawCopy):
-            folder = self._inputs.folders[body.origin]
-            folder.read_into(body.path, body.start + part.start, view)
-            self._raw_bytes += len(view)
-        elif isinstance(body, (Copy, ServerCopy)) and spec is not None:
-            self.readers[body.origin].fill(body.key, part_span(part, spec), view)
-        elif isinstance(body, Compute) and spec is not None:
-            self._compute(body, spec, part_span(part, spec), view)
-        else:
-            raise NotImplementedError(f"{type(body).__name__} segments need another engine")
-
-    def _compute(self, body: Compute, spec: TensorSpec, span: Span, view: memoryview) -> None:
-        target = np.frombuffer(view, numpy_dtype(spec.dtype))
-        kernel = self._preparations.kernel(body.kernel, spec, self._read)
-        grain = kernel.grain_elements(spec)
-        step = max(grain, COMPUTE_ELEMENTS // grain * grain)
-        for start in range(span.start, span.stop, step):
-            block = Span(start, min(start + step, span.stop))
-            self.window.fetch_blocks(kernel, spec, block, span.stop)
-            inputs = [
-                self._input(slot, demand) for slot, demand in enumerate(kernel.demands(spec, block))
-            ]
-            low, high = block.start - span.start, block.stop - span.start
-            kernel.run(spec, block, inputs, target[low:high])
-        self._preparations.settle(spec, span.stop - span.start)
-
-    def _read(self, demand: Demand) -> NDArray[Any]:
-        """Reads into memory of its own."""
-        entry = self._inputs.origins[demand.origin].index.tensors[demand.key]
-        elements = np.empty(demand.place.stop - demand.place.start, numpy_dtype(entry.dtype))
-        self.readers[demand.origin].fill(demand.key, demand.place, elements.view(np.uint8).data)
-        return elements
-
-    def _input(self, slot: int, demand: Demand) -> NDArray[Any]:
-        entry = self._inputs.origins[demand.origin].index.tensors[demand.key]
-        size = (demand.place.stop - demand.place.start) * entry.dtype.itemsize
-        scratch = self._scratch.get(slot)
-        if scratch is None or len(scratch) < size:
-            scratch = self._scratch[slot] = aligned_buffer(size)
-        self.readers[demand.origin].fill(demand.key, demand.place, scratch[:size])
-        return np.frombuffer(scratch[:size], numpy_dtype(entry.dtype))

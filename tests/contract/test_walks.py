@@ -24,8 +24,8 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (90, 722, 131),
-    "adapter merge": (106, 888, 181),
+    "consolidate": (91, 721, 131),
+    "adapter merge": (107, 887, 181),
     "save": (34, 221, 49),
     "push": (47, 253, 40),
 }

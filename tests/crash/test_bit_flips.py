@@ -12,10 +12,11 @@ import pytest
 import safetensors.numpy
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.engine.executor import ExecutionSettings, Executor, Inputs
+from ckptkit.engine.executor import ExecutionSettings, Executor
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import Origin
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.formats.registry import find_candidates, read_index
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems

@@ -45,7 +45,7 @@ from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import PlannedOutput, choose_settings, estimate_plan
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.engine.executor import Inputs
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
     Change,

@@ -42,10 +42,11 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine import kernels as preparing
-from ckptkit.engine.executor import ExecutionSettings, Executor, Inputs
+from ckptkit.engine.executor import ExecutionSettings, Executor
 from ckptkit.engine.kernels import CastOperand, Preparations, StoredOperand, single_threaded_blas
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import Origin
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.plan.plan import (
     Compute,
     Demand,

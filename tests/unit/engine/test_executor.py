@@ -34,10 +34,11 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.checksum_tracker import OpenRecord
-from ckptkit.engine.executor import ExecutionSettings, Executor, Inputs
+from ckptkit.engine.executor import ExecutionSettings, Executor
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Started, ignore
 from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems
 from ckptkit.plan.layouts.hf import layout_hf_weights

@@ -20,10 +20,11 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.engine.executor import COMPUTE_ELEMENTS, ExecutionSettings, Executor, Inputs
+from ckptkit.engine.executor import ExecutionSettings, Executor
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.engine.segment_reader import COMPUTE_ELEMENTS, Inputs
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Plan
