@@ -194,14 +194,14 @@ def write_and_remove(
         return finished, None
     removal = plan_removal(job)
     if removal.manifest:
-        manifest = read_output_manifest(job.out)
+        manifest = read_output_manifest(job.destination)
         if manifest is None:
             raise OutputExistsError(
                 "the removal of the source was begun, and its output is not there any more",
-                where=os.fspath(job.out),
+                where=os.fspath(job.destination),
                 hint="bring the output back, and run again; what is left of the source stays",
             )
-        listener(OutputKept(os.fspath(job.out)))
+        listener(OutputKept(os.fspath(job.destination)))
     else:
         existing = None if job.overwrite else verify_existing_output(job, listener)
         manifest = existing or write()
@@ -270,26 +270,26 @@ def _digest(data: bytes) -> str:
 
 def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
     """Returns the removal that a killed run of the same command has begun, or None."""
-    src, name = place_of(job.src), _record_name(job.out)
+    src, name = place_of(job.src), _record_name(job.destination)
     for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
         try:
             with open_source(root) as source:
                 record = json.loads(source.read(name, 0, source.stat(name).size_bytes))
         except (MissingFileError, NotACheckpointError, ValueError, OSError):
             continue
-        if record["out"] != resolve_path(job.out):
+        if record["out"] != resolve_path(job.destination):
             continue
         if record["request"] != _request_of(job):
             raise OutputExistsError(
                 "the source is being removed for an output that was made with other options",
-                where=os.fspath(job.out),
+                where=os.fspath(job.destination),
                 hint="run the same command as before, to finish the removal",
             )
         for path, _, _ in record["files"]:
             check_relative(path, f"{root.location}/{name}")
         return SourceRemoval(
             root=root,
-            out=job.out,
+            out=job.destination,
             files=tuple(FileRef(*file) for file in record["files"]),
             markers=tuple(record["markers"]),
             identity=record["identity"],
@@ -310,15 +310,18 @@ def _find_finished(job: ConversionJob, listener: Listener) -> Manifest | None:
     if job.also or _find_unfinished(job) is not None:
         return None
     try:
-        manifest = read_output_manifest(job.out)
+        manifest = read_output_manifest(job.destination)
     except CkptkitError:  # a damaged output is replaced
         return None
     if manifest is None or manifest.options != changed_options(job.request):
         return None
     made_of, src = resolve_path(str(manifest.source.get("path", ""))), resolve_path(job.src)
-    if not (_is_removed(job.src, src, made_of) and run_verification(job.out, listener=listener).ok):
+    if not (
+        _is_removed(job.src, src, made_of)
+        and run_verification(job.destination, listener=listener).ok
+    ):
         return None
-    listener(OutputKept(os.fspath(job.out)))
+    listener(OutputKept(os.fspath(job.destination)))
     listener(Planned((f"the source {made_of} was removed by an earlier run",)))
     if not is_url(src):
         with suppress(OSError):  # other files may be there
@@ -381,7 +384,7 @@ def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     _refuse_step_in_use(root, files)
     return SourceRemoval(
         root=root,
-        out=job.out,
+        out=job.destination,
         files=files,
         markers=tuple(marker(unit.candidate) for unit in units),
         identity=describe_sources(planned.sources)[SOURCE_IDENTITY],

@@ -55,7 +55,7 @@ def run_job(job: ConversionJob, listener: Listener = ignore) -> JobResult:
 
     job.check_places()
     with (
-        Slice(job.out, job.share, listener, overwrite=job.overwrite) as strategy,
+        Slice(job.destination, job.share, listener, overwrite=job.overwrite) as strategy,
         job.plan_output() as planned,
     ):
         written = write_output(planned, strategy, listener)
@@ -65,16 +65,18 @@ def run_job(job: ConversionJob, listener: Listener = ignore) -> JobResult:
 def _write(job: ConversionJob, listener: Listener) -> Manifest:
     job.check_places()
     if job.resume:
-        refuse_resuming(job.out, job.resources)
+        refuse_resuming(job.destination, job.resources)
     strategy: WriteStrategy[Manifest]
     if job.resources.engine == "ray":
         from ckptkit.conversion.distribute import RayCluster
 
-        strategy = RayCluster(job, job.out, job.resources, listener, overwrite=job.overwrite)
-    elif is_url(job.out):
-        strategy = SingleProcess(open_target(job.out, overwrite=job.overwrite), listener)
+        strategy = RayCluster(
+            job, job.destination, job.resources, listener, overwrite=job.overwrite
+        )
+    elif is_url(job.destination):
+        strategy = SingleProcess(open_target(job.destination, overwrite=job.overwrite), listener)
     else:
-        out = local_path(job.out)
+        out = local_path(job.destination)
         strategy = Resumable(out, listener, overwrite=job.overwrite, resume=job.resume)
     with strategy, job.plan_output() as planned:
         return write_output(planned, strategy, listener)

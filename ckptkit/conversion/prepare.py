@@ -90,7 +90,7 @@ class ConversionJob:
 
     Attributes:
         src: The source.
-        out: The output.
+        out: The output; None if it is only planned.
         request: What the output holds.
         base: A model folder for what the source lacks, or None.
         also: Further directories of the source.
@@ -104,7 +104,7 @@ class ConversionJob:
     """
 
     src: PathLike
-    out: PathLike
+    out: PathLike | None
     request: ConsolidateRequest
     base: str | None = None
     also: tuple[PathLike, ...] = ()
@@ -125,7 +125,7 @@ class ConversionJob:
         check_if_exists(if_exists, overwrite=overwrite)
         return cls(
             options["src"],
-            options["out"],
+            options.get("out"),
             request,
             base=options["base"],
             also=options["also"],
@@ -136,11 +136,17 @@ class ConversionJob:
             delete_source=options.get("delete_source", False),
         )
 
+    @property
+    def destination(self) -> PathLike:
+        """The place of an output that is written."""
+        assert self.out is not None  # noqa: S101  only what is never written has none
+        return self.out
+
     def check_places(self) -> None:
         """Refuses an output that could not be written, before any work is done."""
         check_destination(
             self.src,
-            self.out,
+            self.destination,
             overwrite=self.overwrite,
             also=self.also,
             base=self.base,
@@ -179,7 +185,7 @@ def _refuse_adapters(
 def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders) -> str:
     """Returns the commands that take an adapter of LoRA; empty where none does."""
     facts = describe_adapters(checkpoint, folders)
-    out = os.fspath(job.out)
+    out = "OUT" if job.out is None else os.fspath(job.out)
     if facts is None:
         step = find_step_of_base(checkpoint)
         merge = shlex.join(["ckptkit", "adapter", "merge", step, out])

@@ -265,13 +265,13 @@ def verify_existing_output(job: ConversionJob, listener: Listener) -> Manifest |
     Returns:
         Its manifest, or None where there is no output of ckptkit.
     """
-    manifest = read_output_manifest(job.out)
+    manifest = read_output_manifest(job.destination)
     if manifest is None:
         return None
     with job.plan_output() as planned:
         difference = next(_differences(planned, manifest), "")
         notes = planned.plan.notes
-    where = os.fspath(job.out)
+    where = os.fspath(job.destination)
     if difference:
         raise OutputExistsError(
             f"another output is there: {difference}",
@@ -281,7 +281,7 @@ def verify_existing_output(job: ConversionJob, listener: Listener) -> Manifest |
     listener(Planned(notes))
     from ckptkit.conversion.verify import run_verification
 
-    verification = run_verification(job.out, listener=listener)
+    verification = run_verification(job.destination, listener=listener)
     if not verification.ok:
         problems = verification.problems
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

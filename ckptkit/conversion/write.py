@@ -148,7 +148,7 @@ class PlannedOutput:
 def estimate_plan(
     plan: Plan,
     settings: ExecutionSettings,
-    out: PathLike,
+    out: PathLike | None,
     *,
     bytes_read: int,
     besides_bytes: int = 0,
@@ -158,12 +158,12 @@ def estimate_plan(
     Args:
         plan: The plan.
         settings: Workers and memory of the execution.
-        out: The output.
+        out: The output; None if nothing is written.
         bytes_read: Tensor bytes that it reads.
         besides_bytes: Memory in addition to that of the workers.
     """
     bytes_free = None
-    if not is_url(out):
+    if out is not None and not is_url(out):
         with suppress(OSError):
             bytes_free = free_bytes(local_path(out).absolute())
     return Estimate(
@@ -179,7 +179,7 @@ def choose_settings(
     plan: Plan | None = None,
     *,
     sources: Iterable[OpenedCheckpoint] = (),
-    out: PathLike = "",
+    out: PathLike | None = None,
 ) -> ExecutionSettings:
     """Chooses how many workers fit into the user's limits.
 
@@ -187,12 +187,12 @@ def choose_settings(
         resources: The limits.
         plan: The plan, if there is one yet.
         sources: The checkpoints that it reads.
-        out: The output.
+        out: The output; None if nothing is written.
     """
     sources = tuple(sources)
     is_far = any(distant(checkpoint.source) is not None for checkpoint in sources)
     needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
-    if plan is not None and is_url(out):
+    if plan is not None and out is not None and is_url(out):
         sent = max((choose_part_bytes(file.size_bytes) for file in plan.files), default=0)
         needed += sent
         is_s3 = place_of(out).protocol in S3_PROTOCOLS

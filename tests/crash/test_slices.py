@@ -150,7 +150,7 @@ def test_a_merge_can_be_sliced(tmp_path: Path) -> None:
     job = Merge(tmp_path / "out")
     run_merge(job.adapters, tmp_path / "whole", job.request)
     for number in (1, 2, 0):
-        write_slice(job, job.out, Share(number, 3))
+        write_slice(job, job.destination, Share(number, 3))
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -280,4 +280,4 @@ def test_damage_in_a_record_that_two_slices_share_is_found_by_the_last(
 def test_a_url_is_refused_with_what_to_do_instead(source: Path) -> None:
     job = ConversionJob(source, "memory://out", ConsolidateRequest(), resources=ONE)
     with pytest.raises(RefusedError, match="a URL was found where --slice needs a directory"):
-        write_slice(job, job.out, Share(0, 2))
+        write_slice(job, job.destination, Share(0, 2))

@@ -141,7 +141,7 @@ def check_merge_destination(
 @contextmanager
 def prepare_merge(
     adapters: Sequence[AdapterChoice],
-    out: PathLike,
+    out: PathLike | None,
     request: MergeRequest,
     *,
     base: PathLike | None,

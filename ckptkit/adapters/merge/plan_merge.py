@@ -169,7 +169,7 @@ class MergePreparation:
         self._origins[self._base.origin.name] = self._base.origin
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
 
-    def run(self, out: PathLike) -> tuple[PlannedOutput, list[MergedLayer]]:
+    def run(self, out: PathLike | None) -> tuple[PlannedOutput, list[MergedLayer]]:
         """Plans the output."""
         self._checks.check_identity()
         listed = (list_modules(source.found.adapter) for source in self._adapters)
@@ -351,7 +351,7 @@ class MergePreparation:
 
     def _prepare(
         self,
-        out: PathLike,
+        out: PathLike | None,
         products: Sequence[Product],
         config: dict[str, Any] | None,
         dropped: Mapping[Fqn, Fqn],
