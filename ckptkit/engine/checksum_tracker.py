@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, join_pieces
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import ChecksumError, CkptkitError
+from ckptkit.core.errors import ChecksumError
 from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer
 
 READ_BYTES = 1 << 20
@@ -35,7 +35,7 @@ class TrackedRecord:
         read_into: Reads from the file, for parts that nothing else reads.
         pieces: What was read so far.
         seen_bytes: The lengths of all pieces together.
-        is_refused: Whether an error was raised for it already.
+        refusal: The error that was raised for it, or None.
         is_given_up: Whether it has more pieces than are kept.
     """
 
@@ -46,7 +46,7 @@ class TrackedRecord:
     read_into: ReadInto
     pieces: list[ChecksumPiece] = field(default_factory=list)
     seen_bytes: int = 0
-    is_refused: bool = False
+    refusal: BaseException | None = None
     is_given_up: bool = False
 
 
@@ -117,6 +117,7 @@ class ChecksumTracker:
             finish_decoding: Settles what is decoded from streams, which cannot be handed on.
         """
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._open: dict[int, TrackedRecord] = {}
         self._finish_decoding = finish_decoding
         self._settled = bytearray(records)
@@ -165,14 +166,43 @@ class ChecksumTracker:
             self._settled[number] = 1
         self._settle(number, record)
 
+    def prove(self) -> None:
+        """Settles all open records, and waits for those that other threads settle.
+
+        A damaged record is an error in every call; one that could not be read is tried again.
+        """
+        while True:
+            with self._changed:
+                number = self._next_open()
+                if number is None:
+                    if not self._open:
+                        return
+                    self._changed.wait()
+                    continue
+            self.settle(number)
+
+    def _next_open(self) -> int | None:
+        """Returns a record that no thread settles; None if there is none."""
+        for number, record in self._open.items():
+            if isinstance(record.refusal, ChecksumError):
+                raise record.refusal
+            if record.refusal is not None:
+                record.refusal, self._settled[number] = None, 0
+            if not self._settled[number]:
+                return number
+        return None
+
     def _settle(self, number: int, record: TrackedRecord) -> None:
         try:
             _compare(record)
-        except CkptkitError:
-            record.is_refused = True  # it stays open: it is not proven
+        except BaseException as error:
+            with self._changed:
+                record.refusal = error  # it stays open: it is not proven
+                self._changed.notify_all()
             raise
-        with self._lock:  # not before: another thread must not take an open record for proven
+        with self._changed:  # not before: another thread must not take an open record for proven
             self._open.pop(number, None)
+            self._changed.notify_all()
 
     def still_open(self) -> dict[int, OpenRecord]:
         """Returns the records that are not settled, for a tracker that has the other parts."""
@@ -203,7 +233,7 @@ class ChecksumTracker:
             self._finish_decoding()
         while self._open:
             _, record = self._open.popitem()
-            if not record.is_refused:
+            if record.refusal is None:
                 _compare(record)
 
 

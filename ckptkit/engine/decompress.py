@@ -113,6 +113,15 @@ class DecodedRecords:
                 return
             open_ones[0].settle()
 
+    def prove(self) -> None:
+        """Does the same; a damaged record is an error in every call, and not in the first only."""
+        self.finish()
+        with self._lock:
+            failures = (stream.failure for stream in self._streams.values())
+            failure = next((failure for failure in failures if failure is not None), None)
+        if failure is not None:
+            raise failure
+
     def content_of(self, stream: _Stream) -> ZstdContent:
         """Opens a record from its start, and closes another if too many are open."""
         record = self._index.records[stream.number]
@@ -186,12 +195,12 @@ class _Stream:
         self.number = number
         self.expected = expected
         self.is_settled = False
+        self.failure: InputError | None = None
         self._pool = pool
         self._unproven = unproven
         self._lock = threading.Lock()
         self._ahead: ArchiveFront | None = None
         self._decoder: _Decoder | None = None
-        self._failure: InputError | None = None
 
     def ahead(self) -> ArchiveFront:
         with self._lock:
@@ -199,8 +208,8 @@ class _Stream:
 
     def read_into(self, start: int, target: memoryview) -> None:
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             try:
                 at = start - self._looked_ahead().start
                 self._pool.touch(self)
@@ -212,7 +221,7 @@ class _Stream:
                     target[done : done + len(part)] = part
                     done += len(part)
             except InputError as error:
-                self._failure, self.is_settled = error, True
+                self.failure, self.is_settled = error, True
                 raise
 
     def settle(self) -> None:
@@ -223,6 +232,9 @@ class _Stream:
                     ahead = self._looked_ahead()
                     last = max(0, -(-(ahead.stop - ahead.start) // BLOCK_BYTES) - 1)
                     self._decoded(last)
+            except InputError as error:
+                self.failure = error
+                raise
             finally:
                 self.is_settled = True
                 self._close()

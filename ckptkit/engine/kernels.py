@@ -399,9 +399,16 @@ class Preparations:
     its own thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_kernels: int | None = None) -> None:
+        """Starts without a kernel.
+
+        Args:
+            most_kernels: How many are kept where blocks come in any order, the last ones used;
+                None for those that have blocks to come, where each block comes once.
+        """
         self._lock = threading.Lock()
-        self._slots: dict[str, _Slot] = {}
+        self._slots: OrderedDict[str, _Slot] = OrderedDict()
+        self._most_kernels = most_kernels
         self._shared: OrderedDict[Demand, NDArray[Any]] = OrderedDict()
         self._shared_lock = threading.Lock()
         self._stack = ExitStack()
@@ -435,6 +442,9 @@ class Preparations:
                 self._stack.enter_context(single_threaded_blas())
                 self._limited = True
             slot = self._slots.setdefault(out.name, _Slot(out.elements))
+            self._slots.move_to_end(out.name)
+            if self._most_kernels is not None and len(self._slots) > self._most_kernels:
+                self._slots.popitem(last=False)
         with slot.lock:
             if slot.kernel is None:
                 slot.kernel = kernel.prepare(out, _Reading(read, self))
