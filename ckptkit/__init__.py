@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         list_run,
         open,  # noqa: A004
         prune,
+        stats,
         verify,
     )
 
@@ -30,6 +31,7 @@ __all__ = [
     "merge_adapter",
     "open",
     "prune",
+    "stats",
     "verify",
 ]
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
     from ckptkit.conversion.source.read import Checkpoint
+    from ckptkit.conversion.values.stats import Statistics
     from ckptkit.conversion.verify import Verification
     from ckptkit.core.manifest import Manifest
     from ckptkit.engine.outcome import Listener
@@ -273,6 +274,21 @@ def verify(
     )
 
 
+class Tolerances(TypedDict, total=False):
+    """How far values may be apart in a comparison of numbers.
+
+    As for `numpy.allclose`, values are the same where `|a - b| <= atol + rtol * |b|`. Two NaN are
+    the same.
+
+    Attributes:
+        rtol: The part of the value in `b`; 0 by default.
+        atol: What is allowed in addition; 0 by default.
+    """
+
+    rtol: float | None
+    atol: float | None
+
+
 @check_arguments
 def diff(
     a: PathLike,
@@ -280,10 +296,12 @@ def diff(
     *,
     map: PathLike = "auto",  # noqa: A002
     base: PathLike | None = None,
+    numeric: bool = False,
     src_options: Mapping[str, Any] | None = None,
     listener: Listener | None = None,
+    **tolerance: Unpack[Tolerances],
 ) -> Difference:
-    """Compares the models of two checkpoints bit by bit, across formats.
+    """Compares the models of two checkpoints across formats, bit by bit or by their numbers.
 
     Args:
         a: The first one.
@@ -291,16 +309,21 @@ def diff(
         map: The name map, see `Options`; it converts the names of each side that it is for.
         base: A folder with the configuration of the model. A side without one takes this, or else
             that of the other side.
+        numeric: Whether values are compared, whatever their types, instead of bits; `numeric` of
+            the result then has the largest absolute and relative difference, the cosine and the
+            norms of each tensor.
         src_options: Options of the storage, see `Options`.
         listener: Receives progress events, from several threads.
+        **tolerance: See `Tolerances`.
 
     Returns:
         How they differ.
 
     Raises:
         InputError: If one of them cannot be read whole.
+        UsageError: If a tolerance is negative, or there is one without `numeric`.
     """
-    from ckptkit.conversion.diff import run_diff
+    from ckptkit.conversion.diff import make_tolerance, run_diff
 
     sources = Sources(a, src_options)
     return run_diff(
@@ -308,7 +331,66 @@ def diff(
         sources.place(b),
         choice=os.fspath(map),
         base=sources.optional(base),
+        tolerance=make_tolerance(
+            numeric=numeric, rtol=tolerance.get("rtol"), atol=tolerance.get("atol")
+        ),
         listener=listener,
+    )
+
+
+class StatsOptions(TypedDict, total=False):
+    """The options of `stats`; they are those of `ckptkit stats`.
+
+    Attributes:
+        select: Which model to take where there are several.
+        include: Patterns of names to measure; all when empty.
+        exclude: Patterns of names to leave out.
+        also: Further directories that hold files of the same checkpoint, see `Options`.
+        base: A model folder with the configuration, if the checkpoint has none; for `map`.
+        optimizer: Whether the states of the optimizer are measured too; their names begin with
+            `optimizer.`.
+        map: The name map that converts the names of another framework, see `Options`; "none", the
+            default, keeps names as they are stored.
+        src_options: Options of the storage, see `Options`.
+        listener: Receives progress events, from several threads.
+    """
+
+    select: str | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    also: Sequence[PathLike]
+    base: PathLike | None
+    optimizer: bool
+    map: PathLike
+    src_options: Mapping[str, Any] | None
+    listener: Listener | None
+
+
+@check_arguments
+def stats(path: PathLike, **options: Unpack[StatsOptions]) -> Statistics:
+    """Measures every tensor of a checkpoint: norm, minimum, maximum, mean, zeros, NaN, infinities.
+
+    Args:
+        path: Any path in or above a checkpoint; of a run, the newest complete step is taken.
+        **options: See `StatsOptions`.
+
+    Returns:
+        The numbers of each tensor, and of all together. `find_refusal("nan")` of it returns the
+        error that names the tensors with NaN.
+
+    Raises:
+        InputError: If the checkpoint is damaged or incomplete.
+    """
+    from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.options import ConsolidateRequest
+
+    sources = Sources(path, options.get("src_options"))
+    return run_stats(
+        sources.first,
+        ConsolidateRequest.from_options({"map": "none", **options}),
+        also=sources.further(options.get("also", ())),
+        base=sources.optional(options.get("base")),
+        listener=options.get("listener"),
     )
 
 

@@ -25,6 +25,8 @@ FRAMEWORKS_BY_LAYOUT = {"megatron": "Megatron-Core", "torchtitan": "torchtitan"}
 NameChoice = Literal["auto", "live", "hub"]
 IfExists = Literal["error", "verify"]
 Engine = Literal["local", "ray"]
+NotFinite = Literal["nan", "inf"]
+"""Numbers that a check can refuse."""
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

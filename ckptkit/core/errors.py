@@ -206,6 +206,13 @@ class OverflowRefusedError(RefusedError):
     code = "cast-overflow"
 
 
+class NotFiniteError(RefusedError):
+    """A tensor has NaN or infinities, which the request refuses."""
+
+    code = "not-finite"
+    usual_hint = "training diverged before this step: take an earlier one; see `ckptkit stats`"
+
+
 class NoSpaceError(RefusedError):
     """The disk or the memory allowed is too small for the request."""
 

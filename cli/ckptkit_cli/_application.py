@@ -31,6 +31,7 @@ _COMMANDS = {
     "convert": "ckptkit_cli.consolidate",
     "verify": "ckptkit_cli.verify",
     "diff": "ckptkit_cli.verify",
+    "stats": "ckptkit_cli.verify",
     "save-now": "ckptkit_cli.runs",
     "ls": "ckptkit_cli.runs",
     "prune": "ckptkit_cli.runs",

@@ -38,6 +38,7 @@ MACHINES = "Many machines"
 STORAGE = "Storage"
 KEPT = "Which steps stay"
 HUB = "The repository"
+COMPARED = "What is compared"
 OUTPUT = "Output"
 
 SRC = Argument(
@@ -63,6 +64,20 @@ ALSO = Option(
     "Directory with further files of the checkpoint, such as the disk of another node. Files have"
     " the same paths as below SRC, and one that exists twice must be the same. Can be repeated.",
     "DIR",
+    repeated=True,
+)
+INCLUDE = Option(
+    "--include",
+    READ,
+    "Take only tensors whose names match. Can be repeated.",
+    "GLOB",
+    repeated=True,
+)
+EXCLUDE = Option(
+    "--exclude",
+    READ,
+    "Leave out tensors whose names match. Can be repeated.",
+    "GLOB",
     repeated=True,
 )
 BASE = Option(
@@ -174,20 +189,8 @@ CONVERSION = (
     SRC,
     OUT,
     SELECT,
-    Option(
-        "--include",
-        READ,
-        "Take only tensors whose names match. Can be repeated.",
-        "GLOB",
-        repeated=True,
-    ),
-    Option(
-        "--exclude",
-        READ,
-        "Leave out tensors whose names match. Can be repeated.",
-        "GLOB",
-        repeated=True,
-    ),
+    INCLUDE,
+    EXCLUDE,
     ALSO,
     BASE,
     MODEL_CONFIG,
@@ -353,13 +356,19 @@ REVISION = Option(
 )
 
 
-def _parse_alpha(text: str) -> float:
+def parse_number(text: str, *, option: str, example: str = "1e-3") -> float:
+    """Reads a finite number."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise UsageError(f"{text!r} is not a number", where="--lora-alpha", hint="pass 16")
+        raise UsageError(f"{text!r} is not a number", where=option, hint=f"pass {example}")
+    return value
+
+
+def _parse_alpha(text: str) -> float:
+    value = parse_number(text, option="--lora-alpha", example="16")
     if value <= 0:
         raise UsageError(
             f"{text!r} would invert the trained change, or remove it",

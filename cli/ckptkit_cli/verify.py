@@ -1,20 +1,47 @@
-"""`ckptkit verify` and `ckptkit diff`: data against its checksums, and models bit by bit."""
+"""`ckptkit verify`, `diff` and `stats`: checksums of data, models side by side, their numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
 from ckptkit.core.text import size_text
+from ckptkit.options import ConsolidateRequest, NotFinite, check_choice
 from ckptkit.storage.locations import Sources
-from ckptkit_cli._command import Argument, command
-from ckptkit_cli._options import ALSO, BASE, JSON, MAP, QUIET, SELECT, SRC_OPTION
-from ckptkit_cli._output import Output, counted, escaped, exit_unless, first_of, wrapped
+from ckptkit_cli._command import Argument, Option, command
+from ckptkit_cli._options import (
+    ALSO,
+    BASE,
+    COMPARED,
+    EXCLUDE,
+    INCLUDE,
+    JSON,
+    MAP,
+    OUTPUT,
+    QUIET,
+    READ,
+    SELECT,
+    SRC,
+    SRC_OPTION,
+    parse_number,
+)
+from ckptkit_cli._output import (
+    Output,
+    counted,
+    escaped,
+    exit_unless,
+    first_of,
+    table,
+    wrapped,
+)
 from ckptkit_cli._progress import Progress
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.diff import Difference, TensorDifference
+    from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
+    from ckptkit.conversion.values.stats import Statistics, TensorStatistics
     from ckptkit.conversion.verify import Verification
 
 
@@ -90,6 +117,26 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
         " of the other side.",
     ),
     MAP,
+    Option(
+        "--numeric",
+        COMPARED,
+        "Compare values, whatever their types, and show how far they are apart: the largest"
+        " absolute and relative difference, and the cosine.",
+    ),
+    Option(
+        "--rtol",
+        COMPARED,
+        "With --numeric: how far a value may be from that in B, as a part of it.  [default: 0]",
+        "X",
+        parse=partial(parse_number, option="--rtol"),
+    ),
+    Option(
+        "--atol",
+        COMPARED,
+        "With --numeric: how far it may be in addition.  [default: 0]",
+        "X",
+        parse=partial(parse_number, option="--atol"),
+    ),
     SRC_OPTION,
     JSON,
 )
@@ -100,16 +147,19 @@ def diff(
     base: str | None,
     map: str,  # noqa: A002
     src_option: Mapping[str, Any],
+    **tolerances: Any,
 ) -> None:
-    """Compare two models bit by bit.
+    """Compare two models bit by bit, or by their numbers.
 
         ckptkit diff runs/llama/checkpoint-500 models/llama
         ckptkit diff runs/megatron/iter_0001000 models/llama
+        ckptkit diff models/llama models/llama-bf16 --numeric --rtol 0.004
 
     Tensors are compared by name, whatever the two formats; --map converts the names of each side
-    that it is for. Exits with 6 if the models differ.
+    that it is for. Exits with 6 if the models differ, or if --numeric finds values that are further
+    apart than --atol + --rtol x |B|.
     """
-    from ckptkit.conversion.diff import run_diff
+    from ckptkit.conversion.diff import make_tolerance, run_diff
 
     with Progress(output, "diff") as progress:
         sources = Sources(a, src_option)
@@ -118,6 +168,7 @@ def diff(
             sources.place(b),
             choice=map,
             base=sources.optional(base),
+            tolerance=make_tolerance(**tolerances),
             listener=progress.listen,
         )
     output.document(difference.to_json())
@@ -127,16 +178,23 @@ def diff(
 
 def _diff_page(output: Output, difference: Difference) -> Iterator[str]:
     paths = f"{escaped(difference.a)} and {escaped(difference.b)}"
-    equal = f"{counted(difference.equal, 'tensor')} equal bit by bit"
+    how, tolerance = "equal bit by bit", difference.tolerance
+    if tolerance is not None:
+        how = f"within a tolerance of {tolerance.atol:g} + {tolerance.rtol:g} x |B|"
+    equal = f"{counted(difference.equal, 'tensor')} {how}"
     if difference.same:
         yield f"{output.styled('same', 'green')}: {paths}: {equal}"
+        yield from _gaps_table(output, difference)
         return
     yield f"{output.styled('different', 'red')}: {paths}: {equal}"
     yield from _group(output, f"only in {escaped(difference.a)}", difference.only_in_a)
     yield from _group(output, f"only in {escaped(difference.b)}", difference.only_in_b)
     reshaped = [f"{name}: {a} against {b}" for name, (a, b) in difference.reshaped.items()]
-    yield from _group(output, "of another dtype or shape", reshaped)
-    yield from _group(output, "with other values", list(map(_change, difference.changed)))
+    yield from _group(
+        output, "of another dtype or shape" if tolerance is None else "of another shape", reshaped
+    )
+    yield from _group(output, "with other values", [_change(c) for c in difference.changed])
+    yield from _gaps_table(output, difference)
     if difference.note:
         yield from wrapped(f"note: {difference.note}", width=output.width, first="  ", rest="    ")
 
@@ -154,3 +212,127 @@ def _change(change: TensorDifference) -> str:
     if change.largest is None:
         return f"{text}, none of them a difference of two finite numbers"
     return f"{text}, largest difference {change.largest:.3g}"
+
+
+def _gaps_table(output: Output, difference: Difference) -> Iterator[str]:
+    """Shows the tensors that are the furthest apart as numbers, if they were so compared."""
+    apart = [gaps for gaps in difference.numeric if gaps.unequal]
+    if not apart:
+        return
+    apart.sort(key=_by_distance)
+    rows: list[tuple[str, ...]] = [("tensor", "dtypes", "unequal", "largest", "relative", "cosine")]
+    for gaps in apart[:_LISTED]:
+        numbers = [_short(number) for number in (gaps.largest, gaps.relative)]
+        dtypes = " ".join(dict.fromkeys(gaps.dtypes))
+        cosine = "-" if gaps.cosine is None else f"{gaps.cosine:.9f}"
+        rows.append((escaped(gaps.name), dtypes, f"{gaps.unequal:,}", *numbers, cosine))
+    yield f"  {counted(len(apart), 'tensor')} with other values, the furthest apart first:"
+    yield from table(rows, width=output.width, right={2, 3, 4, 5})
+    if len(apart) > _LISTED:
+        yield f"  and {len(apart) - _LISTED:,} more: --json lists all of them"
+
+
+def _by_distance(gaps: NumericDifference) -> float:
+    return -math.inf if gaps.lone or gaps.relative is None else -gaps.relative
+
+
+def _short(number: float | None) -> str:
+    return "-" if number is None else f"{number:.4g}"
+
+
+_SORTS: Mapping[str, Callable[[TensorStatistics], Any]] = {
+    "norm": lambda tensor: -(math.inf if tensor.norm is None else tensor.norm),
+    "max": lambda tensor: -max(abs(tensor.minimum or 0), abs(tensor.maximum or 0)),
+    "zeros": lambda tensor: -tensor.zero_share,
+    "nan": lambda tensor: -(tensor.nan + tensor.infinite),
+}
+
+
+def _parse_kinds(typed: Sequence[str], *, option: str) -> tuple[NotFinite, ...]:
+    for kind in typed:
+        check_choice(option, kind, get_args(NotFinite))
+    return tuple(kind for kind in get_args(NotFinite) if kind in typed)
+
+
+@command(
+    SRC,
+    SELECT,
+    INCLUDE,
+    EXCLUDE,
+    ALSO,
+    replace(BASE, help="Folder with the config.json of the model, if SRC has none; for --map."),
+    Option("--optimizer", READ, "Measure the states of the optimizer too."),
+    replace(MAP, default="none"),
+    Option(
+        "--fail-on",
+        OUTPUT,
+        "Exit with 4 if a tensor has NaN ('nan'), or an infinite element ('inf'). Can be repeated.",
+        "nan|inf",
+        repeated=True,
+        parse=partial(_parse_kinds, option="--fail-on"),
+    ),
+    Option(
+        "--sort",
+        OUTPUT,
+        "Show the largest first: by norm, by absolute value, by share of zeros, or by NaN and"
+        " infinite elements. Without it, tensors are in the order of SRC.",
+        choices=tuple(_SORTS),
+    ),
+    SRC_OPTION,
+    JSON,
+    QUIET,
+)
+def stats(output: Output, src: str, **values: Any) -> None:
+    """Show norms, ranges, zeros, NaN and infinities.
+
+        ckptkit stats runs/llama/checkpoint-500
+        ckptkit stats models/llama --fail-on nan --fail-on inf --quiet
+
+    Norm, minimum, maximum and mean are those of the finite elements. Every tensor is read once, and
+    checked against its stored checksums.
+    """
+    from ckptkit.conversion.values.stats import run_stats
+
+    with Progress(output, "stats") as progress:
+        sources = Sources(src, values["src_option"])
+        statistics = run_stats(
+            sources.first,
+            ConsolidateRequest.from_options(values),
+            also=sources.further(values["also"]),
+            base=sources.optional(values["base"]),
+            listener=progress.listen,
+        )
+    refused = statistics.find_refusal(*values["fail_on"])
+    # With --json, the document of the error is the one document: it has the numbers too.
+    output.document(
+        statistics.to_json() | ({} if refused is None else {"error": refused.to_json()})
+    )
+    tensors = statistics.tensors
+    if values["sort"] is not None:
+        tensors = tuple(sorted(tensors, key=_SORTS[values["sort"]]))
+    output.lines(_statistics_page(output, statistics, tensors))
+    if refused is not None:
+        output.fail(f"error[{refused.code}]", str(refused), refused.hint)
+        exit_unless(passed=False, kind=type(refused))
+
+
+_HEADER = ("tensor", "dtype", "shape", "norm", "min", "max", "mean", "zeros", "nan", "inf")
+
+
+def _statistics_page(
+    output: Output, statistics: Statistics, tensors: Sequence[TensorStatistics]
+) -> Iterator[str]:
+    step = "" if statistics.step is None else f", step {statistics.step:,}"
+    listed = f"{counted(len(tensors), 'tensor')}, {counted(statistics.elements, 'element')}"
+    yield f"{escaped(statistics.path)}: {statistics.format}{step}: {listed}"
+    rows: list[tuple[str, ...]] = [_HEADER]
+    for tensor in tensors:
+        numbers = (tensor.norm, tensor.minimum, tensor.maximum, tensor.mean)
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        share = f"{tensor.zero_share:.2%}"
+        counts = (share, f"{tensor.nan:,}", f"{tensor.infinite:,}")
+        rows.append((escaped(tensor.name), tensor.dtype, shape, *map(_short, numbers), *counts))
+    zeros = statistics.zeros / statistics.elements if statistics.elements else 0.0
+    last = (f"{zeros:.2%}", f"{statistics.nan:,}", f"{statistics.infinite:,}")
+    rows.append(("total", "", "", _short(statistics.norm), "", "", "", *last))
+    yield from table(rows, width=output.width, right=set(range(3, 10)))

@@ -88,6 +88,7 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "convert",
         "verify",
         "diff",
+        "stats",
         "save-now",
         "ls",
         "prune",

@@ -24,6 +24,7 @@ from tests.command_line import run_command
 PROGRAM: Any = typer.main.get_command(make_application())
 GROUPS = {
     *("What is read", "What is written", "Names and types", "Limits", "Many machines"),
+    *("What is compared",),
     *("Storage", "Output", "Which steps stay", "Which steps are pushed", "When"),
     *("The repository", "What is uploaded", "Without an adapter_config.json"),
 }

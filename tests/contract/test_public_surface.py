@@ -140,6 +140,8 @@ def documents() -> dict[str, list[str]]:
             "verify of a source": ["verify", LLAMA],
             "diff": ["diff", out / "model", out / "model"],
             "diff of others": ["diff", out / "model", ADAPTER],
+            "diff --numeric": ["diff", out / "model", out / "model", "--numeric"],
+            "stats": ["stats", out / "model"],
             "ls": ["ls", out / "run"],
             "adapter extract": ["adapter", "extract", ADAPTER, out / "adapter", *ALPHA],
         }

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.conversion.naming_program import ask_parameters
-from ckptkit.conversion.source.open import open_checkpoint
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
@@ -68,6 +68,35 @@ def as_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
 Framework = Literal["torch", "numpy"]
 
 
+def open_with_names(
+    stack: ExitStack,
+    path: PathLike,
+    *,
+    select: str | None,
+    also: Sequence[PathLike],
+    choice: str,
+    base: PathLike | None,
+) -> OpenedCheckpoint:
+    """Opens a checkpoint, its names converted by a map unless `choice` is `none`.
+
+    Args:
+        stack: Closes it.
+        path: Any path in or above a checkpoint.
+        select: The model to take where there are several.
+        also: Further directories that hold files of the same checkpoint.
+        choice: The map of names.
+        base: A model folder with the configuration, if the checkpoint has none.
+    """
+    opened = stack.enter_context(open_checkpoint(path, select=select, also=also))
+    if choice == "none":
+        return opened
+    from ckptkit.conversion.mapped_names import convert_checkpoint
+
+    folders = SideFolders(stack, opened, base)
+    config = folders.config(folders.choose(allow_code=False)[0])
+    return convert_checkpoint(opened, ConsolidateRequest(map=choice), config)
+
+
 class Checkpoint(Closing):
     """The model of a checkpoint, read tensor by tensor. Use it as a context manager."""
 
@@ -90,15 +119,9 @@ class Checkpoint(Closing):
             base: A model folder with the configuration, if the checkpoint has none.
         """
         with ExitStack() as stack:
-            self._opened = stack.enter_context(open_checkpoint(path, select=select, also=also))
-            if choice != "none":
-                from ckptkit.conversion.mapped_names import convert_checkpoint
-
-                folders = SideFolders(stack, self._opened, base)
-                config = folders.config(folders.choose(allow_code=False)[0])
-                self._opened = convert_checkpoint(
-                    self._opened, ConsolidateRequest(map=choice), config
-                )
+            self._opened = open_with_names(
+                stack, path, select=select, also=also, choice=choice, base=base
+            )
             request = ConsolidateRequest(select=self._opened.select)
             entries = select_model(self._opened.index, request, location=self._opened.path)
             self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}

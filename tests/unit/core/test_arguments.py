@@ -20,6 +20,7 @@ import ckptkit.hub
 import ckptkit.training
 from ckptkit.conversion.diff import Difference, TensorDifference
 from ckptkit.conversion.inspect import Inspection
+from ckptkit.conversion.values.stats import Statistics
 from ckptkit.conversion.verify import Verification
 from ckptkit.core.arguments import check_arguments, check_names
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
@@ -271,6 +272,7 @@ def test_a_result_that_could_mean_several_things_has_no_truth_value(tmp_path: Pa
     results: list[tuple[object, str]] = [
         (ckptkit.inspect(step), "inspection.problems"),
         (ckptkit.list_run(tmp_path / "run"), "listing.steps"),
+        (ckptkit.stats(step), "statistics.nan"),
         (ckptkit.prune(tmp_path / "run", keep_last=1, dry_run=True), "pruned.removed"),
     ]
     for result, instead in results:
@@ -290,7 +292,7 @@ def test_a_push_is_true_once_the_hub_holds_it() -> None:
 
 def test_every_result_of_a_public_function_was_decided_about() -> None:
     """Those that are true whenever they exist stand here: what failed was raised instead."""
-    decided = {Verification, Difference, Inspection, RunListing, Pruned, Pushed}
+    decided = {Verification, Difference, Inspection, RunListing, Pruned, Pushed, Statistics}
     assert all("__bool__" in vars(kind) for kind in decided)
     always_true = {"Manifest", "Pulled", "Checkpoint"}
     assert not hasattr(Manifest, "__bool__")

@@ -1,0 +1,238 @@
+"""`ckptkit.stats`: norms, ranges, zeros, NaN and infinities of the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.read import open_with_names, scan
+from ckptkit.core.arguments import ambiguous_truth
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.errors import NotFiniteError
+from ckptkit.core.index import Key, Shape, TensorEntry
+from ckptkit.core.threads import usable_cores
+from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.reader import Origin
+from ckptkit.engine.values import Measures, combine, describe_not_finite, finite, measure
+from ckptkit.options import ConsolidateRequest, NotFinite
+from ckptkit.plan.coverage import refuse_problems
+from ckptkit.plan.optimizer_states import OPTIMIZER
+from ckptkit.plan.plan import SOURCE
+from ckptkit.plan.selection import select_model
+from ckptkit.storage.places import PathLike
+
+_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """The numbers of one tensor; None stands for what no element has, or no float64 holds.
+
+    Attributes:
+        name: The tensor.
+        dtype: Its element type.
+        shape: Its shape.
+        elements: How many elements it has.
+        norm: The Euclidean norm of those that are finite.
+        minimum: The smallest of them; None for complex numbers.
+        maximum: The largest of them; None for complex numbers.
+        mean: Their mean; None for complex numbers.
+        zeros: How many elements are zero, of either sign.
+        nan: How many are not a number.
+        infinite: How many are infinite.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    elements: int
+    norm: float | None
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    zeros: int
+    nan: int
+    infinite: int
+
+    @property
+    def zero_share(self) -> float:
+        """The share of zeros among the elements, from 0 to 1."""
+        return self.zeros / self.elements if self.elements else 0.0
+
+    def count(self, kind: NotFinite) -> int:
+        """Returns how many elements are `nan`, or `inf`."""
+        return self.nan if kind == "nan" else self.infinite
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"zero_share": self.zero_share}
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What `ckptkit stats` found.
+
+    Attributes:
+        path: The checkpoint.
+        format: Its format.
+        step: Its step, or None.
+        tensors: The numbers of each tensor, in the order of the checkpoint.
+        norm: The Euclidean norm of all finite elements together.
+    """
+
+    path: str
+    format: str
+    step: int | None
+    tensors: tuple[TensorStatistics, ...]
+    norm: float | None
+
+    def __bool__(self) -> bool:
+        raise ambiguous_truth(self, "statistics.nan, or statistics.find_refusal('nan')")
+
+    @property
+    def elements(self) -> int:
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def zeros(self) -> int:
+        return sum(tensor.zeros for tensor in self.tensors)
+
+    @property
+    def nan(self) -> int:
+        return sum(tensor.nan for tensor in self.tensors)
+
+    @property
+    def infinite(self) -> int:
+        return sum(tensor.infinite for tensor in self.tensors)
+
+    def find_refusal(self, *kinds: NotFinite) -> NotFiniteError | None:
+        """Returns the error that names the tensors with elements of some kinds; None without any.
+
+        Args:
+            kinds: `nan`, `inf`, or both.
+        """
+        found = [tensor for tensor in self.tensors if any(tensor.count(kind) for kind in kinds)]
+        if not found:
+            return None
+        listed = "; ".join(
+            f"{tensor.name!r} has {describe_not_finite(tensor.nan, tensor.infinite, kinds)} among"
+            f" {tensor.elements:,} elements"
+            for tensor in found[:_LISTED]
+        )
+        more = f"; and {len(found) - _LISTED:,} more tensors" if len(found) > _LISTED else ""
+        return NotFiniteError(f"tensor {listed}{more}", where=self.path)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "format": self.format,
+            "step": self.step,
+            "elements": self.elements,
+            "norm": self.norm,
+            "zeros": self.zeros,
+            "nan": self.nan,
+            "infinite": self.infinite,
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+        }
+
+
+def run_stats(
+    path: PathLike,
+    request: ConsolidateRequest,
+    *,
+    also: Sequence[PathLike] = (),
+    base: PathLike | None = None,
+    listener: Listener | None = None,
+) -> Statistics:
+    """Reads the tensors of a checkpoint once, and measures them.
+
+    Args:
+        path: Any path in or above a checkpoint.
+        request: Which tensors, by the fields `select`, `include`, `exclude`, `map` and `optimizer`.
+        also: Further directories that hold files of the same checkpoint.
+        base: A model folder with the configuration, if the checkpoint has none.
+        listener: Receives progress events, from several threads.
+
+    Returns:
+        The numbers of each tensor. They depend on neither the threads nor the format: a tensor is
+        measured in its leaves of 8 MiB, in float64.
+    """
+    with ExitStack() as stack:
+        checkpoint = open_with_names(
+            stack, path, select=request.select, also=also, choice=request.map, base=base
+        )
+        named = _choose_entries(checkpoint, request)
+        measured = _Measuring(named).run(checkpoint, listener or ignore)
+        whole = combine(list(measured.values()))
+        return Statistics(
+            path=checkpoint.path,
+            format=checkpoint.index.format,
+            step=checkpoint.index.run.step,
+            tensors=tuple(_describe(e, name, measured[name]) for name, e in named.items()),
+            norm=finite(whole.norm),
+        )
+
+
+def _choose_entries(
+    checkpoint: OpenedCheckpoint, request: ConsolidateRequest
+) -> dict[str, TensorEntry]:
+    """Returns the tensors to measure, by the names in the result."""
+    index, chosen = checkpoint.index, replace(request, select=checkpoint.select)
+    entries = select_model(index, chosen, location=checkpoint.path)
+    named = {str(entry.name): entry for entry in entries}
+    for entry in index.of_part("optimizer") if request.optimizer else ():
+        name = f"{OPTIMIZER}.{entry.name}"
+        if request.wants(name, entry.name):
+            named[name] = entry
+    refuse_problems(index, list(named.values()), checkpoint.path)
+    return named
+
+
+def _describe(entry: TensorEntry, name: str, measures: Measures) -> TensorStatistics:
+    return TensorStatistics(
+        name=name,
+        dtype=entry.dtype.name,
+        shape=entry.shape,
+        elements=measures.elements,
+        norm=finite(measures.norm),
+        minimum=measures.minimum,
+        maximum=measures.maximum,
+        mean=measures.mean,
+        zeros=measures.zeros,
+        nan=measures.nan,
+        infinite=measures.infinite,
+    )
+
+
+class _Measuring:
+    """Reads tensors leaf by leaf, and keeps the measures of each leaf."""
+
+    def __init__(self, named: dict[str, TensorEntry]) -> None:
+        self._named = named
+        self._lock = threading.Lock()
+        self._leaves: dict[Key, dict[int, Measures]] = defaultdict(dict)
+
+    def run(self, checkpoint: OpenedCheckpoint, listener: Listener) -> dict[str, Measures]:
+        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
+        # Several names of a tied weight may have one key, which is read once.
+        entries = list({entry.key: entry for entry in self._named.values()}.values())
+        workers = usable_cores() + 1
+        errors = scan(origin, entries, self._visit, workers=workers, listener=listener)
+        for error in errors.values():
+            raise error
+        return {name: self._whole(entry) for name, entry in self._named.items()}
+
+    def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
+        measures = measure(np.frombuffer(view, numpy_dtype(entry.dtype)))
+        with self._lock:
+            self._leaves[entry.key][leaf] = measures
+
+    def _whole(self, entry: TensorEntry) -> Measures:
+        whole = combine([part for _, part in sorted(self._leaves[entry.key].items())])
+        return whole if entry.dtype.kind != "complex" else replace(whole, total=None)

@@ -1,0 +1,333 @@
+"""Numbers about the elements of tensors: of one tensor, or of two that are compared.
+
+Elements are measured block by block, in float64, and measures of blocks are combined in such a way
+that neither the number of threads nor their order changes a result: sums are rounded once
+(`math.fsum`), and norms are those of norms (`math.hypot`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.dtypes import DType
+from ckptkit.engine.casts import BLOCK_ELEMENTS
+from ckptkit.options import NotFinite
+
+Array = NDArray[Any]
+_TABLED_BYTES = 2  # float16 and one-byte types are widened with a table, which is faster
+# Squares of float64 values outside are computed on a scaled copy, since they would leave its range.
+_SAFE = (2.0**-500, 2.0**500)
+
+
+def wide_dtype(dtype: DType) -> np.dtype[Any]:
+    """Returns the type in which floats are computed: float32, or float64 for float64."""
+    return np.dtype(np.float64 if dtype.name == "float64" else np.float32)
+
+
+def widen(values: Array, out: Array) -> None:
+    """Converts floats to a type that holds each of them exactly.
+
+    Args:
+        values: One dimension, contiguous, of any float type.
+        out: As many elements of float32, or of float64.
+    """
+    is_tabled = values.itemsize < _TABLED_BYTES or values.dtype == np.float16
+    if not is_tabled or out.dtype != np.float32:
+        out[:] = values
+        return
+    # Clipping lets numpy write without a copy of its own; no index is out of bounds.
+    np.take(_table(values.dtype), values.view(f"u{values.itemsize}"), out=out, mode="clip")
+
+
+@cache
+def _table(dtype: np.dtype[Any]) -> Array:
+    bits = np.arange(1 << 8 * dtype.itemsize).astype(f"u{dtype.itemsize}")
+    with np.errstate(all="ignore"):
+        return bits.view(dtype).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What was measured of some elements of a tensor.
+
+    Attributes:
+        elements: How many there are.
+        norm: The Euclidean norm of those that are finite.
+        total: Their sum; None for complex numbers.
+        minimum: The smallest of them; None where there is none, and for complex numbers.
+        maximum: The largest of them, likewise.
+        zeros: How many are zero, of either sign.
+        nan: How many are not a number.
+        infinite: How many are infinite.
+    """
+
+    elements: int = 0
+    norm: float = 0.0
+    total: float | None = 0.0
+    minimum: float | None = None
+    maximum: float | None = None
+    zeros: int = 0
+    nan: int = 0
+    infinite: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of the finite elements; None where there is none, or no float64 holds it."""
+        finite = self.elements - self.nan - self.infinite
+        if self.total is None or not finite or not math.isfinite(self.total):
+            return None
+        return self.total / finite
+
+
+def combine(parts: Sequence[Measures]) -> Measures:
+    """Returns the measures of all parts together, whatever their order."""
+    totals = [part.total for part in parts if part.total is not None]
+    lows = [part.minimum for part in parts if part.minimum is not None]
+    highs = [part.maximum for part in parts if part.maximum is not None]
+    return Measures(
+        elements=sum(part.elements for part in parts),
+        norm=math.hypot(*sorted(part.norm for part in parts)),
+        total=add_exactly(totals) if len(totals) == len(parts) else None,
+        minimum=min(lows, default=None),
+        maximum=max(highs, default=None),
+        zeros=sum(part.zeros for part in parts),
+        nan=sum(part.nan for part in parts),
+        infinite=sum(part.infinite for part in parts),
+    )
+
+
+def finite(value: float) -> float | None:
+    """Returns a number that JSON has, or None."""
+    return value if math.isfinite(value) else None
+
+
+def add_exactly(values: Iterable[float]) -> float:
+    """Returns the sum, rounded once; infinite where it is beyond the range of float64."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+    except ValueError:  # infinities of both signs
+        return math.nan
+
+
+def measure(values: Array) -> Measures:
+    """Measures elements of any type; one dimension, contiguous."""
+    with np.errstate(all="ignore"):
+        parts = [_measure_block(values[part]) for part in _blocks(values.size)]
+    return combine(parts)
+
+
+def _blocks(elements: int) -> Iterator[slice]:
+    for start in range(0, elements, BLOCK_ELEMENTS):
+        yield slice(start, min(start + BLOCK_ELEMENTS, elements))
+
+
+def _measure_block(values: Array) -> Measures:
+    if values.dtype.kind == "c":
+        return _measure_complex(values)
+    if values.dtype.kind in "iub":
+        whole = values.view(np.uint8) if values.dtype.kind == "b" else values
+        norm, total = _norm_and_total(whole.astype(np.float64))
+        zeros = whole.size - int(np.count_nonzero(whole))
+        return Measures(whole.size, norm, total, int(whole.min()), int(whole.max()), zeros)
+    wide = values
+    if values.dtype not in {np.dtype(np.float32), np.dtype(np.float64)}:
+        wide = np.empty(values.size, np.float32)
+        widen(values, wide)
+    zeros = int(np.count_nonzero(wide == 0))
+    low, high = float(wide.min()), float(wide.max())  # NaN where any element is
+    nan = infinite = 0
+    if not (math.isfinite(low) and math.isfinite(high)):
+        nan, infinite = count_nan(wide), count_infinite(wide)
+        wide = wide[np.isfinite(wide)]
+        if not wide.size:
+            return Measures(values.size, zeros=zeros, nan=nan, infinite=infinite)
+        low, high = float(wide.min()), float(wide.max())
+    norm, total = _norm_and_total(wide.astype(np.float64))
+    low, high = low + 0.0, high + 0.0  # minus zero is zero
+    return Measures(values.size, norm, total, low, high, zeros, nan, infinite)
+
+
+def _measure_complex(values: Array) -> Measures:
+    finite = values[np.isfinite(values)]
+    norm, _ = _norm_and_total(finite.view(finite.real.dtype).astype(np.float64))
+    return Measures(
+        elements=values.size,
+        norm=norm,
+        total=None,
+        zeros=values.size - int(np.count_nonzero(values)),
+        nan=count_nan(values),
+        infinite=count_infinite(values),
+    )
+
+
+def _norm_and_total(values: Array) -> tuple[float, float]:
+    """Returns the norm and the sum of float64 values, which are overwritten."""
+    total = float(values.sum())
+    peak = max(float(values.max()), -float(values.min())) if values.size else 0.0
+    exponent = 0
+    if peak and not _SAFE[0] < peak < _SAFE[1]:
+        exponent = math.frexp(peak)[1]
+        np.ldexp(values, -exponent, out=values)
+    np.multiply(values, values, out=values)
+    root = math.sqrt(float(values.sum()))
+    try:
+        return math.ldexp(root, exponent), total
+    except OverflowError:
+        return math.inf, total
+
+
+def count_nan(values: Array) -> int:
+    return int(np.count_nonzero(np.isnan(values)))
+
+
+def count_infinite(values: Array) -> int:
+    """Counts infinite elements; of a complex one that is not NaN, either part may be."""
+    return int(np.count_nonzero(np.isinf(values) & ~np.isnan(values)))
+
+
+def count_not_finite(values: Array, kinds: Collection[NotFinite]) -> tuple[int, int]:
+    """Counts NaN and infinities among floats or complex numbers, each only if it is asked for.
+
+    Args:
+        values: One dimension, contiguous.
+        kinds: `nan`, `inf`, or both.
+
+    Returns:
+        How many elements are NaN, and how many infinite.
+    """
+    nan = infinite = 0
+    for part in _blocks(values.size):
+        wide = values[part]
+        if wide.dtype.kind == "V":  # a type of ml_dtypes
+            wide = np.empty(wide.size, np.float32)
+            widen(values[part], wide)
+        if bool(np.isfinite(wide).all()):
+            continue
+        nan += count_nan(wide) if "nan" in kinds else 0
+        infinite += count_infinite(wide) if "inf" in kinds else 0
+    return nan, infinite
+
+
+def describe_not_finite(nan: int, infinite: int, kinds: Collection[NotFinite]) -> str:
+    """Returns the counts of the wanted kinds in words, such as `3 NaN and 1 infinite`."""
+    counts = {"nan": f"{nan:,} NaN", "inf": f"{infinite:,} infinite"}
+    found = {"nan": nan, "inf": infinite}
+    return " and ".join(text for kind, text in counts.items() if kind in kinds and found[kind])
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """What was measured of the differences between elements of two tensors.
+
+    Attributes:
+        elements: How many pairs there are.
+        unequal: In how many of them the values differ; two NaN are equal, and two zeros.
+        beyond: In how many they differ by more than a tolerance.
+        largest: The largest absolute difference of two finite values.
+        relative: The largest difference as a part of the second value, where that is not zero.
+        dot: The sum of the products of all pairs of finite values.
+        norms: The norms of the values on both sides in these pairs.
+        lone: In how many one value is finite and the other is not, or both are not and differ.
+    """
+
+    elements: int = 0
+    unequal: int = 0
+    beyond: int = 0
+    largest: float = 0.0
+    relative: float = 0.0
+    dot: float = 0.0
+    norms: tuple[float, float] = (0.0, 0.0)
+    lone: int = 0
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between both tensors; None where one of them is zero."""
+        product = self.norms[0] * self.norms[1]
+        if not product or not math.isfinite(product):
+            return None
+        return max(-1.0, min(1.0, self.dot / product))
+
+
+def combine_gaps(parts: Sequence[Gaps]) -> Gaps:
+    """Returns the gaps of all parts together, whatever their order."""
+    return Gaps(
+        elements=sum(part.elements for part in parts),
+        unequal=sum(part.unequal for part in parts),
+        beyond=sum(part.beyond for part in parts),
+        largest=max((part.largest for part in parts), default=0.0),
+        relative=max((part.relative for part in parts), default=0.0),
+        dot=add_exactly(part.dot for part in parts),
+        norms=(
+            math.hypot(*sorted(part.norms[0] for part in parts)),
+            math.hypot(*sorted(part.norms[1] for part in parts)),
+        ),
+        lone=sum(part.lone for part in parts),
+    )
+
+
+def measure_gaps(first: Array, second: Array, *, rtol: float, atol: float) -> Gaps:
+    """Compares elements by their values, whatever their types.
+
+    Args:
+        first: One dimension.
+        second: As many elements.
+        rtol: How much of the second value a difference may be.
+        atol: How much it may be in addition.
+    """
+    with np.errstate(all="ignore"):
+        parts = [
+            _measure_gaps_of_block(first[part], second[part], rtol, atol)
+            for part in _blocks(first.size)
+        ]
+    return combine_gaps(parts)
+
+
+def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float) -> Gaps:
+    sides = [_in_doubles(first), _in_doubles(second)]
+    # Large integers differ where float64 has one value for both.
+    is_equal = first == second if first.dtype == second.dtype else sides[0] == sides[1]
+    is_equal |= np.isnan(sides[0]) & np.isnan(sides[1])
+    is_finite = np.isfinite(sides[0]) & np.isfinite(sides[1])
+    lone = int(np.count_nonzero(~is_finite & ~is_equal))
+    if not is_finite.all():
+        is_equal = is_equal[is_finite]
+        sides = [side[is_finite] for side in sides]
+    if not is_finite.any():
+        return Gaps(first.size, lone, lone, lone=lone)
+    gaps, sizes = np.abs(sides[0] - sides[1]), np.abs(sides[1])
+    is_beyond = ~is_equal & ~((gaps <= atol + rtol * sizes) & (gaps > 0))
+    is_other = sizes > 0
+    relative = float((gaps[is_other] / sizes[is_other]).max()) if is_other.any() else 0.0
+    dot = float(np.sum(sides[0] * np.conj(sides[1])).real)
+    parts = [side.view(np.float64).copy() for side in sides]
+    return Gaps(
+        elements=first.size,
+        unequal=lone + int(np.count_nonzero(~is_equal)),
+        beyond=lone + int(np.count_nonzero(is_beyond)),
+        largest=float(gaps.max()),
+        relative=relative,
+        dot=dot,
+        norms=(_norm_and_total(parts[0])[0], _norm_and_total(parts[1])[0]),
+        lone=lone,
+    )
+
+
+def _in_doubles(values: Array) -> Array:
+    if values.dtype.kind == "c":
+        return values.astype(np.complex128)
+    if values.dtype.kind in "iub":
+        return values.astype(np.float64)
+    wide = np.empty(
+        values.size, np.float64 if values.itemsize == np.dtype(float).itemsize else "f4"
+    )
+    widen(values, wide)
+    return wide.astype(np.float64)
