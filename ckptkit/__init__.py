@@ -18,15 +18,19 @@ if TYPE_CHECKING:
         stats,
         verify,
     )
+    from ckptkit.delta_api import apply_delta, create_delta, inspect_delta
 
 __all__ = [
     "__version__",
     "adapter_from_diff",
+    "apply_delta",
     "consolidate",
     "convert",
+    "create_delta",
     "diff",
     "extract_adapter",
     "inspect",
+    "inspect_delta",
     "list_run",
     "merge_adapter",
     "open",
@@ -37,7 +41,10 @@ __all__ = [
 
 # A function's module is imported when the function is first used: the writer's process and the
 # command line import `ckptkit` at their start and use none of them.
-_OF_ADAPTERS = frozenset({"adapter_from_diff", "extract_adapter", "merge_adapter"})
+_MODULES = {
+    **dict.fromkeys(("adapter_from_diff", "extract_adapter", "merge_adapter"), "adapter_api"),
+    **dict.fromkeys(("apply_delta", "create_delta", "inspect_delta"), "delta_api"),
+}
 
 
 def __getattr__(name: str) -> object:
@@ -45,7 +52,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    module = "ckptkit.adapter_api" if name in _OF_ADAPTERS else "ckptkit.api"
+    module = f"ckptkit.{_MODULES.get(name, 'api')}"
     value = getattr(import_module(module), name)
     globals()[name] = value
     return value

@@ -258,7 +258,7 @@ def verify(
     src_options: Mapping[str, Any] | None = None,
     listener: Listener | None = None,
 ) -> Verification:
-    """Reads a checkpoint, or an output of ours, and checks every stored checksum.
+    """Reads a checkpoint, a delta, or an output of ours, and checks every stored checksum.
 
     Returns:
         What was checked, and what is wrong.
@@ -267,8 +267,13 @@ def verify(
         InputError: If what is there cannot be parsed at all.
     """
     from ckptkit.conversion.verify import run_verification
+    from ckptkit.deltas.checks import verify_delta
+    from ckptkit.deltas.form import is_delta
+    from ckptkit.engine.outcome import ignore
 
     sources = Sources(path, src_options)
+    if is_delta(sources.first):
+        return verify_delta(sources.first, listener or ignore)
     return run_verification(
         sources.first, select=select, also=sources.further(also), listener=listener
     )

@@ -102,7 +102,8 @@ class Verification:
 
     Attributes:
         path: The directory that was verified.
-        kind: `output` for what ckptkit wrote, else `source`.
+        kind: `output` for a model or adapter that ckptkit wrote, `delta` for a delta, else
+            `source`.
         problems: What is wrong; empty when all is well.
         tensors: How many tensors were read.
         size_bytes: How many bytes of them.

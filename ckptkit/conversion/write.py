@@ -326,8 +326,12 @@ class SingleProcess(WriteStrategy[Manifest]):
         ).run()
         refuse_changed_sources(planned)
 
+    def make_manifest(self) -> Manifest:
+        """Returns the manifest of what was written."""
+        return build_manifest(self._planned, self._digests)
+
     def commit(self) -> Manifest:
-        manifest = build_manifest(self._planned, self._digests)
+        manifest = self.make_manifest()
         data = manifest.to_json()
         self._target.create(MANIFEST_NAME, len(data))
         self._target.write(MANIFEST_NAME, 0, memoryview(data))

@@ -24,6 +24,7 @@ from ckptkit.core.errors import (
     IncompleteCheckpointError,
     LimitError,
     MissingFileError,
+    NotACheckpointError,
     UnsafePathError,
 )
 from ckptkit.core.index import FileRef, Shape
@@ -188,8 +189,13 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
     return sets
 
 
-def read_weight_map(source: Source, path: str) -> dict[str, str]:
-    """Returns the weight map of an index: by tensor name a file path, relative to the source."""
+def read_index_document(source: Source, path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the metadata of an index, and its weight map.
+
+    Returns:
+        The metadata, empty where the index has none, and by tensor name a file path, relative to
+        the source.
+    """
     where = posixpath.join(source.location, path)
     content = parse_json(read_limited(source, path, MAX_JSON_BYTES, "index"), where=where)
     names = content.get("weight_map") if isinstance(content, dict) else None
@@ -199,7 +205,21 @@ def read_weight_map(source: Source, path: str) -> dict[str, str]:
         if not stays_inside(file) or "\\" in file or ":" in file:
             raise UnsafePathError(f"file name {file!r} leads out of the folder", where=where)
     folder = posixpath.dirname(path)
-    return {name: posixpath.join(folder, file) for name, file in names.items()}
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    paths = {name: posixpath.join(folder, file) for name, file in names.items()}
+    return (metadata if isinstance(metadata, dict) else {}), paths
+
+
+def read_weight_map(source: Source, path: str) -> dict[str, str]:
+    """Returns the weight map of an index: by tensor name a file path, relative to the source."""
+    metadata, weight_map = read_index_document(source, path)
+    if "delta_encoding" in metadata:
+        raise NotACheckpointError(
+            "is a delta, which says what changed in a model, and no model",
+            where=posixpath.join(source.location, posixpath.dirname(path)),
+            hint="apply it to the model that it was made from: ckptkit delta apply BASE DELTA OUT",
+        )
+    return weight_map
 
 
 def find_data_files(

@@ -40,8 +40,11 @@ _COMMANDS = {
     "pull": "ckptkit_cli.push",
     "watch": "ckptkit_cli.watch",
 }
-_GROUP = "adapter"
-_NAMES = (*_COMMANDS, _GROUP)
+_GROUPS = {
+    "adapter": "ckptkit_cli.adapter",
+    "delta": "ckptkit_cli.delta.group",
+}
+_NAMES = (*_COMMANDS, *_GROUPS)
 _EPILOG = (
     "Exit statuses: 0 success, 1 a bug of ckptkit, 2 wrong usage, 3 unreadable, damaged or"
     " incomplete input, 4 impossible or refused request, 5 the output exists, 6 verification"
@@ -99,8 +102,9 @@ def make_application(command: str | None = None) -> typer.Typer:
     )
     application.callback()(_options)
     for name in names:
-        if name == _GROUP:
-            application.add_typer(import_module("ckptkit_cli.adapter").adapter_group())
+        if name in _GROUPS:
+            group = getattr(import_module(_GROUPS[name]), f"{name}_group")
+            application.add_typer(group())
         else:
             function = getattr(import_module(_COMMANDS[name]), name.replace("-", "_"))
             application.command(name, cls=PlainCommand)(function)

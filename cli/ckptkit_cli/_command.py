@@ -45,20 +45,23 @@ class Argument:
         name: The parameter of the command's function.
         metavar: What the help calls it.
         help: One or two sentences.
+        repeated: Whether there can be several, which the function gets as a list.
     """
 
     name: str
     metavar: str
     help: str
+    repeated: bool = False
 
     def parameter(self) -> inspect.Parameter:
         declared = typer.Argument(metavar=self.metavar, help=self.help, show_default=False)
+        kind: Any = list[str] if self.repeated else str
         return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, declared]
+            self.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, declared]
         )
 
-    def parse_value(self, text: str) -> str:
-        return text
+    def parse_value(self, typed: Any) -> Any:
+        return list(typed) if self.repeated else typed
 
 
 @dataclass(frozen=True, slots=True)

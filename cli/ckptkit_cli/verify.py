@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 
 _LISTED = 20
+_KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
 
 
 @command(
@@ -68,15 +69,21 @@ def verify(
         ckptkit verify models/llama
 
     For an output of ckptkit, every digest is checked. For other checkpoints, the checksums that
-    their format stores are checked, and that no part of a tensor is missing. Exits with 6 if
-    something is wrong.
+    their format stores are checked, and that no part of a tensor is missing. A delta is read and
+    decompressed. Exits with 6 if something is wrong.
     """
     from ckptkit.conversion.verify import run_verification
+    from ckptkit.deltas.checks import verify_delta
+    from ckptkit.deltas.form import is_delta
 
     with Progress(output, "verify") as progress:
         sources = Sources(path, src_option)
-        report = run_verification(
-            sources.first, select=select, also=sources.further(also), listener=progress.listen
+        report = (
+            verify_delta(sources.first, progress.listen)
+            if is_delta(sources.first)
+            else run_verification(
+                sources.first, select=select, also=sources.further(also), listener=progress.listen
+            )
         )
     output.document(report.to_json())
     output.lines(_verification_page(output, report))
@@ -88,7 +95,7 @@ def verify(
 
 def _verification_page(output: Output, report: Verification) -> Iterator[str]:
     verdict = output.styled("ok", "green") if report.ok else output.styled("damaged", "red")
-    what = "an output of ckptkit" if report.kind == "output" else "a checkpoint"
+    what = _KINDS.get(report.kind, "a checkpoint")
     read = f"{counted(report.tensors, 'tensor')} read, {size_text(report.size_bytes)}"
     yield f"{verdict}: {escaped(report.path)}, {what}: {read}"
     for line in report.proven:

@@ -97,6 +97,7 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "pull",
         "watch",
         "adapter",
+        "delta",
     ]
     assert not any(line.endswith("...") for line in lines)
 

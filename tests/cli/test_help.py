@@ -15,12 +15,14 @@ import typer
 
 from ckptkit.adapter_api import AdapterOptions, DiffOptions, MergeOptions
 from ckptkit.api import Options
+from ckptkit.delta_api import ApplicationOptions, CreationOptions
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit_cli._application import make_application
 from ckptkit_cli._command import Option, parse_values
 from ckptkit_cli._options import CONVERSION
 from tests.command_line import run_command
 
+COMMAND_GROUPS = ("adapter", "delta")
 PROGRAM: Any = typer.main.get_command(make_application())
 GROUPS = {
     *("What is read", "What is written", "Names and types", "Limits", "Many machines"),
@@ -66,7 +68,9 @@ def checked(*words: str, **environment: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("words", [(), ("adapter",), *COMMANDS], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [(), *((group,) for group in COMMAND_GROUPS), *COMMANDS], ids=" ".join
+)
 def test_the_help_of_each_command_opens_with_examples_that_parse(words: tuple[str, ...]) -> None:
     command = PROGRAM
     for word in words:
@@ -75,7 +79,7 @@ def test_the_help_of_each_command_opens_with_examples_that_parse(words: tuple[st
     for line in examples.splitlines():
         assert line.startswith("    ckptkit ")
         typed = shlex.split(line)[1:]
-        name = tuple(typed[:2] if typed[0] == "adapter" else typed[:1])
+        name = tuple(typed[:2] if typed[0] in COMMAND_GROUPS else typed[:1])
         assert name[: len(words)] == words
         COMMANDS[name].make_context(" ".join(name), typed[len(name) :])
 
@@ -123,6 +127,7 @@ def complete(line: str, shell: str = "bash") -> str:
         ("ckptkit consolidate --dtype b", ["bfloat16", "base"]),
         ("ckptkit convert a b --to ", ["hf", "torch", "dcp", "megatron", "torchtitan"]),
         ("ckptkit adapter ", ["extract", "merge", "from-diff"]),
+        ("ckptkit delta ", ["create", "apply"]),
         ("ckptkit adapter merge --qlora-base ", ["dequantized", "original"]),
         ("ckptkit watch --as ", ["auto", "model", "adapter"]),
         ("ckptkit inspect ", []),
@@ -161,6 +166,8 @@ OF_MERGING = {"adapter": "adapters"} | dict.fromkeys(
         (("consolidate",), Options, {}),
         (("adapter", "extract"), AdapterOptions, {}),
         (("adapter", "merge"), MergeOptions, OF_MERGING),
+        (("delta", "create"), CreationOptions, {}),
+        (("delta", "apply"), ApplicationOptions, {}),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -38,6 +38,9 @@ _NAME = "stream.zstd"
 _MAJOR_VERSION = "1"
 _READ_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 18
+_COPY_AGAIN = (
+    "the file was damaged after it was saved; copy it again, or take an earlier checkpoint"
+)
 
 
 def is_zstd(transforms: Sequence[str]) -> bool:
@@ -55,17 +58,19 @@ def is_zstd(transforms: Sequence[str]) -> bool:
 class ZstdContent:
     """The content of one stream or of several consecutive ones; not thread-safe."""
 
-    def __init__(self, read: Read, size_bytes: int, *, where: str) -> None:
+    def __init__(self, read: Read, size_bytes: int, *, where: str, hint: str = "") -> None:
         """Checks the header of the first stream.
 
         Args:
             read: Returns the compressed bytes `[start, stop)`.
             size_bytes: The number of compressed bytes.
             where: File and tensor, for messages.
+            hint: What to do if the stream is damaged; what helps with a checkpoint by default.
         """
         import zstandard
 
         self._where = where
+        self._hint = hint or _COPY_AGAIN
         head = read(0, min(_MOST_HEADER_BYTES, size_bytes))
         try:
             window = zstandard.get_frame_parameters(head).window_size
@@ -76,7 +81,7 @@ class ZstdContent:
                 f"zstd stream needs a window of {window:,} bytes, at most"
                 f" {MAX_WINDOW_BYTES:,} are allowed",
                 where=where,
-                hint="save again with torch's own ZStandard extension, which needs 2 MiB",
+                hint=hint or "save again with torch's own ZStandard extension, which needs 2 MiB",
             )
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         source = cast("IO[bytes]", _CompressedFile(read, size_bytes))  # has only `read`
@@ -103,8 +108,7 @@ class ZstdContent:
             raise FormatError(
                 f"zstd stream is damaged: {error}",
                 where=self._where,
-                hint="the file was damaged after it was saved; copy it again, or take an earlier"
-                " checkpoint",
+                hint=self._hint,
             ) from error
         return at
 

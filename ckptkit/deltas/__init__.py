@@ -1,0 +1,1 @@
+"""What changed between two models: made, applied to the first, described and verified."""

@@ -1,0 +1,460 @@
+"""Makes a delta from two models, each read from whatever it is stored in.
+
+Tensors are read leaf by leaf by several threads, each of which takes whole tensors: a change is one
+zstd frame. What they make goes to a nameless file on the disk first, since the header of a file of
+a delta has the compressed sizes of all its tensors. The files then are the same for any number of
+threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Self, get_args
+
+import numpy as np
+
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.write import (
+    PlannedOutput,
+    SingleProcess,
+    build_manifest,
+    refuse_changed_sources,
+    write_output,
+)
+from ckptkit.core.arrays import aligned_buffer
+from ckptkit.core.checksums import join_leaves, leaf_digest, leaf_ranges
+from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.manifest import LEAF_BYTES, FileRecord, Manifest
+from ckptkit.core.threads import Throttle, run_crew
+from ckptkit.deltas.encoding import MOST_OVERWRITTEN_BYTES, Encoder, open_encoder
+from ckptkit.deltas.form import (
+    DELTA,
+    INDEX_PATH,
+    ChecksumFormat,
+    DeltaHead,
+    Encoding,
+    Hasher,
+    make_header,
+    name_files,
+    new_hasher,
+    version_of_folder,
+)
+from ckptkit.engine.kernels import Preparations
+from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Planned, Started, ignore
+from ckptkit.engine.reader import RUN_BYTES, same_bytes
+from ckptkit.engine.segment_reader import SegmentReader
+from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
+from ckptkit.plan.plan import Segment, SegmentRange, TensorSpec, name_order
+from ckptkit.storage.base import Target
+from ckptkit.storage.local.target import LocalTarget, translate_errors
+from ckptkit.storage.places import PathLike, Sources, open_target
+
+_LISTED = 3
+_MOST_VERSION = 999_999_999
+_BESIDES_BYTES = LEAF_BYTES + RUN_BYTES + (4 << 20)
+"""What a worker takes in addition to that of an execution: the leaf before, and the encoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRequest:
+    """What a delta is like.
+
+    Attributes:
+        version: The version that it leads to, from the one before; None for the number in the name
+            of an output such as `weight_v000002`, and 1 for other names.
+        encoding: How changes are written.
+        checksum: The kind of the tensors' checksums.
+        max_file_bytes: Size at which a new file is begun.
+    """
+
+    version: int | None = None
+    encoding: Encoding = "xor"
+    checksum: ChecksumFormat = "xxh3-128"
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Reads the options as a user passes them, by their names in `ckptkit.delta_api`."""
+        encoding = options.get("encoding", "xor")
+        checksum = options.get("checksum", "xxh3-128")
+        check_choice("--encoding", encoding, get_args(Encoding))
+        check_choice("--checksum", checksum, get_args(ChecksumFormat))
+        return cls(options.get("version"), encoding, checksum)
+
+    def head_for(self, out: PathLike) -> DeltaHead:
+        """Returns the head of the delta at a place."""
+        version = self.version
+        if version is None:
+            version = version_of_folder(out) or 1
+        if not 1 <= version <= _MOST_VERSION:
+            raise UsageError(
+                f"is {version}, where a number from 1 to {_MOST_VERSION:,} was expected",
+                where="--version",
+                hint="version 0 is the model that the first delta is applied to",
+            )
+        return DeltaHead(version, version - 1, self.encoding, self.checksum)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPair:
+    """A tensor before and after.
+
+    Attributes:
+        spec: Its name, element type and shape, which are the same.
+        before: Where it is planned for the first model.
+        after: The same of the second.
+    """
+
+    spec: TensorSpec
+    before: tuple[int, Segment]
+    after: tuple[int, Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """What was found of a tensor.
+
+    Attributes:
+        name: The tensor.
+        extents: Where its change is in the spool, as `(start, size in bytes)`; none if it did not
+            change.
+        checksum: Of its bytes after the change, in the form of the delta.
+        digest_before: Their digest before the change.
+        changed_elements: How many elements changed.
+    """
+
+    name: str
+    extents: tuple[tuple[int, int], ...]
+    checksum: str
+    digest_before: str
+    changed_elements: int
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(size for _, size in self.extents)
+
+
+def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> ConversionJob:
+    """Returns the job that plans a model on one side of a delta.
+
+    Args:
+        src: The model, in any form.
+        out: The output of the command, with the options of its storage.
+        options: By their names in `ckptkit.delta_api`.
+    """
+    folder = Sources(src, options.get("src_options")).optional(options.get("model_config"))
+    values = {**options, "src": src, "out": out, "base": folder, "also": ()}
+    return ConversionJob.from_options({**values, "model_config": folder}, "hf")
+
+
+def create_delta(
+    base: ConversionJob,
+    new: ConversionJob,
+    request: DeltaRequest,
+    listener: Listener = ignore,
+) -> Manifest:
+    """Writes what changed between two models; both are planned as they would be written.
+
+    Args:
+        base: The model before; its output is that of the delta.
+        new: The model after.
+        request: What the delta is like.
+        listener: Receives progress events, from several threads.
+
+    Returns:
+        The manifest of the delta.
+    """
+    head = request.head_for(new.destination)
+    for job in (base, new):
+        job.check_places()
+    new_hasher(head.checksum)  # refuses one that is not installed
+    target = open_target(new.destination, overwrite=new.overwrite)
+    with (
+        _DeltaStrategy(target, head, request.max_file_bytes, listener) as strategy,
+        base.plan_output() as before,
+        new.plan_output() as after,
+    ):
+        strategy.take(before, after)
+        both = (*after.sources, *before.sources)
+        return write_output(replace(after, kind=DELTA, sources=both), strategy, listener)
+
+
+def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPair, ...]:
+    """Pairs the tensors of two plans, and refuses those that are not of one model."""
+    first, second = _segments(before), _segments(after)
+    names = (before.checkpoint.path, after.checkpoint.path)
+    for one, other, location, of in (
+        (first, second, names[1], names[0]),
+        (second, first, names[0], names[1]),
+    ):
+        lacking = sorted(one.keys() - other.keys(), key=name_order)
+        if lacking:
+            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
+            listed = ", ".join(map(repr, lacking[:_LISTED]))
+            raise RefusedError(
+                f"lacks {listed}{more}, which {of} has; a delta needs the same tensors",
+                where=location,
+                hint="leave tensors out with --exclude, or publish the new model as a whole",
+            )
+    pairs = []
+    for name, (number, segment, spec) in second.items():
+        number_before, segment_before, spec_before = first[name]
+        if (spec.dtype, spec.shape) != (spec_before.dtype, spec_before.shape):
+            raise RefusedError(
+                f"tensor {name!r} is {spec.dtype.name} {list(spec.shape)}, and in {names[0]}"
+                f" {spec_before.dtype.name} {list(spec_before.shape)}",
+                where=names[1],
+                hint="a delta needs the same types and shapes; --dtype casts both",
+            )
+        pairs.append(TensorPair(spec, (number_before, segment_before), (number, segment)))
+    return tuple(pairs)
+
+
+def _segments(planned: PlannedOutput) -> dict[str, tuple[int, Segment, TensorSpec]]:
+    return {
+        str(segment.spec.name): (number, segment, segment.spec)
+        for file in planned.plan.files
+        for number, segment in enumerate(file.segments)
+        if segment.spec is not None
+    }
+
+
+class Spool:
+    """Bytes that several threads append, in a file without a name."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._file = TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  closed by `close`
+        self._lock = threading.Lock()
+        self._end = 0
+
+    def append(self, data: bytes) -> tuple[int, int]:
+        """Returns where the bytes are, as `(start, size in bytes)`."""
+        with self._lock:
+            start = self._end
+            self._end += len(data)
+            self._file.seek(start)
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+        return start, len(data)
+
+    def read(self, start: int, size_bytes: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(size_bytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _DeltaStrategy(SingleProcess):
+    """Writes a delta; a run that fails leaves nothing."""
+
+    def __init__(
+        self, target: Target, head: DeltaHead, max_file_bytes: int, listener: Listener
+    ) -> None:
+        super().__init__(target, listener)
+        self._head = head
+        self._max_file_bytes = max_file_bytes
+        self._folder = target.folder if isinstance(target, LocalTarget) else None
+        self._tensors: list[EncodedTensor] = []
+        self._files: dict[str, FileRecord] = {}
+        self._paths: dict[str, str] = {}
+        self._digests = Digests()
+
+    def take(self, before: PlannedOutput, after: PlannedOutput) -> None:
+        """Takes the two models; refuses them if they do not have the same tensors."""
+        self._before, self._after = before, after
+        self._pairs = pair_tensors(before, after)
+        largest = max(self._pairs, key=lambda pair: pair.spec.size_bytes, default=None)
+        if (
+            self._head.encoding == "overwrite"
+            and largest is not None
+            and largest.spec.size_bytes > MOST_OVERWRITTEN_BYTES
+        ):
+            raise RefusedError(
+                f"tensor {str(largest.spec.name)!r} has {largest.spec.size_bytes:,} bytes, and"
+                f" positions in at most {MOST_OVERWRITTEN_BYTES:,} can be written",
+                where="--encoding overwrite",
+                hint="pass --encoding xor",
+            )
+
+    def start(self, planned: PlannedOutput) -> None:
+        self._planned = planned
+        notes = (*self._before.checkpoint.notes, *self._after.checkpoint.notes)
+        self._listener(Planned(tuple(dict.fromkeys(notes))))
+
+    def execute(self) -> None:
+        with ExitStack() as stack, translate_errors(Path(self._target.location)):
+            spool = Spool(self._folder)
+            stack.callback(spool.close)
+            self._encode_all(spool)
+            for planned in (self._before, self._after):
+                for origin in planned.inputs.origins.values():
+                    origin.checksums.finish()
+            refuse_changed_sources(self._planned)
+            self._write_files(spool)
+
+    def make_manifest(self) -> Manifest:
+        changed = [tensor for tensor in self._tensors if tensor.extents]
+        facts = {
+            "version": self._head.version,
+            "base_version": self._head.base_version,
+            "encoding": self._head.encoding,
+            "checksum": self._head.checksum,
+            "base": self._before.checkpoint.path,
+            "base_step": self._before.checkpoint.index.run.step,
+            "base_digests": {tensor.name: tensor.digest_before for tensor in changed},
+            "changed_elements": {tensor.name: tensor.changed_elements for tensor in changed},
+        }
+        planned = replace(self._planned, facts={**self._planned.facts, DELTA: facts})
+        manifest = build_manifest(planned, self._digests)
+        tensors = {
+            name: replace(record, file=self._paths.get(name, ""))
+            for name, record in manifest.tensors.items()
+        }
+        return replace(manifest, tensors=tensors, files=self._files)
+
+    def _encode_all(self, spool: Spool) -> None:
+        settings = self._after.settings.with_more(_BESIDES_BYTES)
+        throttle = Throttle(settings.bytes_per_second)
+        self._listener(Started(sum(pair.spec.size_bytes for pair in self._pairs)))
+        lock = threading.Lock()
+        with Preparations() as first, Preparations() as second:
+
+            def work(pairs: Iterator[TensorPair]) -> None:
+                worker = _Worker(
+                    SegmentReader(self._before.inputs, first),
+                    SegmentReader(self._after.inputs, second),
+                    self._head,
+                    spool,
+                    self._folder,
+                )
+                for pair in pairs:
+                    tensor, leaves = worker.encode(pair, self._listener, throttle)
+                    with lock:
+                        self._tensors.append(tensor)
+                        self._digests.tensors[tensor.name] = leaves
+
+            run_crew(settings.workers, iter(self._pairs), work, throttle.stopped)
+        self._tensors.sort(key=lambda tensor: name_order(tensor.name))
+
+    def _write_files(self, spool: Spool) -> None:
+        groups: list[list[EncodedTensor]] = []
+        room = 0
+        for tensor in self._tensors:
+            if not tensor.extents:
+                continue
+            if not groups or tensor.stored_bytes > room:
+                groups.append([])
+                room = self._max_file_bytes
+            groups[-1].append(tensor)
+            room -= tensor.stored_bytes
+        for path, group in zip(name_files(len(groups)), groups, strict=True):
+            sizes = [(tensor.name, tensor.stored_bytes) for tensor in group]
+            header = make_header(sizes, {tensor.name: tensor.checksum for tensor in group})
+            size = len(header) + sum(size for _, size in sizes)
+            self._write(path, size, _pieces(header, group, spool))
+            self._paths |= {tensor.name: path for tensor in group}
+        index = self._head.to_index(self._paths)
+        self._write(INDEX_PATH, len(index), iter([index]))
+
+    def _write(self, path: str, size_bytes: int, pieces: Iterator[bytes]) -> None:
+        """Writes a file in the ranges in which an execution would."""
+        self._target.create(path, size_bytes)
+        block = bytearray()
+        leaves: dict[int, bytes] = {}
+        for leaf, (start, stop) in enumerate(leaf_ranges(size_bytes)):
+            while len(block) < stop - start:
+                block += next(pieces)
+            data = memoryview(bytes(block[: stop - start]))
+            del block[: stop - start]
+            leaves[leaf] = leaf_digest(data)
+            self._target.write(path, start, data)
+        self._files[path] = FileRecord(size_bytes, join_leaves(leaves))
+
+
+def _pieces(header: bytes, group: Sequence[EncodedTensor], spool: Spool) -> Iterator[bytes]:
+    yield header
+    for tensor in group:
+        for start, size in tensor.extents:
+            yield spool.read(start, size)
+
+
+class _Worker:
+    """Encodes whole tensors, one after the other."""
+
+    def __init__(
+        self,
+        before: SegmentReader,
+        after: SegmentReader,
+        head: DeltaHead,
+        spool: Spool,
+        folder: Path | None,
+    ) -> None:
+        self._before, self._after = before, after
+        self._head = head
+        self._spool = spool
+        self._folder = folder
+        self._blocks = aligned_buffer(LEAF_BYTES), aligned_buffer(LEAF_BYTES)
+
+    def encode(
+        self, pair: TensorPair, listener: Listener, throttle: Throttle
+    ) -> tuple[EncodedTensor, dict[int, bytes]]:
+        """Returns what is known of a tensor, and the digests of its leaves after the change."""
+        size, extents = pair.spec.size_bytes, list[tuple[int, int]]()
+        encoder = open_encoder(
+            self._head.encoding,
+            size,
+            lambda data: extents.append(self._spool.append(data)),
+            self._folder,
+        )
+        found = _Found(pair.spec.dtype.itemsize, new_hasher(self._head.checksum))
+        try:
+            for start, stop in leaf_ranges(size):
+                before, after = (block[: stop - start] for block in self._blocks)
+                self._before.fill(SegmentRange(*pair.before, start, stop), before)
+                self._after.fill(SegmentRange(*pair.after, start, stop), after)
+                self._before.clear()
+                self._after.clear()
+                found.add(before, after, encoder)
+                listener(BytesWritten(stop - start))
+                throttle.take(self._before.take_bytes_read() + self._after.take_bytes_read())
+            if found.changed_elements:
+                encoder.finish()
+        finally:
+            encoder.close()
+        tensor = EncodedTensor(
+            str(pair.spec.name),
+            tuple(extents) if found.changed_elements else (),
+            found.hasher.hexdigest(),
+            join_leaves(found.leaves_before),
+            found.changed_elements,
+        )
+        return tensor, found.leaves_after
+
+
+class _Found:
+    """What the blocks of a tensor add up to."""
+
+    def __init__(self, itemsize: int, hasher: Hasher) -> None:
+        self.hasher = hasher
+        self.leaves_before: dict[int, bytes] = {}
+        self.leaves_after: dict[int, bytes] = {}
+        self.changed_elements = 0
+        self._kind = np.dtype(f"u{itemsize}")
+
+    def add(self, before: memoryview, after: memoryview, encoder: Encoder) -> None:
+        """Adds the next block; `before` is of no use afterwards."""
+        leaf = len(self.leaves_after)
+        self.hasher.update(after)
+        self.leaves_after[leaf] = self.leaves_before[leaf] = leaf_digest(after)
+        if not same_bytes(before, after):
+            self.leaves_before[leaf] = leaf_digest(before)
+            unequal = np.frombuffer(before, self._kind) != np.frombuffer(after, self._kind)
+            self.changed_elements += int(np.count_nonzero(unequal))
+        encoder.add(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8))

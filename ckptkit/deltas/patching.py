@@ -1,0 +1,429 @@
+"""Applies deltas to a model: a plan of the model whose tensors are changed as they are written.
+
+The changes of all deltas to a block are joined before the block is read, so a chain of deltas costs
+one pass over the model. What comes out is proven by the checksums of the deltas, and by the digests
+of all tensors if ckptkit made the last one.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.write import (
+    PlannedOutput,
+    SingleProcess,
+    check_destination,
+    refuse_full_disk,
+    write_output,
+)
+from ckptkit.core.checksums import DIGEST_SCHEME, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.errors import (
+    ChecksumError,
+    FormatError,
+    InputError,
+    MissingFileError,
+    RefusedError,
+    UsageError,
+)
+from ckptkit.core.index import Key, Span
+from ckptkit.core.manifest import LEAF_BYTES, Manifest
+from ckptkit.deltas.encoding import ChangeStream, Decoder, open_decoder
+from ckptkit.deltas.form import (
+    DELTA,
+    HINT,
+    ChecksumFormat,
+    OpenedDelta,
+    new_hasher,
+    open_delta,
+    refuse_changed,
+)
+from ckptkit.engine.kernels import ElementKernel
+from ckptkit.engine.outcome import Digests, Listener, Planned, ignore
+from ckptkit.formats.parsing import read_from
+from ckptkit.plan.plan import (
+    Compute,
+    Copy,
+    Demand,
+    Kernel,
+    OutputFile,
+    Segment,
+    TensorSpec,
+    wrap_kernel,
+)
+from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import PathLike, open_target
+
+_WRONG_BASE = (
+    "the delta was made from another model, or one of the two is damaged; `ckptkit verify` reads"
+    " them"
+)
+_STREAM_BYTES = 2 << 20
+"""What a worker's decoder of one delta takes: its window, and what is read for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyKernel(ElementKernel):
+    """Copies a stored tensor.
+
+    Attributes:
+        origin: The source of the tensor.
+        key: The tensor.
+    """
+
+    origin: str
+    key: Key
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        return (Demand(self.origin, self.key, block),)
+
+    def run(
+        self,
+        _out: TensorSpec,
+        _block: Span,
+        inputs: Sequence[NDArray[Any]],
+        target: NDArray[Any],
+    ) -> None:
+        target[:] = inputs[0]
+
+
+class ExpectedChecksum:
+    """Compares the checksum of a tensor whose blocks come from several threads in any order."""
+
+    def __init__(
+        self, checksum: ChecksumFormat, expected: str, size_bytes: int, where: str
+    ) -> None:
+        self._hasher = new_hasher(checksum)
+        self._expected = expected
+        self._size_bytes = size_bytes
+        self._where = where
+        self._lock = threading.Lock()
+        self._position = 0
+        self._early: dict[int, bytes] = {}
+
+    def add(self, start: int, data: NDArray[np.uint8]) -> None:
+        """Adds a block; the last one raises an error if the checksum is another."""
+        with self._lock:
+            if start != self._position:
+                self._early[start] = data.tobytes()
+                return
+            block: Any = data
+            while block is not None:
+                self._hasher.update(block)
+                self._position += len(block)
+                block = self._early.pop(self._position, None)
+            if self._position == self._size_bytes:
+                self.compare()
+
+    def compare(self) -> None:
+        """Raises an error if the checksum of what was added is another than that expected."""
+        found = self._hasher.hexdigest()
+        if found != self._expected:
+            raise ChecksumError(
+                f"has checksum {found} after the change against {self._expected} in the delta",
+                where=self._where,
+                hint=_WRONG_BASE,
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PatchKernel:
+    """Computes a tensor as another kernel does, and changes it.
+
+    Attributes:
+        inner: The other kernel.
+        changes: Of all deltas.
+        checksum: What has to come out.
+    """
+
+    inner: Kernel
+    changes: ChangeStream
+    checksum: ExpectedChecksum
+
+    def grain_elements(self, out: TensorSpec) -> int:
+        return self.inner.grain_elements(out)
+
+    def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        return self.inner.demands(out, block)
+
+    def run(
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Computes one block, then changes its bytes."""
+        self.inner.run(out, block, inputs, target)
+        data, start = target.view(np.uint8), block.start * out.dtype.itemsize
+        self.changes.apply(start, data)
+        self.checksum.add(start, data)
+
+
+class DeltaChain:
+    """Deltas of which each begins with the version that the one before leads to."""
+
+    def __init__(self, stack: ExitStack, places: Sequence[PathLike]) -> None:
+        """Opens the deltas, in their order, and proves the files of those with a manifest."""
+        if not places:
+            raise UsageError("at least one delta is needed", where="DELTA")
+        self.deltas = [stack.enter_context(open_delta(place)) for place in places]
+        for one, following in zip(self.deltas, self.deltas[1:], strict=False):
+            _refuse_gap(one, following)
+        for delta in self.deltas:
+            check_files(delta)
+
+    @property
+    def last(self) -> OpenedDelta:
+        return self.deltas[-1]
+
+    def patch(self, planned: PlannedOutput) -> PlannedOutput:
+        """Returns the plan with every tensor that a delta changes as it is after all of them."""
+        base = _read_base_manifest(planned)
+        first = self.deltas[0].head.base_version
+        version = None if base is None else _published_version(base)
+        if version is not None and version != first:
+            raise RefusedError(
+                f"is made for version {first}, and BASE is version {version}",
+                where=self.deltas[0].location,
+                hint="name all deltas between the two, in their order",
+            )
+        specs = {str(spec.name): (segment, spec) for _, segment, spec in planned.plan.specs()}
+        for delta in self.deltas:
+            self._compare(delta, specs, planned)
+        self._compare_digests(base, specs)
+        files = tuple(self._patch_file(file) for file in planned.plan.files)
+        facts = {"version": self.last.head.version, "deltas": [d.location for d in self.deltas]}
+        return replace(
+            planned,
+            plan=replace(planned.plan, files=files),
+            settings=planned.settings.with_more(2 * LEAF_BYTES + len(self.deltas) * _STREAM_BYTES),
+            facts={**planned.facts, DELTA: facts},
+        )
+
+    def refuse_changed(self) -> None:
+        """Refuses deltas whose files were replaced while they were read."""
+        for delta in self.deltas:
+            refuse_changed(delta)
+
+    def compare(self, digests: Digests) -> None:
+        """Compares what was written with the digests of all tensors in the last delta."""
+        manifest = self.last.manifest
+        for name, record in () if manifest is None else manifest.tensors.items():
+            found = digests.of_tensor(name)
+            if not record.digest.startswith(DIGEST_SCHEME) or found == record.digest:
+                continue
+            raise ChecksumError(
+                f"tensor {name!r} came out with digest {found} against {record.digest} in the"
+                " manifest",
+                where=self.last.location,
+                hint=_WRONG_BASE,
+            )
+
+    def _compare(
+        self,
+        delta: OpenedDelta,
+        specs: Mapping[str, tuple[Segment, TensorSpec]],
+        planned: PlannedOutput,
+    ) -> None:
+        """Refuses a delta of tensors that the base does not have so."""
+        base = planned.checkpoint.path
+        for name in delta.tensors:
+            if name not in specs:
+                raise RefusedError(
+                    f"changes tensor {name!r}, which {base} lacks",
+                    where=delta.location,
+                    hint="name the model that the delta was made from, with the same options",
+                )
+        records = {} if delta.manifest is None else delta.manifest.tensors
+        for name, record in records.items():
+            spec = specs[name][1] if name in specs else None
+            found = "none" if spec is None else f"{spec.dtype.name} {list(spec.shape)}"
+            wanted = f"{record.dtype} {list(record.shape)}"
+            if found != wanted:
+                raise RefusedError(
+                    f"is for tensor {name!r} of {wanted}, and {base} has {found}",
+                    where=delta.location,
+                    hint="name the model that the delta was made from, with the same options",
+                )
+
+    def _compare_digests(
+        self, base: Manifest | None, specs: Mapping[str, tuple[Segment, TensorSpec]]
+    ) -> None:
+        """Compares the digests before each delta with those that led to it, where both are known.
+
+        Nothing is read for it: a wrong base is found before the first byte is written.
+        """
+        known: dict[str, str] = {}
+        if base is not None:
+            known = {
+                name: record.digest
+                for name, record in base.tensors.items()
+                if name in specs and isinstance(specs[name][0].body, Copy)
+            }
+        for delta in self.deltas:
+            for name, digest in delta.base_digests.items():
+                before = known.get(name, digest)
+                if before.startswith(DIGEST_SCHEME) and before != digest:
+                    raise RefusedError(
+                        f"was made from a tensor {name!r} with digest {digest}, and what it is to"
+                        f" be applied to has {before}",
+                        where=delta.location,
+                        hint=_WRONG_BASE,
+                    )
+            records = {} if delta.manifest is None else delta.manifest.tensors
+            known = {name: record.digest for name, record in records.items()}
+
+    def _patch_file(self, file: OutputFile) -> OutputFile:
+        return replace(file, segments=tuple(map(self._patch_segment, file.segments)))
+
+    def _patch_segment(self, segment: Segment) -> Segment:
+        spec, body = segment.spec, segment.body
+        changing = [
+            delta for delta in self.deltas if spec is not None and str(spec.name) in delta.tensors
+        ]
+        if not changing or spec is None:
+            return segment
+        tensor = changing[-1].tensors[str(spec.name)]
+        where = f"{changing[-1].location}, tensor {tensor.name!r}"
+        checksum = ExpectedChecksum(
+            changing[-1].head.checksum, tensor.checksum, spec.size_bytes, where
+        )
+        if not spec.size_bytes:
+            checksum.compare()
+            return segment
+        changes = ChangeStream(lambda: _open_decoders(changing, spec), spec.size_bytes)
+        if isinstance(body, Copy):
+            reads: tuple[tuple[str, Key], ...] = ((body.origin, body.key),)
+            kernel: Any = CopyKernel(body.origin, body.key)
+        elif isinstance(body, Compute):
+            reads, kernel = body.reads, body.kernel
+        else:
+            raise NotImplementedError(f"{type(body).__name__} segments cannot be changed")
+        wrapped = wrap_kernel(kernel, spec, lambda inner: PatchKernel(inner, changes, checksum))
+        return replace(segment, body=Compute(wrapped, reads))
+
+
+def _open_decoders(deltas: Sequence[OpenedDelta], spec: TensorSpec) -> list[Decoder]:
+    decoders = []
+    for delta in deltas:
+        tensor = delta.tensors[str(spec.name)]
+        decoders.append(
+            open_decoder(
+                delta.head.encoding,
+                read_from(delta.source, tensor.path, tensor.start),
+                tensor.size_bytes,
+                spec.size_bytes,
+                where=f"{posixpath.join(delta.location, tensor.path)}, tensor {tensor.name!r}",
+            )
+        )
+    return decoders
+
+
+def _refuse_gap(one: OpenedDelta, following: OpenedDelta) -> None:
+    if following.head.base_version == one.head.version:
+        return
+    raise RefusedError(
+        f"leads from version {following.head.base_version} to {following.head.version}, and the"
+        f" delta before it, {one.location}, to version {one.head.version}",
+        where=following.location,
+        hint="name all deltas between the two models, in their order",
+    )
+
+
+def _read_base_manifest(planned: PlannedOutput) -> Manifest | None:
+    """Returns the manifest of a base that ckptkit wrote as a model; None for others."""
+    checkpoint = planned.checkpoint
+    with suppress(MissingFileError, FormatError):
+        manifest = read_manifest(checkpoint.source, checkpoint.units[0].candidate.folder)
+        return manifest if manifest.kind == "model" else None
+    return None
+
+
+def _published_version(manifest: Manifest) -> int | None:
+    """Returns the version of a model that was published, or made by applying deltas."""
+    facts = manifest.source.get(DELTA)
+    version = facts.get("version") if isinstance(facts, dict) else None
+    return version if type(version) is int else None
+
+
+def check_files(delta: OpenedDelta) -> None:
+    """Proves the files of a delta by the digests of its manifest, if it has one."""
+    for problem in find_file_problems(delta):
+        raise problem
+
+
+def find_file_problems(delta: OpenedDelta) -> Iterator[InputError]:
+    """Yields an error for each file that is not as the manifest says; none without a manifest."""
+    if delta.manifest is None:
+        return
+    sizes = {file.path: file.size_bytes for file in delta.files}
+    for path in sorted(sizes.keys() - delta.manifest.files.keys()):
+        where = posixpath.join(delta.location, path)
+        yield FormatError("is not in the manifest", where=where, hint=HINT)
+    for path, record in delta.manifest.files.items():
+        where = posixpath.join(delta.location, path)
+        if sizes.get(path) != record.size_bytes:
+            found = f"{sizes[path]:,} bytes" if path in sizes else "nothing"
+            text = f"{found} found against {record.size_bytes:,} bytes in the manifest"
+            yield FormatError(text, where=where, hint=HINT)
+            continue
+        leaves = [
+            leaf_digest(memoryview(delta.source.read(path, start, stop)))
+            for start, stop in leaf_ranges(record.size_bytes)
+        ]
+        found = tree_digest(leaves)
+        if found != record.digest:
+            yield ChecksumError(
+                f"digest {found} was found against {record.digest} in the manifest", where=where
+            )
+
+
+class _PatchedOutput(SingleProcess):
+    """Writes a model with changes, and proves all of it before it is visible."""
+
+    def __init__(
+        self, out: PathLike, chain: DeltaChain, listener: Listener, *, overwrite: bool
+    ) -> None:
+        super().__init__(open_target(out, overwrite=overwrite), listener)
+        self._chain = chain
+
+    def start(self, planned: PlannedOutput) -> None:
+        """Begins; no bytes are copied by a store, since all of them are digested here."""
+        refuse_full_disk(planned, self._target)
+        self._planned = planned
+        self._listener(Planned(planned.plan.notes))
+
+    def execute(self) -> None:
+        super().execute()
+        self._chain.refuse_changed()
+        self._chain.compare(self._digests)
+
+
+def apply_deltas(
+    job: ConversionJob, deltas: Sequence[PathLike], listener: Listener = ignore
+) -> Manifest:
+    """Writes the model that deltas lead to.
+
+    Args:
+        job: Of the model that the first delta is applied to, and of the output.
+        deltas: In their order.
+        listener: Receives progress events, from several threads.
+
+    Returns:
+        The manifest of the output.
+    """
+    job.check_places()
+    for delta in deltas:
+        check_destination(delta, job.destination, overwrite=job.overwrite)
+    with ExitStack() as stack:
+        chain = DeltaChain(stack, deltas)
+        strategy = stack.enter_context(
+            _PatchedOutput(job.destination, chain, listener, overwrite=job.overwrite)
+        )
+        planned = stack.enter_context(job.plan_output())
+        return write_output(chain.patch(planned), strategy, listener)

@@ -1,0 +1,1 @@
+"""`ckptkit delta`, and what other commands show of deltas."""

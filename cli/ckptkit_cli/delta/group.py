@@ -1,0 +1,185 @@
+"""`ckptkit delta`: what changed between two models, made and applied."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+import typer
+
+from ckptkit.core.manifest import Manifest
+from ckptkit.core.text import size_text
+from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
+from ckptkit.deltas.form import DELTA, ChecksumFormat, Encoding
+from ckptkit.deltas.patching import apply_deltas
+from ckptkit.options import DTypeChoice, choose_dtype, positive_number
+from ckptkit.storage.locations import Sources, place_of
+from ckptkit_cli import _options as options
+from ckptkit_cli._command import Argument, Option, PlainCommand, PlainGroup, command
+from ckptkit_cli._options import CONVERSION, WRITTEN
+from ckptkit_cli._output import Output, counted, escaped
+from ckptkit_cli._pages import Consolidated, consolidation_page, manifest_json, proof_lines
+from ckptkit_cli._progress import Progress
+
+_OF_CONVERSION = {option.name: option for option in CONVERSION}
+_BASE = Argument("base", "BASE", "The model before: a checkpoint, or a folder that contains one.")
+_DTYPES = get_args(DTypeChoice)
+_SIDE = (
+    options.SELECT,
+    _OF_CONVERSION["include"],
+    _OF_CONVERSION["exclude"],
+    replace(
+        options.MODEL_CONFIG,
+        help="Model folder with configuration and tokenizer, if the checkpoints have none.",
+    ),
+    options.OVERWRITE,
+    replace(
+        options.DTYPE,
+        help="Element type of floating tensors; bf16, fp16 and fp32 are accepted too.",
+        choices=_DTYPES,
+        parse=partial(choose_dtype, choices=_DTYPES),
+    ),
+    _OF_CONVERSION["keep_dtype"],
+    options.NAMES,
+    options.MAP,
+    options.STRIP_PREFIX,
+    _OF_CONVERSION["vocab_size"],
+    options.MEMORY_BUDGET,
+    options.MEMORY_LIMIT,
+    options.WORKERS,
+    _OF_CONVERSION["bandwidth"],
+    options.SRC_OPTION,
+    options.DST_OPTION,
+    options.JSON,
+    options.QUIET,
+    options.EVENTS,
+)
+
+
+@command(
+    _BASE,
+    Argument("new", "NEW", "The model after, of any format."),
+    options.OUT,
+    Option(
+        "--version",
+        WRITTEN,
+        "Number of the version that the delta leads to; it is made for the version before. By"
+        " default it is taken from an OUT such as weight_v000002, else it is 1.",
+        "N",
+        parse=partial(positive_number, option="--version", example=1),
+    ),
+    Option(
+        "--encoding",
+        WRITTEN,
+        "'xor' is smaller, and has to be applied once. 'overwrite' has positions and new values.",
+        choices=get_args(Encoding),
+        default="xor",
+    ),
+    Option(
+        "--checksum",
+        WRITTEN,
+        "Kind of the checksums that prove each changed tensor; blake3 needs the extra 'blake3'.",
+        choices=get_args(ChecksumFormat),
+        default="xxh3-128",
+    ),
+    *_SIDE,
+)
+def create(output: Output, base: str, new: str, out: str, **values: Any) -> None:
+    """Write what changed between two models.
+
+        ckptkit delta create runs/rl/checkpoint-100 runs/rl/checkpoint-101 deltas/weight_v000001
+
+    The models are read from their shards, as `consolidate` would write them. The form is the one
+    that slime writes and SGLang's /pull_weights receives. OUT appears when it is complete and
+    durable, or not at all.
+    """
+    sources, place, values = _places(base, out, values)
+    sides = [make_job(side, place, values) for side in (sources.first, sources.place(new))]
+    began = time.perf_counter()
+    with Progress(output, "delta create") as progress:
+        manifest = create_delta(
+            sides[0], sides[1], DeltaRequest.from_options(values), progress.listen
+        )
+    seconds = time.perf_counter() - began
+    progress.warn(progress.notes)
+    output.document({**manifest_json(out, manifest, seconds), "notes": list(progress.notes)})
+    output.lines(_creation_page(output, manifest, out, seconds))
+
+
+@command(
+    _BASE,
+    Argument("deltas", "DELTA...", "One delta or several, in their order.", repeated=True),
+    options.OUT,
+    options.MAX_SHARD_SIZE,
+    options.ALLOW_CODE,
+    *_SIDE,
+)
+def apply(output: Output, base: str, deltas: list[str], out: str, **values: Any) -> None:
+    """Write the model that deltas lead to.
+
+        ckptkit delta apply models/base deltas/weight_v000001 deltas/weight_v000002 models/new
+
+    BASE is read once, however many deltas there are. Every changed tensor is proven by the
+    checksum in its delta. OUT appears when it is complete and durable, or not at all.
+    """
+    sources, place, values = _places(base, out, values)
+    job = make_job(sources.first, place, values)
+    began = time.perf_counter()
+    with Progress(output, "delta apply") as progress:
+        manifest = apply_deltas(job, sources.further(deltas), progress.listen)
+    done = Consolidated(out, manifest, time.perf_counter() - began, progress.notes)
+    progress.warn(done.notes)
+    output.document(done.to_json())
+    output.lines(consolidation_page(output, done))
+
+
+def _places(base: str, out: str, values: Mapping[str, Any]) -> tuple[Sources, str, dict[str, Any]]:
+    stores = {"src_options": values["src_option"], "dst_options": values["dst_option"]}
+    return (
+        Sources(base, values["src_option"]),
+        place_of(out, values["dst_option"]),
+        {**values, **stores},
+    )
+
+
+def _creation_page(output: Output, manifest: Manifest, out: str, seconds: float) -> Iterator[str]:
+    facts = manifest.source[DELTA]
+    changed = facts["changed_elements"]
+    yield output.styled(escaped(out), "bold")
+    yield (
+        f"  wrote      version {facts['version']:,}, to be applied to version"
+        f" {facts['base_version']:,}, {size_text(manifest.size_bytes)}, in {seconds:.2f} s"
+    )
+    yield (
+        f"  changed    {counted(len(changed), 'tensor')} of {len(manifest.tensors):,},"
+        f" {counted(sum(changed.values()), 'element')}"
+    )
+    yield from proof_lines(output, manifest)
+
+
+def delta_group() -> typer.Typer:
+    """Returns the commands of `ckptkit delta`."""
+    group = typer.Typer(
+        name="delta",
+        cls=PlainGroup,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help=_describe_group.__doc__,
+    )
+    group.callback()(_describe_group)
+    for function in (create, apply):
+        group.command(cls=PlainCommand)(function)
+    return group
+
+
+def _describe_group() -> None:
+    """Write what changed between two models, and apply it.
+
+        ckptkit delta create runs/rl/checkpoint-100 runs/rl/checkpoint-101 deltas/weight_v000001
+        ckptkit delta apply models/base deltas/weight_v000001 models/new
+
+    `ckptkit inspect` shows what is in a delta, `ckptkit verify` reads all of it.
+    """
