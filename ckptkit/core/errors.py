@@ -286,3 +286,16 @@ class ResumeError(InputError):
     """A checkpoint does not fit what is to be resumed from it."""
 
     code = "cannot-resume"
+
+
+class LoadError(InputError):
+    """A checkpoint does not fit the model that is to be filled from it; nothing was written."""
+
+    code = "cannot-load"
+
+
+class PartlyFilledError(LoadError):
+    """A model was filled in part only; its cause says why."""
+
+    code = "partly-filled"
+    usual_hint = "mend what is wrong and load again, or build the model anew; do not train with it"

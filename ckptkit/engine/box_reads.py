@@ -3,21 +3,69 @@
 `plan_chunk_reads` finds which chunks hold the boxes that are wanted. `read_chunks` reads them in
 the order of the files, with several threads, straight into the memory where that is possible.
 A process that needs a part of each tensor, as a rank does in a resume, reads only that part.
+
+`find_stored_boxes` comes before them where tensors are made from others, are stored in spans, or
+are to be cast: it finds the boxes of stored tensors that a wanted box consists of. What has to be
+computed is read block by block instead.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import IncompleteCheckpointError, UnsupportedError
-from ckptkit.core.geometry import Overlap, drop_replicas, find_defect, overlaps
-from ckptkit.core.index import Box, ChunkTable, FileRange, Key, Record, Shape, TensorEntry
+from ckptkit.core.geometry import (
+    Overlap,
+    contiguous_parts,
+    drop_replicas,
+    find_defect,
+    flat_offset,
+    intersect,
+    overlaps,
+    relative,
+    row_major_strides,
+    slabs,
+    widen,
+)
+from ckptkit.core.index import (
+    CONTAINERS,
+    Box,
+    Chunk,
+    ChunkTable,
+    FileRange,
+    Key,
+    Record,
+    Shape,
+    Span,
+    TensorEntry,
+    TensorIndex,
+)
 from ckptkit.core.threads import run_crew, usable_cores
+from ckptkit.core.tiles import Tile, Walk, find_tile, walk_boxes
+from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
-from ckptkit.engine.reader import BoxMemory, BoxTarget, ChunkRead, Origin, TensorReader
+from ckptkit.engine.kernels import Operand, PartOperand, StoredOperand
+from ckptkit.engine.reader import (
+    RUN_BYTES,
+    BoxMemory,
+    BoxTarget,
+    ChunkRead,
+    Origin,
+    TensorReader,
+    byte_type,
+    slices_of,
+)
+from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
 from ckptkit.storage.base import distant
 
@@ -28,10 +76,160 @@ _SMALL_BYTES = 64 << 10
 _GROUP_BYTES = 1 << 20
 _GROUP_GAP_BYTES = 4 << 10
 
+# Of computed tensors, rows are read whole where a part of them would be shorter.
+_SHORT_ROW_BYTES = 4 << 10
+_MOST_SPREAD_BOXES = 1 << 12  # that a tensor is taken apart into if they are short
+_SHORT_BOX_BYTES = 1 << 10
+_RAW = CONTAINERS.index("raw")
+
+WantedBox = tuple[TensorEntry, Box, BoxMemory]
+"""A tensor, a box of it, and the memory that the box goes to."""
+
 _Grid = tuple[Shape, bytes, bytes]  # a tensor's shape, and the offsets and sizes of its chunks
 
 
-def plan_chunk_reads(wanted: Iterable[tuple[TensorEntry, Box, BoxMemory]]) -> list[ChunkRead]:
+class CastMemory:
+    """Memory of another element type than what is read; elements are cast on their way.
+
+    Which values they become is as `Caster` says.
+    """
+
+    __slots__ = ("_memory", "_source", "_target", "_where")
+
+    def __init__(self, memory: BoxMemory, source: DType, target: DType, where: str) -> None:
+        """Casts nothing yet.
+
+        Args:
+            memory: Memory of elements of type `target`.
+            source: The element type of what is read.
+            target: The other one, which has to be another one.
+            where: The tensor, for messages.
+        """
+        self._memory = memory
+        self._source = source
+        self._target = target
+        self._where = where
+
+    def direct(self, _box: Box) -> memoryview | None:
+        return None
+
+    def put(self, box: Box, elements: NDArray[Any]) -> None:
+        values = np.ascontiguousarray(elements).reshape(-1).view(numpy_dtype(self._source))
+        cast = np.empty(len(values), numpy_dtype(self._target))
+        Caster(self._source, self._target).cast_all(values, cast, where=self._where)
+        self._memory.put(box, cast.view(byte_type(self._target.itemsize)).reshape(box.sizes))
+
+    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> CastMemory:
+        memory = self._memory.walked(start, walks, sizes)
+        return CastMemory(memory, self._source, self._target, self._where)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRead:
+    """A box of a tensor that has to be computed, or decoded, in row-major order.
+
+    Attributes:
+        entry: The tensor.
+        box: The box.
+        memory: Where it goes.
+    """
+
+    entry: TensorEntry
+    box: Box
+    memory: BoxMemory
+
+
+def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedBox | SpanRead]:
+    """Yields the boxes of stored tensors that one box of any tensor consists of.
+
+    Args:
+        index: What both are in.
+        wanted: The box.
+
+    Yields:
+        Boxes for `plan_chunk_reads`, and what has to be read in another way.
+    """
+    entry, box, memory = wanted
+    if 0 in box.sizes:
+        return
+    if entry.derivation is not None:
+        parts = list(_tiles_of(index, entry))
+        found = [(source, walk) for source, tile in parts for walk in walk_boxes(tile, box)]
+        short = sum(
+            math.prod(walk.box.sizes) * entry.dtype.itemsize < _SHORT_BOX_BYTES for _, walk in found
+        )
+        if not parts or short > _MOST_SPREAD_BOXES:
+            yield SpanRead(entry, box, memory)
+            return
+        for source, walk in found:
+            part = memory.walked(walk.start, walk.walks, walk.box.sizes)
+            yield from find_stored_boxes(index, (source, walk.box, part))
+        return
+    if entry.rounded_from is not None:
+        memory = CastMemory(memory, entry.rounded_from, entry.dtype, f"tensor {entry.key!r}")
+        entry = replace(entry, dtype=entry.rounded_from, rounded_from=None)
+    boxed = _in_boxes(index, entry)
+    yield SpanRead(*wanted) if boxed is None else (boxed, box, memory)
+
+
+def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEntry, Tile]]:
+    """Yields what a tensor is made of; nothing where it is computed, or not all is found."""
+    made, whole = entry.derivation, Box((0,) * len(entry.shape), entry.shape)
+    parts: list[tuple[Shape, Box, Operand, tuple[int, Shape]]]
+    if isinstance(made, PartOperand):
+        parts = [(entry.shape, whole, made, (made.start, row_major_strides(entry.shape)))]
+    elif isinstance(made, ComputedOperand) and isinstance(made.kernel, RearrangeKernel):
+        kernel = made.kernel
+        parts = [
+            (kernel.grid, part.box, kernel.operands[part.operand], (part.start, part.steps))
+            for part in kernel.stretches
+            if not kernel.has_padding
+        ]
+    else:
+        return
+    found: list[tuple[TensorEntry, Tile]] = []
+    for grid, box, operand, (start, steps) in parts:
+        first = _first_element(operand)
+        if first is None:
+            return
+        source = index.tensors[operand.reads[0][1]]
+        tile = find_tile(entry.shape, grid, box, (first + start, steps), source.shape)
+        if tile is None or source.dtype != entry.dtype:
+            return
+        found.append((source, tile.swapped))
+    yield from found
+
+
+def _first_element(operand: Operand) -> int | None:
+    """Returns where the elements of an operand begin in its tensor; None if they are computed."""
+    if isinstance(operand, PartOperand):
+        return operand.start
+    return 0 if isinstance(operand, StoredOperand) else None
+
+
+def _in_boxes(index: TensorIndex, entry: TensorEntry) -> TensorEntry | None:
+    """Returns a stored tensor with its chunks as boxes; None where spans have to stay spans.
+
+    A span is at most a few boxes, which follow each other in its record. Archives are located by
+    the shape of their chunk, so that these cannot be taken apart.
+    """
+    table = entry.chunks
+    if not table.flat:
+        return entry
+    if (index.records.container[table.record] != _RAW).any() or table.strides:
+        return None
+    chunks: list[Chunk] = []
+    for chunk in drop_replicas(table):
+        if not isinstance(chunk.place, Span):
+            return None
+        at = chunk.byte_offset or 0
+        for box in slabs(chunk.place, entry.shape):
+            chunks.append(Chunk(box, chunk.record, at, None, chunk.rank))
+            at += math.prod(box.sizes) * entry.dtype.itemsize
+    return replace(entry, chunks=ChunkTable.of(chunks, len(entry.shape)))
+
+
+def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     """Finds which chunks hold some boxes of tensors.
 
     Args:
@@ -101,6 +299,10 @@ class _Chunkings:
         return shared
 
 
+Done = Callable[[BoxMemory], object]
+"""Is called when a box was read, with its memory; from any thread."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadReport:
     """What `read_chunks` read.
@@ -116,7 +318,9 @@ class ReadReport:
     partial: tuple[NumberedRecord, ...]
 
 
-def read_chunks(origin: Origin, reads: Sequence[ChunkRead], *, threads: int = 0) -> ReadReport:
+def read_chunks(
+    origin: Origin, reads: Sequence[ChunkRead], *, threads: int = 0, done: Done | None = None
+) -> ReadReport:
     """Reads chunks into their memory; a record that is read whole is compared at once.
 
     Args:
@@ -124,6 +328,7 @@ def read_chunks(origin: Origin, reads: Sequence[ChunkRead], *, threads: int = 0)
         reads: What to read, as `plan_chunk_reads` returns it.
         threads: How many read at once; 0 for two, or one where there is one core, and for more
             where the source is distant.
+        done: Is called for each of the boxes.
     """
     readers: list[TensorReader] = []
     whole: list[NumberedRecord] = []
@@ -133,16 +338,66 @@ def read_chunks(origin: Origin, reads: Sequence[ChunkRead], *, threads: int = 0)
         readers.append(reader)
         for group in groups:
             whole.extend(list(_read_group(origin, reader, group)))
+            if done is not None:
+                for _, memory in itertools.chain.from_iterable(p.read.targets for p in group):
+                    done(memory)
 
-    if not threads:
-        near = min(_MOST_THREADS, usable_cores())
-        threads = near if distant(origin.source) is None else _DISTANT_THREADS
     pending = [_RecordRead(read, origin.index.records[read.record]) for read in reads]
-    run_crew(threads, iter(list(_groups(pending))), work)
+    run_crew(threads or _threads_for(origin), iter(list(_groups(pending))), work)
     return ReadReport(
         bytes_read=sum(reader.cache.bytes_read for reader in readers),
         partial=(*whole, *origin.checksums.still_open().items()),
     )
+
+
+def _threads_for(origin: Origin) -> int:
+    is_near = distant(origin.source) is None
+    return min(_MOST_THREADS, usable_cores()) if is_near else _DISTANT_THREADS
+
+
+def read_spans(
+    origin: Origin, reads: Sequence[SpanRead], *, threads: int = 0, done: Done | None = None
+) -> ReadReport:
+    """Reads boxes of tensors that are computed or decoded, block by block.
+
+    Args:
+        origin: The source, opened for this call only.
+        reads: What to read.
+        threads: As for `read_chunks`.
+        done: Is called for each of the boxes.
+    """
+    readers: list[TensorReader] = []
+
+    def work(pending: Iterator[SpanRead]) -> None:
+        reader = TensorReader(origin)
+        readers.append(reader)
+        buffer = memoryview(bytearray(RUN_BYTES))
+        for read in pending:
+            _read_span(reader, read, buffer)
+            if done is not None:
+                done(read.memory)
+
+    if reads:
+        run_crew(threads or _threads_for(origin), iter(reads), work)
+    return ReadReport(
+        bytes_read=sum(reader.cache.bytes_read for reader in readers),
+        partial=tuple(origin.checksums.still_open().items()),
+    )
+
+
+def _read_span(reader: TensorReader, read: SpanRead, buffer: memoryview) -> None:
+    entry, box = read.entry, read.box
+    itemsize, strides = entry.dtype.itemsize, row_major_strides(entry.shape)
+    wide = widen(box, entry.shape, _SHORT_ROW_BYTES // itemsize)
+    for part in contiguous_parts(wide, entry.shape, RUN_BYTES // itemsize):
+        shared = intersect(part, box)
+        if shared is None:
+            continue
+        start, count = flat_offset(part.offsets, strides), math.prod(part.sizes)
+        values = buffer[: count * itemsize]
+        reader.fill(entry.key, Span(start, start + count), values)
+        elements = np.frombuffer(values, byte_type(itemsize)).reshape(part.sizes)
+        read.memory.put(relative(shared, box), elements[slices_of(relative(shared, part))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +436,10 @@ def _read_group(
     first, last = group[0].record, group[-1].record
     path = origin.index.files[first.file].path
     reader.clear()
-    if len(group) > 1 or group[0].size_bytes <= 2 * WINDOW_BYTES:
+    is_archive = first.container == "torch_zip"  # whose header has to be read as well
+    if len(group) > 1 or (is_archive and group[0].size_bytes <= 2 * WINDOW_BYTES):
         reader.cache.fetch([FileRange(path, first.start, last.stop)])
-    elif reader.cache.is_distant and first.container == "torch_zip":
+    elif reader.cache.is_distant and is_archive:
         start, stop = first.start + WINDOW_BYTES, first.stop - WINDOW_BYTES
         ends = [FileRange(path, first.start, start), FileRange(path, stop, first.stop)]
         reader.cache.fetch(ends)

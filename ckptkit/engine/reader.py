@@ -37,10 +37,12 @@ from ckptkit.core.index import (
     Derivation,
     FileRange,
     Key,
+    Shape,
     Span,
     TensorEntry,
     TensorIndex,
 )
+from ckptkit.core.tiles import Walk
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
 from ckptkit.engine.decompress import DecodedRecords
@@ -77,6 +79,16 @@ class BoxMemory(Protocol):
         """Copies elements, in the shape of a part of the box, to their place."""
         ...
 
+    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
+        """Returns the memory of some of the elements, as that of another box.
+
+        Args:
+            start: The place of the first of them.
+            walks: For each dimension of the other box, how a step along it moves in this one.
+            sizes: Those of the other box.
+        """
+        ...
+
 
 class ArrayMemory:
     """A numpy array of any strides as the memory of a box."""
@@ -92,6 +104,12 @@ class ArrayMemory:
 
     def put(self, box: Box, elements: NDArray[Any]) -> None:
         self._array[slices_of(box)] = elements
+
+    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> ArrayMemory:
+        rest: tuple[Any, ...] = (*(slice(at, None) for at in start), Ellipsis)
+        first = self._array[rest]
+        strides = [first.strides[axis] * step if step else 0 for axis, step in walks]
+        return ArrayMemory(np.lib.stride_tricks.as_strided(first, sizes, strides))
 
 
 BoxTarget = tuple[Overlap, BoxMemory]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckptkit.core.index import KeyPath
+from ckptkit.core.dtypes import DType
+from ckptkit.core.index import Fqn, KeyPath, Shape
+from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest
+from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.lora.dialects import AdapterNames, holds_adapters
 
 RNG = "rng"
@@ -136,6 +139,44 @@ def innermost(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def ask_disk_names(
+    model: nn.Module,
+    config: Mapping[str, Any] | None,
+    tensors: Mapping[Fqn, tuple[DType, Shape]],
+    *,
+    base: Sequence[Fqn] = (),
+) -> tuple[HubNames | None, str]:
+    """Determines the names of a live model's tensors on disk, where they may differ.
+
+    Args:
+        model: The model, maybe wrapped.
+        config: Its parsed `config.json`, or None.
+        tensors: Element types and shapes of the tensors of the whole model.
+        base: The names in the folder that it is loaded from; without them those that loading has
+            left at the model count.
+
+    Returns:
+        The names, or None where they are the live ones or not known; why they are not known.
+    """
+    inner: Any = innermost(model)
+    own = next(cls for cls in type(inner).__mro__ if not cls.__module__.startswith("torch."))
+    need = determine_need(config, has_base=True)
+    if config is None or need.kind != "ask" or not own.__module__.startswith("transformers."):
+        return None, ""
+    why = explain_doubt(config, (dtype for dtype, _ in tensors.values()))
+    if why:
+        return None, why
+    try:
+        from ckptkit.hub_names.transformers.answers import answer_names
+
+        plain = {**config, "architectures": [own.__name__]}
+        plain.pop("auto_map", None)
+        conversions = None if base else getattr(inner, "_weight_conversions", None)
+        return answer_names(NamingRequest(plain, tensors, base), conversions), ""
+    except Exception as error:  # noqa: BLE001  live names do without
+        return None, f"{type(error).__name__}: {error}"
 
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES

@@ -37,12 +37,10 @@ from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     HubTensor,
-    NamingRequest,
     Window,
     find_whole,
     find_windows,
 )
-from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.lora.dialects import AdapterNames
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.layouts.hf import layout_adapter, layout_hf_weights
@@ -77,7 +75,12 @@ from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.dtensors import Copies, has_data
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.pieces import Piece, select_owned
-from ckptkit.training.step_names import TensorPlaces, adapter_names, innermost
+from ckptkit.training.step_names import (
+    TensorPlaces,
+    adapter_names,
+    ask_disk_names,
+    innermost,
+)
 
 Table = Mapping[Fqn, TensorSpec]
 """The tensors of the whole model, by name, as training holds them."""
@@ -153,24 +156,7 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> Expor
         table: The tensors of the whole model.
         config: Its parsed `config.json`, or None.
     """
-    model: Any = innermost(modules[0])
-    own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch."))
-    is_native = own.__module__.startswith("transformers.")
-    need = determine_need(config, has_base=True)
-    if need.kind != "ask" or not is_native:
-        return ExportNames(None)
-    why = explain_doubt(config, (spec.dtype for spec in table.values()))
-    names: HubNames | None = None
-    if not why:
-        try:
-            from ckptkit.hub_names.transformers.answers import answer_names
-
-            plain = {**config, "architectures": [own.__name__]}
-            plain.pop("auto_map", None)
-            request = NamingRequest(plain, _extents(table))
-            names = answer_names(request, getattr(model, "_weight_conversions", None))
-        except Exception as error:  # noqa: BLE001  an export is written without them
-            why = f"{type(error).__name__}: {error}"
+    names, why = ask_disk_names(modules[0], config, _extents(table))
     if names is not None and not all(
         _is_same(tensor, names.live) or find_windows(tensor, names.live) is not None
         for tensor in names.tensors.values()

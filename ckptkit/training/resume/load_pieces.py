@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from ckptkit.core.checksums import crc32_combine
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ChecksumError, ResumeError
-from ckptkit.core.index import Box, Key, TensorEntry, TensorIndex
+from ckptkit.core.geometry import flat_offset
+from ckptkit.core.index import Box, Key, Shape, TensorEntry, TensorIndex
+from ckptkit.core.tiles import Walk
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import ArrayMemory, BoxMemory, Origin, byte_type, slices_of
@@ -83,7 +85,7 @@ def load_pieces(
                 where=piece.key,
             )
         for place, elements in piece.boxes():
-            wanted.append((entry, place, _memory_of(elements.detach().view(place.sizes))))
+            wanted.append((entry, place, memory_of(elements.detach().view(place.sizes))))
     origin = Origin("step", source, index, most_pieces=_MOST_PARTS)
     report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
     return FillReport(
@@ -94,7 +96,8 @@ def load_pieces(
     )
 
 
-def _memory_of(tensor: torch.Tensor) -> BoxMemory:
+def memory_of(tensor: torch.Tensor) -> BoxMemory:
+    """Returns the memory of a tensor on any device, as that of a box of its shape."""
     # Of a lazily conjugated or negated tensor the bytes are not the values.
     lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.device.type != "cpu" or lazy:
@@ -127,6 +130,12 @@ class DeviceMemory:
         flat = torch.from_numpy(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
         values = flat.view(self._tensor.dtype).reshape(box.sizes)
         self._tensor[slices_of(box)].copy_(values)
+
+    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> DeviceMemory:
+        strides = self._tensor.stride()
+        first = self._tensor.storage_offset() + flat_offset(start, strides)
+        steps = [strides[axis] * step if step else 0 for axis, step in walks]
+        return DeviceMemory(self._tensor.as_strided(sizes, steps, first))
 
 
 def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEntry]:

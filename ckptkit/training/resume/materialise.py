@@ -24,7 +24,13 @@ Slots = Mapping[int, tuple[ShardLayout, ...]]
 _Named = tuple[nn.Module, str]
 
 
-def materialise(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+def materialise(
+    modules: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    *,
+    dtype: torch.dtype | None = None,
+    leave: Container[int] = (),
+) -> None:
     """Allocates all tensors on the meta device; everything else is unchanged.
 
     Parameters and persistent buffers are left without content, to be loaded. Buffers that no
@@ -33,11 +39,13 @@ def materialise(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
     Args:
         modules: The models, wrapped already.
         optimizers: Those of their parameters; they get the new ones.
+        dtype: What tensors of floats become that are left without content; None for what they are.
+        leave: The identities of tensors that stay on the meta device.
     """
     for module in modules:
         if not any(tensor.is_meta for tensor in _tensors(module)):
             continue
-        renewed = _give_memory(module)
+        renewed = _give_memory(module, dtype, leave)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [renewed.get(old, old) for old in group["params"]]
@@ -45,28 +53,34 @@ def materialise(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
                 optimizer.state[renewed[old]] = optimizer.state.pop(old)
 
 
+def is_wide_float(dtype: torch.dtype) -> bool:
+    """Whether elements are floats that are not packed into a byte."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 
 
-def _give_memory(module: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
+def _give_memory(
+    module: nn.Module, dtype: torch.dtype | None, leave: Container[int]
+) -> dict[torch.Tensor, nn.Parameter]:
     """Returns the new parameter of each old one."""
     before: dict[torch.Tensor, list[_Named]] = defaultdict(list)
     for owner in module.modules():
         for name, parameter in members_of(owner)[0].items():
             if parameter is not None:
                 before[parameter].append((owner, name))
-    unsaved: list[tuple[str, nn.Module, str]] = []
-    for prefix, owner in module.named_modules():
-        names = _unsaved_names(owner)
-        for name, buffer in members_of(owner)[1].items():
-            if buffer is not None and buffer.is_meta and name in names:
-                unsaved.append((f"{prefix}.{name}" if prefix else name, owner, name))
+    unsaved = list(_find_unsaved(module))
     device = _device_of(module)
+    computed = {id(getattr(owner, name)) for _, owner, name in unsaved}
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+        if not tensor.is_meta or id(tensor) in leave:
+            return tensor
+        kept = dtype is None or id(tensor) in computed or not is_wide_float(tensor.dtype)
+        return torch.empty_like(tensor, device=device, dtype=tensor.dtype if kept else dtype)
 
     # As `to_empty` does: FSDP2 overrides this private method to register the new parameters.
     module._apply(real)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -98,6 +112,15 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _unsaved_names(owner: nn.Module) -> set[str]:
     return owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public way
+
+
+def _find_unsaved(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields the buffers on the meta device that no checkpoint holds."""
+    for prefix, owner in module.named_modules():
+        names = _unsaved_names(owner)
+        for name, buffer in members_of(owner)[1].items():
+            if buffer is not None and buffer.is_meta and name in names:
+                yield f"{prefix}.{name}" if prefix else name, owner, name
 
 
 def _fill_unsaved(module: nn.Module, unsaved: Sequence[tuple[str, nn.Module, str]]) -> None:

@@ -1,0 +1,1 @@
+"""Filling a live model from any checkpoint."""

@@ -1,0 +1,196 @@
+"""The tensors of a live model as a checkpoint may have them, and its configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.formats.trees import EXTRA_STATE
+from ckptkit.hub_names.disk_tensors import HubNames
+from ckptkit.lora.dialects import holds_adapters, make_plain_name
+from ckptkit.training.resume.materialise import is_wide_float, materialise
+from ckptkit.training.state.bound import BoundModel
+from ckptkit.training.state.dtensors import Copies, has_data
+from ckptkit.training.state.models import ModelWalk
+from ckptkit.training.state.pieces import Piece
+from ckptkit.training.step_names import (
+    TensorPlaces,
+    ask_disk_names,
+    clean_fqn,
+    innermost,
+    parallel_prefixes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTensor:
+    """A tensor of the whole model.
+
+    Attributes:
+        names: All its names; several where weights are tied.
+        shape: Of the whole tensor, in elements.
+        dtype: Its element type.
+        pieces: The parts that are on this rank.
+    """
+
+    names: tuple[Fqn, ...]
+    shape: Shape
+    dtype: DType
+    pieces: tuple[Piece, ...] = field(repr=False)
+
+    @property
+    def name(self) -> Fqn:
+        return self.names[0]
+
+
+class LiveModel:
+    """A model as this rank holds it; looked at without communicating.
+
+    Attributes:
+        module: The outermost module.
+        tensors: Parameters and persistent buffers, each once.
+        is_stage: Whether other ranks hold other tensors, as those of a pipeline do.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise UsageError(
+                f"is a {type(module).__name__}, where a module was expected", where="model"
+            )
+        self.module = module
+        world = Copies()
+        if dist.is_available() and dist.is_initialized():
+            world = Copies(dist.get_world_size(), dist.get_rank())
+        self._world = world
+        self._read()
+
+    def _read(self) -> None:
+        view = ModelWalk(self.module, TensorPlaces("", ()), world=self._world).look()
+        self.is_stage = view.values.count < self._world.number
+        self.tensors: tuple[LiveTensor, ...] = tuple(_tensors(view.pieces))
+
+    @property
+    def bound(self) -> BoundModel:
+        """The model as an entry of a training state."""
+        return BoundModel("model", None, self.module, TensorPlaces("", ()))
+
+    @property
+    def where(self) -> str:
+        """What messages call it."""
+        return type(innermost(self.module)).__name__.removeprefix("FSDP")
+
+    @cached_property
+    def base(self) -> Any:
+        """The model inside of its wrappers, and of PEFT's."""
+        inner: Any = innermost(self.module)
+        find = getattr(inner, "get_base_model", None)
+        return find() if self.is_peft and callable(find) else inner
+
+    @cached_property
+    def is_peft(self) -> bool:
+        """Whether it is a model of PEFT, whose names have segments of adapters."""
+        inner: Any = innermost(self.module)
+        return isinstance(getattr(inner, "peft_config", None), dict) and any(
+            holds_adapters(part) for name in self.names() for part in name.split(".")
+        )
+
+    def names(self) -> Iterator[Fqn]:
+        for tensor in self.tensors:
+            yield from tensor.names
+
+    def is_of_adapter(self, name: Fqn) -> bool:
+        """Whether a tensor was added by PEFT, so that no base model has it."""
+        return self.is_peft and any(map(holds_adapters, name.split(".")))
+
+    def plain_name(self, name: Fqn) -> Fqn:
+        """Returns the name of a tensor in the base model."""
+        return Fqn(make_plain_name(name)) if self.is_peft and not self.is_of_adapter(name) else name
+
+    @cached_property
+    def config(self) -> Mapping[str, Any] | None:
+        """The configuration of a model of Transformers, as `config.json` has it; else None."""
+        to_json = getattr(getattr(self.base, "config", None), "to_json_string", None)
+        if not callable(to_json):
+            return None
+        found = json.loads(to_json())
+        return found if isinstance(found, dict) else None
+
+    @property
+    def base_prefix(self) -> str:
+        """What Transformers puts before the names of the model without its head; may be empty."""
+        prefix = getattr(self.base, "base_model_prefix", "")
+        return f"{prefix}." if isinstance(prefix, str) and prefix else ""
+
+    def ignores(self, name: str, kind: str) -> bool:
+        """Whether `from_pretrained` ignores a tensor that is `missing` or `unexpected`."""
+        patterns = getattr(self.base, f"_keys_to_ignore_on_load_{kind}", None) or ()
+        return any(re.search(pattern, name) for pattern in patterns)
+
+    def ask_disk_names(self, stored: Sequence[Fqn]) -> tuple[HubNames | None, str]:
+        """Asks transformers for the names on disk; see `step_names.ask_disk_names`."""
+        tensors = {
+            self.plain_name(name): (tensor.dtype, tensor.shape)
+            for tensor in self.tensors
+            for name in tensor.names
+            if not self.is_of_adapter(name)
+        }
+        return ask_disk_names(self.base, self.config, tensors, base=stored)
+
+    def materialise(self, dtype: torch.dtype | None, leave: Iterable[Fqn]) -> None:
+        """Gives memory to tensors on the meta device.
+
+        Args:
+            dtype: What those of floats become; None for what they are.
+            leave: The names of tensors that stay there.
+        """
+        parallel, left = parallel_prefixes(self.module), frozenset(leave)
+        named = (
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(),
+        )
+        leaving = {id(value) for name, value in named if clean_fqn(name, parallel) in left}
+        self.tensors = ()  # torch cannot exchange parameters that pieces refer to weakly
+        materialise([self.module], [], dtype=dtype, leave=leaving)
+        self._read()
+
+    def refuse_other(self, dtype: torch.dtype) -> None:
+        """Refuses an element type that tensors with memory do not have."""
+        for tensor in self.tensors:
+            local = tensor.pieces[0].local
+            if not local.is_meta and is_wide_float(local.dtype) and local.dtype != dtype:
+                raise UsageError(
+                    f"is {dtype}, and parameter {tensor.name!r} is {local.dtype} and has memory"
+                    " already",
+                    where="dtype",
+                    hint="leave dtype out, which casts to what the model has; or build the model on"
+                    " the meta device, or in that dtype",
+                )
+
+
+def _tensors(pieces: Iterable[Piece]) -> Iterator[LiveTensor]:
+    found: dict[Fqn, list[Piece]] = {}
+    for piece in pieces:
+        if EXTRA_STATE not in piece.key.split("."):
+            found.setdefault(Fqn(piece.key), []).append(piece)
+    for name, parts in found.items():
+        first = parts[0]
+        if first.local.layout is not torch.strided or first.local.is_quantized:
+            raise UnsupportedError(
+                "a sparse or quantized tensor was found where a dense one was expected", where=name
+            )
+        if not first.local.is_meta and not has_data(first.local):
+            raise UnsupportedError("has no memory of its own to load into", where=name)
+        names = (name, *(Fqn(".".join(map(str, path))) for path in first.aliases))
+        dtype = dtype_named(str(first.local.dtype), where=name)
+        yield LiveTensor(names, first.shape, dtype, tuple(parts))

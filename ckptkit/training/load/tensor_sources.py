@@ -1,0 +1,293 @@
+"""Which stored tensors each tensor of a live model is filled from.
+
+Names are tried in turn: as the model has them, without what PEFT adds, with or without the prefix
+that Transformers gives the model below its head, and as `save_pretrained` writes them. The first
+that leave nothing over are taken, else those that leave the least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import LoadError
+from ckptkit.core.index import Fqn, Shape, TensorEntry, TensorIndex
+from ckptkit.core.tiles import Tile, find_tile
+from ckptkit.formats.trees import EXTRA_STATE
+from ckptkit.hub_names.disk_tensors import HubNames, HubTensor
+from ckptkit.plan.ties import find_absent_tied_names
+from ckptkit.training.load.live_model import LiveModel, LiveTensor
+
+_LISTED = 20  # keys in a message
+Stored = Mapping[Fqn, TensorEntry]
+Rename = Callable[[Fqn], Fqn]
+
+
+@dataclass(frozen=True, slots=True)
+class PartSource:
+    """A stored tensor that holds a live one, or a part of it.
+
+    Attributes:
+        name: Of the stored tensor.
+        shape: That it has to have.
+        tile: The elements that both have; None where these are all, in the same order.
+    """
+
+    name: Fqn
+    shape: Shape
+    tile: Tile | None = None
+
+
+Parts = tuple[PartSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """One way to find a model in a checkpoint.
+
+    Attributes:
+        parts: By the live name, what the tensor is made of.
+        unsaved: Live tensors that are in no file of such a model.
+    """
+
+    parts: Mapping[Fqn, Parts]
+    unsaved: frozenset[Fqn] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSources:
+    """Where the tensors of a model come from.
+
+    Attributes:
+        parts: What each live tensor is made of, by its first name.
+        missing: The live tensors that the checkpoint does not have, by their first names.
+        unexpected: The stored tensors that the model does not have.
+        left_alone: Live tensors that no checkpoint of this kind holds, such as those of an adapter
+            where a base model is loaded.
+        why_live: Why the names on disk are not known, where that may matter; else empty.
+    """
+
+    parts: Mapping[Fqn, Parts]
+    missing: tuple[Fqn, ...] = ()
+    unexpected: tuple[Fqn, ...] = ()
+    left_alone: tuple[Fqn, ...] = ()
+    why_live: str = ""
+
+    @property
+    def rest(self) -> int:
+        """How many tensors have no counterpart."""
+        return len(self.missing) + len(self.unexpected)
+
+
+class SourceSearch:
+    """Finds the tensors of a live model among stored ones."""
+
+    def __init__(self, model: LiveModel, stored: Stored) -> None:
+        """Finds nothing yet.
+
+        Args:
+            model: The model.
+            stored: The tensors of the checkpoint's model, by name.
+        """
+        self._model = model
+        self._stored = stored
+
+    def find(self) -> TensorSources:
+        """Returns what leaves the least over."""
+        best: TensorSources | None = None
+        for naming in self._namings():
+            found = self._match(naming)
+            if best is None or found.rest < best.rest:
+                best = found
+            if not best.rest:
+                break
+        assert best is not None  # noqa: S101  there always is a first one
+        _, why = self._disk_names if best.rest else (None, "")
+        return replace(best, why_live=why)
+
+    @cached_property
+    def _disk_names(self) -> tuple[HubNames | None, str]:
+        return self._model.ask_disk_names(tuple(self._stored))
+
+    def _namings(self) -> Iterator[Naming]:
+        plain = self._model.plain_name
+        renames: list[Rename] = [lambda name: name]
+        renames += [plain] if self._model.is_peft else []
+        prefixed: list[Rename] = []
+        prefix = self._model.base_prefix
+        if prefix:
+            prefixed += [
+                lambda name: Fqn(f"{prefix}{name}"),
+                lambda name: Fqn(name.removeprefix(prefix)),
+            ]
+        for rename in renames:
+            yield self._renamed(rename)
+        for rename in prefixed:
+            yield self._renamed(lambda name, rename=rename: rename(plain(name)))  # type: ignore[misc]
+        names, _ = self._disk_names
+        if names is not None:
+            for rename in (renames[0], *prefixed):
+                yield self._on_disk(names, rename)
+
+    def _renamed(self, rename: Rename) -> Naming:
+        return Naming(
+            {
+                name: (PartSource(rename(name), tensor.shape),)
+                for tensor in self._model.tensors
+                for name in tensor.names
+            }
+        )
+
+    def _on_disk(self, names: HubNames, rename: Rename) -> Naming:
+        """Returns live tensors as parts of the tensors on disk."""
+        parts: dict[Fqn, list[PartSource]] = {}
+        held: dict[Fqn, int] = {}
+        for tensor in names.tensors.values():
+            for source, tile in _tiles(tensor, names.live):
+                held[source] = held.get(source, 0) + math.prod(loop.size for loop in tile.loops)
+                part = PartSource(rename(tensor.name), tensor.shape, tile)
+                parts.setdefault(source, []).append(part)
+        whole = {
+            name: tuple(parts[name])
+            for name, shape in names.live.items()
+            if held.get(name) == math.prod(shape)
+        }
+        called = {name: self._model.plain_name(name) for name in self._model.names()}
+        return Naming(
+            {live: whole[plain] for live, plain in called.items() if plain in whole},
+            frozenset(live for live, plain in called.items() if plain in names.unsaved),
+        )
+
+    def _match(self, naming: Naming) -> TensorSources:
+        """Returns what one way of naming finds."""
+        parts: dict[Fqn, Parts] = {}
+        missing: list[LiveTensor] = []
+        used: set[Fqn] = set()
+        for tensor in self._model.tensors:
+            forms = [naming.parts[name] for name in tensor.names if name in naming.parts]
+            present = [form for form in forms if all(part.name in self._stored for part in form)]
+            used.update(part.name for form in present for part in form)
+            if present:
+                parts[tensor.name] = present[0]
+            else:
+                missing.append(tensor)
+        has_adapter = any(self._model.is_of_adapter(name) for name in parts)
+        lost: list[Fqn] = []
+        alone: list[Fqn] = []
+        twins = find_absent_tied_names(self._model.config, self._stored) if missing else {}
+        for tensor in missing:
+            twin = self._twin(tensor, naming, twins)
+            of_adapter = self._model.is_of_adapter(tensor.name) and not has_adapter
+            if twin is not None:
+                parts[tensor.name] = (twin,)
+            elif of_adapter or tensor.name in naming.unsaved:
+                alone.append(tensor.name)
+            else:
+                lost.append(tensor.name)
+        unexpected = (name for name in self._stored if name not in used)
+        return TensorSources(
+            parts,
+            tuple(name for name in lost if not self._model.ignores(name, "missing")),
+            tuple(name for name in unexpected if not self._is_ignored(name)),
+            (*alone, *(name for name in lost if self._model.ignores(name, "missing"))),
+        )
+
+    def _is_ignored(self, name: Fqn) -> bool:
+        return EXTRA_STATE in name.split(".") or self._model.ignores(name, "unexpected")
+
+    def _twin(
+        self, tensor: LiveTensor, naming: Naming, twins: Mapping[Fqn, Fqn]
+    ) -> PartSource | None:
+        """Returns the tensor that the configuration ties a missing one to."""
+        for name in tensor.names:
+            for part in naming.parts.get(name, ()):
+                twin = twins.get(part.name)
+                if twin is not None and self._stored[twin].shape == tensor.shape:
+                    return PartSource(twin, tensor.shape)
+        return None
+
+
+def _tiles(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Iterator[tuple[Fqn, Tile]]:
+    """Yields what a tensor on disk has of live ones; nothing where it is computed."""
+    if 0 in tensor.shape:
+        return
+    for piece in tensor.pieces:
+        tile = find_tile(
+            tensor.shape, tensor.grid, piece.box, (piece.start, piece.steps), live[piece.source]
+        )
+        if tile is not None:
+            yield piece.source, tile
+
+
+def refuse_misfits(
+    model: LiveModel,
+    sources: TensorSources,
+    stored: Stored,
+    dtypes: Mapping[Fqn, DType],
+    *,
+    strict: bool,
+) -> None:
+    """Refuses what torch's `load_state_dict` refuses, and casts between numbers of other kinds.
+
+    Args:
+        model: The model.
+        sources: Where its tensors come from.
+        stored: The tensors of the checkpoint's model.
+        dtypes: What the live tensors are to have, by their first names.
+        strict: Whether missing and unexpected tensors are refused too.
+    """
+    problems: list[str] = []
+    if strict and sources.unexpected:
+        problems.append(f"Unexpected key(s) in state_dict: {_quoted(sources.unexpected)}.")
+    if strict and sources.missing:
+        problems.append(f"Missing key(s) in state_dict: {_quoted(sources.missing)}.")
+    for name, parts in sources.parts.items():
+        for part in parts:
+            entry = stored[part.name]
+            if entry.shape != part.shape:
+                problems.append(
+                    f"size mismatch for {name}: copying a param with shape {list(entry.shape)} from"
+                    f" checkpoint, the shape in current model is {list(part.shape)}."
+                )
+            elif not _is_castable(entry.dtype, dtypes[name]):
+                problems.append(
+                    f"dtype mismatch for {name}: {entry.dtype.name} was found in the checkpoint,"
+                    f" and the model has {dtypes[name].name}: only floats of two bytes and more are"
+                    " cast."
+                )
+    if problems:
+        more = len(problems) - _LISTED
+        shown = [*problems[:_LISTED], *([f"And {more:,} more."] if more > 0 else [])]
+        hint = "build the model that was saved, or pass strict=False for a part of it"
+        if sources.why_live:
+            hint += f"; names on disk are not known, as {sources.why_live}"
+        raise LoadError(
+            f"Error(s) in loading state_dict for {model.where}: {' '.join(shown)}", hint=hint
+        )
+
+
+def _is_castable(stored: DType, live: DType) -> bool:
+    kinds = {stored.kind, live.kind}
+    return stored == live or (kinds == {"float"} and min(stored.itemsize, live.itemsize) > 1)
+
+
+def _quoted(names: Sequence[Fqn]) -> str:
+    more = len(names) - _LISTED
+    listed = ", ".join(f'"{name}"' for name in names[:_LISTED])
+    return listed + (f" and {more:,} more" if more > 0 else "")
+
+
+def best_entry(index: TensorIndex, entry: TensorEntry, dtype: DType) -> TensorEntry:
+    """Returns where the values of a tensor are, as a type has them: unrounded if there are such.
+
+    Args:
+        index: What holds the tensor.
+        entry: The tensor.
+        dtype: The type that it is loaded as.
+    """
+    if entry.dtype == dtype or entry.master is None:
+        return entry
+    return index.tensors[entry.master.key]

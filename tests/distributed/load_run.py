@@ -1,0 +1,338 @@
+"""Runs under torchrun: fills live, sharded models by `load_into`, and checks every rank's part.
+
+Usage: load_run.py FOLDER CASE... Each case works in FOLDER/CASE; everything that communicates
+raises while a model is filled.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import ckptkit
+from ckptkit.core.errors import AmbiguousSourceError
+from ckptkit.training import Checkpointer, LoadResult, load_into
+from tests.built_modules import module_like, same_bits
+from tests.distributed.saving_run import WRAPPERS, Net, gathered, make, nobody_talks, train
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+SMALL_BYTES = 32 << 10  # of headers of archives around tensors of some bytes
+UNREADABLE = {"rank_files_local_flat", "torchsnapshot_odd_bfloat16", "peft_fsdp1_empty"}
+ONE = ([Shard(0)], [Shard(1)], [Replicate()])
+TWO = (
+    [Shard(0), Shard(1)],
+    [Shard(1), Shard(0)],
+    [Shard(0), Shard(0)],
+    [Replicate(), Shard(0)],
+    [Shard(1), Replicate()],
+)
+
+
+def load(model: nn.Module, source: Path, **options: Any) -> LoadResult:
+    with nobody_talks():
+        return load_into(model, source, **options)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns what of a tensor belongs to this rank, as torch cuts it."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+
+def check(model: nn.Module, truth: Mapping[str, torch.Tensor]) -> None:
+    own = model.state_dict()
+    for name in truth:
+        assert same_bits(local(own[name]), part_of(truth[name], own[name])), name
+
+
+@cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Returns a mesh; groups have threads, so that there should not be many."""
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def cut_at_random(model: nn.Module) -> None:
+    """Shards each tensor in a way that follows from its name."""
+    size = dist.get_world_size()
+    mesh, ways = (mesh_of(2), ONE) if size == 2 else (mesh_of(2, size // 2), TWO)
+    for owner_name, owner in model.named_modules():
+        for name, tensor in owner._parameters.items():
+            way = ways[zlib.crc32(f"{owner_name}.{name}".encode()) % len(ways)]
+            fitting = [
+                kind if not isinstance(kind, Shard) or kind.dim < tensor.dim() else Replicate()
+                for kind in way
+            ]
+            cut = distribute_tensor(tensor.data, mesh, fitting, src_data_rank=None)
+            owner._parameters[name] = nn.Parameter(cut, requires_grad=False)
+
+
+def fixtures(_folder: Path, _: str) -> None:
+    """All formats, each into tensors that are cut in many ways."""
+    count = 0
+    for path in sorted(FIXTURES.iterdir()):
+        source = path / "checkpoint"
+        if not source.exists() or path.name in UNREADABLE:
+            continue
+        try:
+            checkpoint = ckptkit.open(source)
+        except AmbiguousSourceError:
+            continue
+        with checkpoint:
+            truth = {str(name): checkpoint[name] for name in checkpoint}
+            model = module_like(checkpoint, "meta" if count % 2 else "cpu")
+            cut_at_random(model)
+            result = load(model, source)
+            assert not result.missing_keys, path
+            check(model, truth)
+        count += 1
+    assert count > 100, count
+
+
+def made(source: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Saves a model of `kind`, and returns its values."""
+    state = make(kind, 1)
+    train(state, 1)
+    truth = {
+        name.removeprefix("model."): value
+        for name, value in gathered(state).items()
+        if name.startswith("model.")
+    }
+    with Checkpointer(source / "run") as checkpointer:
+        checkpointer.save(1, state).result(60)
+    if dist.get_rank() == 0:
+        ckptkit.consolidate(source / "run", source / "hf")
+        ckptkit.convert(source / "run", source / "torch", to="torch")
+    dist.barrier()
+    return truth
+
+
+def fsdp1(model: Net, strategy: str, *, orig: bool) -> nn.Module:
+    kind = ShardingStrategy[strategy]
+    settings: dict[str, Any] = {"use_orig_params": orig, "device_id": torch.device("cpu")}
+    if strategy.startswith(("HYBRID", "_HYBRID")):
+        settings["device_mesh"] = mesh_of(2, dist.get_world_size() // 2)
+    model.register_module(
+        "up", FullyShardedDataParallel(model.up, sharding_strategy=kind, **settings)
+    )
+    return FullyShardedDataParallel(model, sharding_strategy=kind, **settings)
+
+
+def wrapped(kind: str) -> nn.Module:
+    torch.manual_seed(2)
+    if kind in WRAPPERS:
+        return WRAPPERS[kind](Net())
+    if kind == "one":
+        return Net()
+    if kind == "tp":
+        return parallel(Net(), dist.get_world_size())
+    strategy, _, orig = kind.partition("+")
+    return fsdp1(Net(), strategy, orig=bool(orig))
+
+
+def parallel(model: Net, size: int) -> nn.Module:
+    """FSDP x TP where there are enough ranks, else TP."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("data", "tensor"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    if world > size:
+        fully_shard(model.up, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the values of a wrapped model, gathered by torch itself."""
+    values: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {name: value.clone() for name, value in values.items()}
+
+
+def wrappers(folder: Path, _: str) -> None:
+    """From a step of FSDP2, and from what was made of it, into every wrapper."""
+    truth = made(folder, "fsdp2")
+    kinds = ["one", "ddp", "fsdp2", "fsdp1_flat", "fsdp1_orig", "tp"]
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    if dist.get_world_size() == 4:
+        strategies += ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+        kinds.append("hsdp")
+    kinds += [f"{name}{end}" for name in strategies for end in ("", "+orig")]
+    for name in kinds:
+        for source in ("run", "hf", "torch"):
+            model = wrapped(name)
+            result = load(model, folder / source)
+            assert result.bytes_read <= 1.05 * result.bytes_needed + SMALL_BYTES, (
+                name,
+                source,
+                result,
+            )
+            found = dict(model.state_dict()) if name == "one" else whole_values(model)
+            for key, value in found.items():
+                assert same_bits(value, truth[key]), (name, source, key)
+
+
+def back(folder: Path, kind: str) -> None:
+    """From FSDP1's own steps, whose chunks are other boxes, into FSDP2 on the meta device."""
+    truth = made(folder, kind)
+    for source in ("run", "hf"):
+        with torch.device("meta"):
+            model: Any = Net()
+        model = WRAPPERS["fsdp2"](model)
+        load(model, folder / source)
+        check(model, truth)
+        assert model.head.weight is model.embed.weight
+        model(torch.randint(0, 23, (4, 5))).backward()
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(
+        vocab_size=67,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        vocab_size=67,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        vocab_size=67,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=67, n_embd=16, n_layer=2, n_head=2, n_positions=32
+    ),
+}
+
+
+def sharded(model: Any) -> Any:
+    size = dist.get_world_size()
+    mesh = mesh_of(2, 2) if size == 4 else mesh_of(size)
+    for layer in model.modules():
+        if type(layer).__name__.endswith(("DecoderLayer", "GPT2Block")):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def saved_by_transformers(folder: Path, kind: str) -> tuple[Path, Any]:
+    """Returns a folder that `save_pretrained` wrote, and the model that it holds."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    source = folder / "saved"
+    if dist.get_rank() == 0:
+        model.save_pretrained(source, max_shard_size="20KB")
+    dist.barrier()
+    return source, transformers.AutoModelForCausalLM.from_pretrained(source)
+
+
+def from_pretrained(folder: Path, kind: str) -> None:
+    """As `from_pretrained` loads it: fused experts, ties, prefixes, casts; from the meta device."""
+    source, expected = saved_by_transformers(folder, kind)
+    auto, config = transformers.AutoModelForCausalLM, CONFIGS[kind]()
+    truth = expected.state_dict()
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    model = sharded(model)
+    result = load(model, source)
+    check(model, truth)
+    assert result.bytes_read <= 1.05 * result.bytes_needed + SMALL_BYTES, result
+    buffers = zip(model.named_buffers(), expected.named_buffers(), strict=True)
+    assert all(same_bits(own, other) for (_, own), (_, other) in buffers)
+    rounded = {n: v.to(torch.bfloat16) for n, v in truth.items()}
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    model = sharded(model)
+    load(model, source, dtype="bfloat16")
+    check(model, rounded)
+    model(torch.randint(0, 60, (2, 5)), labels=torch.randint(0, 60, (2, 5))).loss.backward()
+    model = sharded(auto.from_config(config).to(torch.bfloat16))
+    load(model, source)
+    check(model, rounded)
+    body = transformers.AutoModel.from_config(config)
+    names = [f"{body.base_model_prefix}.{name}" for name in body.state_dict()]
+    own = sharded(body)
+    load(own, source, strict=False)
+    check(own, {name.partition(".")[2]: truth[name] for name in names})
+    model = peft.get_peft_model(
+        auto.from_config(config), peft.LoraConfig(r=2, target_modules="all-linear")
+    )
+    model = sharded(model)
+    before = {n: local(v).clone() for n, v in model.state_dict().items() if "lora_" in n}
+    result = load(model, source)
+    assert set(result.left_alone) == before.keys()
+    for name, value in model.state_dict().items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        wanted = before[name] if name in before else part_of(truth[plain], value)
+        assert same_bits(local(value), wanted), name
+
+
+CASES: dict[str, Callable[[Path, str], None]] = {
+    "fixtures": fixtures,
+    "wrappers": wrappers,
+    "back": back,
+    "pretrained": from_pretrained,
+}
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in cases:
+        name, _, kind = case.partition(":")
+        place = Path(folder) / case.replace(":", "_")
+        place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        CASES[name](place, kind)
+        if name != "dies":
+            dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

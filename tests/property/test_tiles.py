@@ -1,0 +1,119 @@
+"""Tiles against numpy, which moves every element one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.core.geometry import row_major_strides
+from ckptkit.core.index import Box, Shape
+from ckptkit.core.tiles import Tile, find_tile, walk_boxes
+from ckptkit.engine.reader import ArrayMemory, slices_of
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: Shape) -> Box:
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+    pairs = zip(offsets, shape, strict=True)
+    return Box(offsets, tuple(draw(st.integers(1, size - at)) for at, size in pairs))
+
+
+@st.composite
+def joined(draw: st.DrawFn, grid: Shape) -> Shape:
+    """A shape whose dimensions the grid splits."""
+    shape = [grid[0]]
+    for size in grid[1:]:
+        if draw(st.booleans()):
+            shape[-1] *= size
+        else:
+            shape.append(size)
+    return tuple(shape)
+
+
+@st.composite
+def moved(draw: st.DrawFn) -> tuple[Shape, Shape, Box, tuple[int, Shape], Shape]:
+    """A box of a tensor that is a part of another tensor with its dimensions exchanged."""
+    finer = draw(sizes)
+    other = draw(joined(finer))
+    order = draw(st.permutations(range(len(finer))))
+    part = draw(boxes(finer))
+    strides = row_major_strides(finer)
+    start = sum(at * stride for at, stride in zip(part.offsets, strides, strict=True))
+    kept = tuple(part.sizes[axis] for axis in order)
+    steps = tuple(strides[axis] for axis in order)
+    before = tuple(draw(st.integers(0, 2)) for _ in kept)
+    after = tuple(draw(st.integers(0, 2)) for _ in kept)
+    grid = tuple(map(sum, zip(before, kept, after, strict=True)))
+    return draw(joined(grid)), grid, Box(before, kept), (start, steps), other
+
+
+def fill(tile: Tile, stored: Any, target: Any, wanted: Box) -> None:
+    memory = ArrayMemory(target)
+    for walk in walk_boxes(tile, wanted):
+        part = memory.walked(walk.start, walk.walks, walk.box.sizes)
+        whole = Box((0,) * len(walk.box.sizes), walk.box.sizes)
+        part.put(whole, stored[slices_of(walk.box)])
+
+
+@settings(max_examples=400, deadline=None)
+@given(moved(), st.data())
+def test_what_a_tile_finds_is_what_numpy_moves(case: Any, data: st.DataObject) -> None:
+    shape, grid, part, (start, steps), other = case
+    source = np.arange(1, 1 + math.prod(other), dtype=np.uint32).reshape(other)
+    made = np.zeros(grid, np.uint32)
+    view = np.lib.stride_tricks.as_strided(
+        source.reshape(-1)[start:], part.sizes, [4 * step for step in steps]
+    )
+    made[slices_of(part)] = view
+    made = made.reshape(shape)
+    tile = find_tile(shape, grid, part, (start, steps), other)
+    if tile is None:
+        return
+    # The other tensor is stored, and a box of this one is wanted.
+    wanted = data.draw(boxes(shape))
+    found = np.zeros(wanted.sizes, np.uint32)
+    fill(tile.swapped, source, found, wanted)
+    assert np.array_equal(found, made[slices_of(wanted)])
+    # This one is stored, and a box of the other one is wanted.
+    wanted = data.draw(boxes(other))
+    back = np.zeros(wanted.sizes, np.uint32)
+    fill(tile, made, back, wanted)
+    there = np.isin(source, view)
+    assert np.array_equal(back, np.where(there, source, 0)[slices_of(wanted)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes, st.permutations(range(4)), st.data())
+def test_exchanged_dimensions_are_always_found(
+    shape: Shape, order: list[int], data: st.DataObject
+) -> None:
+    axes = [axis for axis in order if axis < len(shape)]
+    strides = row_major_strides(shape)
+    turned = tuple(shape[axis] for axis in axes)
+    steps = tuple(strides[axis] for axis in axes)
+    whole = Box((0,) * len(shape), turned)
+    tile = find_tile(turned, turned, whole, (0, steps), shape)
+    assert tile is not None
+    wanted = data.draw(boxes(turned))
+    walks = list(walk_boxes(tile.swapped, wanted))
+    assert sum(math.prod(walk.box.sizes) for walk in walks) == math.prod(wanted.sizes)
+    assert len(walks) == 1
+
+
+def test_rows_of_groups_are_found_group_by_group() -> None:
+    # The queries of a fused projection: of 3 groups of 6 rows, 4 rows each.
+    tile = find_tile((12, 5), (3, 4, 5), Box((0, 0, 0), (3, 4, 5)), (0, (30, 5, 1)), (18, 5))
+    assert tile is not None
+    found = [walk.box for walk in walk_boxes(tile.swapped, Box((2, 0), (9, 5)))]
+    assert found == [Box((6, 0), (4, 5)), Box((2, 0), (2, 5)), Box((12, 0), (3, 5))]
+
+
+def test_steps_that_follow_no_dimension_are_not_found() -> None:
+    assert find_tile((4,), (4,), Box((0,), (4,)), (0, (6,)), (5, 5)) is None
+    assert find_tile((6,), (4, 2), Box((0, 0), (1, 1)), (0, (1, 1)), (6,)) is None
