@@ -8,6 +8,7 @@ TYPE_CHECKING = False  # typing.TYPE_CHECKING would import typing
 if TYPE_CHECKING:
     from ckptkit.adapter_api import adapter_from_diff, extract_adapter, merge_adapter
     from ckptkit.api import (
+        average,
         consolidate,
         convert,
         diff,
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "adapter_from_diff",
     "apply_delta",
+    "average",
     "consolidate",
     "convert",
     "create_delta",

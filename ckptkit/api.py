@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
+from ckptkit.core.errors import ArgumentError, UsageError
 from ckptkit.options import (
     CountLike,
     DTypeLike,
@@ -15,6 +16,7 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
+    positive_number,
 )
 from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.storage.locations import Sources, place_of, resolve_places
@@ -246,6 +248,77 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
     from ckptkit.engine.outcome import ignore
 
     job = ConversionJob.from_options(resolve_places(src, out, options), to)
+    return run_job(job, options.get("listener") or ignore).whole
+
+
+class AverageOptions(Options, total=False):
+    """The options of `average`: those of `ckptkit average`, and those of `Options` but for three.
+
+    `also`, `optimizer` and `delete_source` are for one source.
+
+    Attributes:
+        last: Averages so many of the newest complete steps of a run.
+        weights: How much each source counts; they are divided by their sum. Without them all count
+            alike: the sum of all, in order, is divided by their number.
+        ema: The decay of an exponential moving average: it begins with the oldest source, and for
+            each newer one `x` becomes `ema * average + (1 - ema) * x`.
+        take_last: Patterns of tensors that are taken from the last source as they are.
+    """
+
+    last: CountLike | None
+    weights: Sequence[float] | None
+    ema: float | None
+    take_last: Sequence[str]
+
+
+_FOR_ONE_SOURCE = frozenset({"also", "optimizer", "delete_source"})
+
+
+@check_arguments
+def average(
+    sources: PathLike | Sequence[PathLike], out: PathLike, **options: Unpack[AverageOptions]
+) -> Manifest:
+    """Averages the weights of several steps into a folder that Transformers loads.
+
+    Floats are averaged in float32, those of float64 in float64, and rounded once to the type that
+    is written. Integers and other tensors have to be the same in all sources. Configuration and
+    tokenizer are those of the last source.
+
+    Args:
+        sources: Steps, folders or URLs, the oldest first; with `last`, a run.
+        out: A directory that does not exist, or is empty.
+        **options: See `AverageOptions`.
+
+    Returns:
+        The manifest that was written; `source["average"]` of it names the sources and how much each
+        counts.
+
+    Raises:
+        InputError: If a source is damaged or incomplete; nothing is left behind.
+        RefusedError: If the sources do not have the same tensors, or the request cannot be met.
+        OutputExistsError: If `out` is not empty.
+        UsageError: If there are too few sources, or an option has no valid value.
+        ArgumentError: If an option is none of an average.
+    """
+    from ckptkit.conversion.job import run_job
+    from ckptkit.conversion.prepare import ConversionJob
+    from ckptkit.conversion.values.average import AverageJob
+    from ckptkit.conversion.values.averaged_tensors import Weighting
+    from ckptkit.engine.outcome import ignore
+
+    listed = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
+    if not listed:
+        raise UsageError("no source was named", where="SRC", hint="name the steps, or a run")
+    for name in _FOR_ONE_SOURCE & options.keys():
+        raise ArgumentError("is no option of an average", where=name, hint="leave it out")
+    places = Sources(listed[0], options.get("src_options"))
+    job = AverageJob.of(
+        ConversionJob.from_options(resolve_places(listed[-1], out, options), "hf"),
+        [places.first, *places.further(listed[1:])],
+        Weighting.from_options(options.get("weights"), options.get("ema")),
+        last=positive_number(options.get("last"), option="--last", example=5),
+        take_last=options.get("take_last", ()),
+    )
     return run_job(job, options.get("listener") or ignore).whole
 
 

@@ -68,6 +68,7 @@ from ckptkit.plan.selection import (
     model_trees,
     refuse_casting_quantized,
     select_model,
+    take_masters,
 )
 from ckptkit.plan.side_files import (
     SideFile,
@@ -101,6 +102,8 @@ class ConversionJob:
         delete_source: Whether to remove the files that were read once the output is verified.
         share: The slice to write, or None for all of the output.
         advice: The options that messages propose where the output would not load.
+        from_masters: Whether tensors are the master copies that an optimizer works on, where there
+            are some; `--dtype keep` otherwise takes what the model has.
     """
 
     src: PathLike
@@ -115,6 +118,7 @@ class ConversionJob:
     delete_source: bool = False
     share: Share | None = None
     advice: Advice = CONSOLIDATE
+    from_masters: bool = False
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], layout: Layout) -> Self:
@@ -299,6 +303,8 @@ class _Planner:
         checkpoint = self._checkpoint
         request = replace(self._request, select=checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
+        if self._job.from_masters:
+            entries = take_masters(entries, checkpoint.index, request)
         if request.names != "live":
             refuse_packed(entries, location=checkpoint.path)
         refuse_problems(checkpoint.index, entries, checkpoint.path)

@@ -144,7 +144,7 @@ class SegmentReader:
         target = np.frombuffer(view, numpy_dtype(spec.dtype))
         kernel = self._preparations.kernel(body.kernel, spec, self._read)
         grain = kernel.grain_elements(spec)
-        step = max(grain, COMPUTE_ELEMENTS // grain * grain)
+        step = max(grain, (body.most_elements or COMPUTE_ELEMENTS) // grain * grain)
         for start in range(span.start, span.stop, step):
             block = Span(start, min(start + step, span.stop))
             self.window.fetch_blocks(kernel, spec, block, span.stop)

@@ -156,10 +156,18 @@ class ServerCopy:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A tensor that a kernel computes from the source tensors `reads`."""
+    """A tensor that a kernel computes from the source tensors `reads`.
+
+    Attributes:
+        kernel: The kernel.
+        reads: The origin and the key of each source tensor.
+        most_elements: How many it computes at a time, for a kernel that reads much for each; None
+            for as many as the engine chooses.
+    """
 
     kernel: Kernel | Preparable
     reads: tuple[tuple[str, Key], ...]
+    most_elements: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,19 @@ class DTypePolicy:
         return dtype
 
 
+def take_masters(
+    entries: Sequence[TensorEntry], index: TensorIndex, request: ConsolidateRequest
+) -> list[TensorEntry]:
+    """Returns each tensor's master copy where there is one, unless `--keep-dtype` names it."""
+
+    def choose(entry: TensorEntry) -> TensorEntry:
+        if entry.master is None or matches(entry.name, request.keep_dtype):
+            return entry
+        return replace(index.tensors[entry.master.key], name=entry.name)
+
+    return [choose(entry) for entry in entries]
+
+
 def add_tied_names(entries: Sequence[TensorEntry], absent: Mapping[Fqn, Fqn]) -> list[TensorEntry]:
     """Adds the tied names in `absent`, each with the tensor of the name that it is tied to."""
     by_name = {entry.name: entry for entry in entries}

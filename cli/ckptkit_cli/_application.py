@@ -29,6 +29,7 @@ _COMMANDS = {
     "inspect": "ckptkit_cli.inspect",
     "consolidate": "ckptkit_cli.consolidate",
     "convert": "ckptkit_cli.consolidate",
+    "average": "ckptkit_cli.consolidate",
     "verify": "ckptkit_cli.verify",
     "diff": "ckptkit_cli.verify",
     "stats": "ckptkit_cli.verify",

@@ -39,6 +39,7 @@ STORAGE = "Storage"
 KEPT = "Which steps stay"
 HUB = "The repository"
 COMPARED = "What is compared"
+AVERAGED = "What is averaged"
 OUTPUT = "Output"
 
 SRC = Argument(
@@ -365,6 +366,12 @@ def parse_number(text: str, *, option: str, example: str = "1e-3") -> float:
     if not math.isfinite(value):
         raise UsageError(f"{text!r} is not a number", where=option, hint=f"pass {example}")
     return value
+
+
+def parse_weights(text: str) -> list[float]:
+    """Reads numbers with commas between them."""
+    words = text.replace(",", " ").split()
+    return [parse_number(word, option="--weights", example="0.5,0.3,0.2") for word in words]
 
 
 def _parse_alpha(text: str) -> float:

@@ -1,18 +1,27 @@
-"""`ckptkit consolidate` and `ckptkit convert`: shards become a model folder, or another layout."""
+"""`ckptkit consolidate`, `convert` and `average`: shards become a model, whole or averaged."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import Event, Planned
-from ckptkit.options import Layout
-from ckptkit_cli._command import command
-from ckptkit_cli._options import CONVERSION, TO, make_job
+from ckptkit.options import Layout, positive_number
+from ckptkit.storage.locations import Sources
+from ckptkit_cli._command import Argument, Option, command
+from ckptkit_cli._options import (
+    AVERAGED,
+    CONVERSION,
+    READ,
+    TO,
+    make_job,
+    parse_number,
+    parse_weights,
+)
 from ckptkit_cli._output import Output, counted
 from ckptkit_cli._progress import Progress
 
@@ -46,8 +55,80 @@ def convert(output: Output, to: Layout, **values: Any) -> None:
     _run_command(output, "convert", to, values)
 
 
+_NOT_AVERAGED = {"src", "also", "optimizer", "delete_source"}
+AVERAGE = (
+    Argument(
+        "sources",
+        "SRC...",
+        "Steps, folders or URLs, the oldest first; with --last, one run.",
+        repeated=True,
+    ),
+    *(entry for entry in CONVERSION if entry.name not in _NOT_AVERAGED),
+    Option(
+        "--last",
+        READ,
+        "Average the newest K complete steps of the run SRC.",
+        "K",
+        parse=partial(positive_number, option="--last", example=5),
+    ),
+    Option(
+        "--weights",
+        AVERAGED,
+        "How much each source counts, such as 0.5,0.3,0.2; they are divided by their sum. By"
+        " default, all count the same.",
+        "W,W,...",
+        parse=parse_weights,
+    ),
+    Option(
+        "--ema",
+        AVERAGED,
+        "Average exponentially: begin with the oldest source x, and for each newer one take DECAY"
+        " times the average plus (1 - DECAY) times x.",
+        "DECAY",
+        parse=partial(parse_number, option="--ema", example="0.9"),
+    ),
+    Option(
+        "--take-last",
+        AVERAGED,
+        "Take tensors whose names match from the last source. Integers need it where they differ."
+        " Can be repeated.",
+        "GLOB",
+        repeated=True,
+    ),
+)
+
+
+@command(*AVERAGE)
+def average(output: Output, sources: Sequence[str], **values: Any) -> None:
+    """Average the weights of several steps.
+
+        ckptkit average runs/llama models/soup --last 5
+        ckptkit average runs/a/checkpoint-900 runs/a/checkpoint-1000 models/soup --weights 1,3
+
+    Floats are averaged in float32, float64 in float64, and rounded once. All sources need the same
+    tensors. Configuration and tokenizer are those of the last source. Checks are those of
+    consolidate.
+    """
+    from ckptkit.conversion.values.average import AverageJob
+    from ckptkit.conversion.values.averaged_tensors import Weighting
+
+    places = Sources(sources[0], values["src_option"])
+    left_out = {"src": sources[-1], "also": (), "optimizer": False, "delete_source": False}
+    job = AverageJob.of(
+        make_job("hf", {**values, **left_out}),
+        [places.first, *places.further(sources[1:])],
+        Weighting.from_options(values["weights"], values["ema"]),
+        last=values["last"],
+        take_last=values["take_last"],
+    )
+    _run_job(output, "average", job, values)
+
+
 def _run_command(output: Output, title: str, layout: Layout, values: Mapping[str, Any]) -> None:
-    job = make_job(layout, values)
+    _run_job(output, title, make_job(layout, values), values)
+
+
+def _run_job(output: Output, title: str, job: ConversionJob, values: Mapping[str, Any]) -> None:
     if values["dry_run"]:
         _show_plan(job, output)
         return

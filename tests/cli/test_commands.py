@@ -86,6 +86,7 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "inspect",
         "consolidate",
         "convert",
+        "average",
         "verify",
         "diff",
         "stats",

@@ -26,7 +26,7 @@ COMMAND_GROUPS = ("adapter", "delta")
 PROGRAM: Any = typer.main.get_command(make_application())
 GROUPS = {
     *("What is read", "What is written", "Names and types", "Limits", "Many machines"),
-    *("What is compared",),
+    *("What is compared", "What is averaged"),
     *("Storage", "Output", "Which steps stay", "Which steps are pushed", "When"),
     *("The repository", "What is uploaded", "Without an adapter_config.json"),
 }

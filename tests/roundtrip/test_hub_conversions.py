@@ -193,3 +193,24 @@ def test_an_export_names_what_makes_the_rest(
     assert "computes tensor" in caplog.text
     assert "`ckptkit consolidate` makes" in caplog.text
     assert load_file(tmp_path / "live" / "model.safetensors").keys() == model.state_dict().keys()
+
+
+def test_what_is_computed_is_computed_of_each_source_of_an_average(
+    model: Any, source: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    dcp.save(dict(model.state_dict()), checkpoint_id=other, no_dist=True)
+    model.config.save_pretrained(other)
+    for name in ("source", "other"):
+        ckptkit.consolidate(tmp_path / name, tmp_path / f"{name} alone")
+    ckptkit.average([source, other], tmp_path / "out")
+    alone = [load_file(tmp_path / f"{n} alone" / "model.safetensors") for n in ("source", "other")]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == alone[0].keys()
+    assert found["model.layers.1.self_attn.kv_total"].dtype == torch.float32
+    assert not torch.equal(found["lm_head.weight"], alone[0]["lm_head.weight"])
+    for name, tensor in found.items():
+        mean = (alone[0][name].float() + alone[1][name].float()) / 2
+        assert torch.equal(tensor, mean.to(tensor.dtype))

@@ -1,0 +1,368 @@
+"""`ckptkit.average`: the mean of several steps, tensor by tensor, without a step in memory.
+
+Each source is planned as a conversion of its own, and the plans are joined: a float of the output
+is computed from those of all sources. Everything else, such as names, files and configuration, is
+that of the last source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.source.open import resolve_path
+from ckptkit.conversion.values.averaged_tensors import (
+    Weighting,
+    average_products,
+    join_product,
+    name_origin,
+)
+from ckptkit.conversion.write import (
+    PlannedOutput,
+    check_destination,
+    choose_settings,
+    estimate_plan,
+)
+from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, RefusedError, UsageError
+from ckptkit.core.index import Fqn
+from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.engine.kernels import Preparations, recast
+from ckptkit.engine.reader import Origin, same_bytes
+from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.options import matches
+from ckptkit.plan.plan import (
+    Compute,
+    Copy,
+    OutputFile,
+    Product,
+    Segment,
+    SegmentRange,
+    TensorSpec,
+)
+from ckptkit.plan.weight_kinds import is_quantized
+from ckptkit.runs.listing import list_run
+from ckptkit.runs.steps import abandoned
+from ckptkit.storage.places import PathLike, Place, place_of
+
+_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AverageJob(ConversionJob):
+    """An average as values; `src` is the last source, and the other options are for each source.
+
+    Attributes:
+        sources: All sources, the oldest first.
+        weighting: How much each counts.
+        take_last: Patterns of tensors that are taken from the last source as they are.
+    """
+
+    sources: tuple[PathLike, ...] = ()
+    weighting: Weighting = Weighting()  # noqa: RUF009  frozen
+    take_last: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        job: ConversionJob,
+        sources: Sequence[PathLike],
+        weighting: Weighting,
+        *,
+        last: int | None = None,
+        take_last: Sequence[str] = (),
+    ) -> AverageJob:
+        """Makes the job of an average.
+
+        Args:
+            job: The options, as for one source.
+            sources: The sources, the oldest first, or a run.
+            weighting: How much each counts.
+            last: How many of the newest steps of the run are averaged; None for `sources` as given.
+            take_last: Patterns of tensors that are taken from the last source as they are.
+        """
+        if last is not None:
+            if len(sources) != 1:
+                raise UsageError(
+                    f"takes the newest steps of one run, and {len(sources)} sources are named",
+                    where=f"--last {last}",
+                    hint="name one run, or leave --last out",
+                )
+            sources = find_last_steps(place_of(sources[0]), last)
+        weighting.check_count(len(sources))
+        values = {entry.name: getattr(job, entry.name) for entry in fields(ConversionJob)}
+        values["src"] = sources[-1]
+        return cls(
+            **values, sources=tuple(sources), weighting=weighting, take_last=tuple(take_last)
+        )
+
+    def check_places(self) -> None:
+        """Refuses an output that could not be written, before any work is done."""
+        like = self.request.like
+        for source in self.sources:
+            check_destination(
+                source, self.destination, overwrite=self.overwrite, base=self.base, like=like
+            )
+
+    @contextmanager
+    def plan_output(self) -> Iterator[PlannedOutput]:
+        """Opens all sources, proves that they are alike, and plans the output; writes nothing.
+
+        Yields:
+            The plan, with its sources open.
+        """
+        request, is_cast = self.request, self.request.dtype != "keep"
+        values = {entry.name: getattr(self, entry.name) for entry in fields(ConversionJob)}
+        job = ConversionJob(**values)
+        unrounded = replace(job, request=replace(request, dtype="keep"), from_masters=is_cast)
+        with ExitStack() as stack:
+            plans = [
+                stack.enter_context(replace(unrounded, src=source).plan_output())
+                for source in self.sources
+            ]
+            layout = stack.enter_context(job.plan_output()) if is_cast else plans[-1]
+            yield _Joint(self, plans, layout).plan()
+
+
+def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
+    """Returns the newest complete steps of a run, the oldest of them first.
+
+    Steps that training went back from do not count.
+
+    Args:
+        run: The directory of the run, or its URL.
+        count: How many.
+    """
+    listing = list_run(run)
+    complete = [step for step in listing.steps if step.complete]
+    series = sorted({step.series for step in complete})
+    if len(series) > 1:
+        listed = " and ".join(f"'{name}N'" for name in series[:_LISTED])
+        raise AmbiguousSourceError(
+            f"holds steps of {len(series)} kinds: {listed}",
+            where=run.location,
+            hint="name the steps one by one, without --last",
+        )
+    left = abandoned(complete)
+    steps = [step for step in complete if step.step not in left]
+    if len(steps) < count:
+        others = len(listing.steps) - len(steps)
+        more = f", and {others:,} that are incomplete, or that training went back from"
+        raise RefusedError(
+            f"{len(steps):,} complete steps were found{more if others else ''}, {count:,} were"
+            " expected",
+            where=run.location,
+            hint="pass a smaller --last; `ckptkit ls` lists the steps",
+        )
+    return tuple(run.beside(step.path) for step in steps[-count:])
+
+
+class _Joint:
+    """Joins the plans of all sources."""
+
+    def __init__(
+        self, job: AverageJob, plans: Sequence[PlannedOutput], layout: PlannedOutput
+    ) -> None:
+        """Takes the plan of each source, without casts, and that of the last with its casts."""
+        self._job = job
+        self._plans = plans
+        self._layout = layout
+        self._paths = [plan.checkpoint.path for plan in plans]
+        self._tensors = [
+            {
+                spec.name: join_product(Product(spec, segment.body), number)
+                for _, segment, spec in plan.plan.specs()
+                if isinstance(segment.body, (Copy, Compute))
+            }
+            for number, plan in enumerate(plans)
+        ]
+
+    def plan(self) -> PlannedOutput:
+        self._check_order()
+        self._check_likeness()
+        names = self._choose_averaged()
+        self._check_rest(names)
+        job, layout = self._job, self._layout
+        files = tuple(self._fill(file, names) for file in layout.plan.files)
+        plan = replace(layout.plan, files=files)
+        sources = tuple(plan.checkpoint for plan in reversed(self._plans))
+        settings = choose_settings(job.resources, plan, sources=sources, out=job.out)
+        read = sum(plan.estimate.bytes_read for plan in self._plans)
+        options: dict[str, Any] = {"average": self._describe_weighting()}
+        if job.take_last:
+            options["take_last"] = list(job.take_last)
+        return replace(
+            layout,
+            sources=sources,
+            plan=plan,
+            inputs=self._inputs(),
+            settings=settings,
+            estimate=estimate_plan(plan, settings, job.out, bytes_read=read),
+            options={**layout.options, **options},
+            facts={**layout.facts, "average": self._describe_sources()},
+        )
+
+    def _inputs(self) -> Inputs:
+        """Returns all origins under the names of the joined plan, with checksums of their own."""
+        named = [
+            (name_origin(number, name), origin)
+            for number, plan in enumerate(self._plans)
+            for name, origin in plan.inputs.origins.items()
+        ]
+        origins = {name: Origin(name, origin.source, origin.index) for name, origin in named}
+        return Inputs(origins, self._layout.inputs.folders)
+
+    def _describe_weighting(self) -> dict[str, Any]:
+        weighting = self._job.weighting
+        described: dict[str, Any] = {"method": weighting.method}
+        if weighting.method == "weights":
+            described["weights"] = list(weighting.weights)
+        elif weighting.method == "ema":
+            described["decay"] = weighting.decay
+        return described
+
+    def _describe_sources(self) -> list[dict[str, Any]]:
+        count, share_of = len(self._plans), self._job.weighting.share_of
+        return [
+            {
+                "path": plan.checkpoint.path,
+                "step": plan.checkpoint.index.run.step,
+                "weight": share_of(number, count),
+            }
+            for number, plan in enumerate(self._plans)
+        ]
+
+    def _check_order(self) -> None:
+        paths = [resolve_path(path) for path in self._paths]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise UsageError(
+                "the same source is named twice",
+                where=f"SRC {twice}",
+                hint="name it once; --weights says how much it counts",
+            )
+        steps = [plan.checkpoint.index.run.step for plan in self._plans]
+        known = [step for step in steps if step is not None]
+        is_ordered = known == sorted(known) or len(known) < len(steps)
+        if self._job.weighting.method == "ema" and not is_ordered:
+            raise RefusedError(
+                f"the sources are of the steps {', '.join(map(str, steps))}, and the oldest has to"
+                " come first",
+                where="--ema",
+                hint=f"name them in the order of their steps, or the run with --last {len(steps)}",
+            )
+
+    def _check_likeness(self) -> None:
+        """Refuses sources whose tensors differ from the last one's in name, type or shape."""
+        last = self._tensors[-1]
+        for path, tensors in zip(self._paths[:-1], self._tensors, strict=False):
+            unlike = [
+                f"{name!r} is {_shown(tensors.get(name))} against {_shown(last.get(name))}"
+                for name in sorted(last.keys() | tensors.keys())
+                if _shown(tensors.get(name)) != _shown(last.get(name))
+            ]
+            if unlike:
+                more = f"; and {len(unlike) - _LISTED:,} more" if len(unlike) > _LISTED else ""
+                raise CannotPlanError(
+                    f"tensor {'; '.join(unlike[:_LISTED])}{more} in {self._paths[-1]}",
+                    where=path,
+                    hint="an average needs the same tensors, with the same types and shapes, in all"
+                    " sources: leave others out with --exclude, or have all consolidated with one"
+                    " --dtype first",
+                )
+
+    def _choose_averaged(self) -> set[Fqn]:
+        """Returns the tensors to average; the others are taken from the last source."""
+        specs = {name: product.spec for name, product in self._tensors[-1].items()}
+        for pattern in self._job.take_last:
+            if not any(matches(name, (pattern,)) for name in specs):
+                raise UsageError(
+                    f"none of {len(specs):,} tensors has such a name, the first is"
+                    f" {next(iter(specs), '')!r}",
+                    where=f"--take-last {pattern}",
+                    hint="patterns must fit whole names, such as '*.running_mean'",
+                )
+        dtypes = {name: spec.dtype for name, spec in specs.items()}
+        chosen = set()
+        for name, dtype in dtypes.items():
+            if dtype.kind != "float" or matches(name, self._job.take_last):
+                continue
+            if is_quantized(name, dtypes):
+                raise RefusedError(
+                    f"tensor {name!r} is quantized, or a scale of one that is: an average of packed"
+                    " numbers is none of the weights",
+                    where=self._paths[-1],
+                    hint="average steps that are not quantized, or keep the last with"
+                    f" --take-last '{name}'",
+                )
+            chosen.add(name)
+        return chosen
+
+    def _check_rest(self, averaged: AbstractSet[Fqn]) -> None:
+        """Refuses integers and other tensors without a mean that are not the same in all sources.
+
+        They are read here, and again when they are written.
+        """
+        rest = [
+            name
+            for name in self._tensors[-1]
+            if name not in averaged and not matches(name, self._job.take_last)
+        ]
+        with Preparations() as preparations:
+            reader = SegmentReader(self._inputs(), preparations)
+            for number, path in enumerate(self._paths[:-1]):
+                unlike = [name for name in rest if not self._is_same(name, number, reader)]
+                if unlike:
+                    raise self._unlike_error(path, unlike)
+
+    def _is_same(self, name: Fqn, number: int, reader: SegmentReader) -> bool:
+        """Compares a tensor of one source with that of the last."""
+        products = self._tensors[number][name], self._tensors[-1][name]
+        size = products[0].spec.size_bytes
+        segments = [Segment(0, size, product.body, product.spec) for product in products]
+        views = [memoryview(bytearray(min(size, LEAF_BYTES))) for _ in segments]
+        for start in range(0, size, LEAF_BYTES):
+            stop = min(start + LEAF_BYTES, size)
+            for segment, view in zip(segments, views, strict=True):
+                reader.fill(SegmentRange(0, segment, start, stop), view[: stop - start])
+            if not same_bytes(views[0][: stop - start], views[1][: stop - start]):
+                return False
+        return True
+
+    def _unlike_error(self, path: str, unlike: Sequence[Fqn]) -> RefusedError:
+        dtypes = {name: product.spec.dtype.name for name, product in self._tensors[-1].items()}
+        listed = [f"{name!r} ({dtypes[name]})" for name in unlike[:_LISTED]]
+        listed += [f"{len(unlike) - _LISTED:,} more"] if len(unlike) > _LISTED else []
+        rest, last = ", ".join(listed[:-1]), listed[-1]
+        subject = f"tensors {rest} and {last} have" if rest else f"tensor {last} has"
+        return RefusedError(
+            f"{subject} other elements than in {self._paths[-1]}, and only floats have a mean",
+            where=path,
+            hint=f"take them from the last source with --take-last '{unlike[0]}', or leave them out"
+            " with --exclude; both can be repeated",
+        )
+
+    def _fill(self, file: OutputFile, averaged: AbstractSet[Fqn]) -> OutputFile:
+        return replace(
+            file,
+            segments=tuple(
+                segment
+                if segment.spec is None
+                else replace(segment, body=self._body(segment.spec, averaged))
+                for segment in file.segments
+            ),
+        )
+
+    def _body(self, spec: TensorSpec, averaged: AbstractSet[Fqn]) -> Copy | Compute:
+        if spec.name not in averaged:
+            return recast(self._tensors[-1][spec.name], spec.dtype).body
+        return average_products(
+            [tensors[spec.name] for tensors in self._tensors], self._job.weighting
+        )
+
+
+def _shown(product: Product | None) -> str:
+    return "absent" if product is None else f"{product.spec.dtype.name} {list(product.spec.shape)}"
