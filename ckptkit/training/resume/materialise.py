@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
+from ckptkit.training.resume.unsaved_buffers import fill_unsaved, find_unsaved
 from ckptkit.training.state.bound import unwrap_optimizer
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.fsdp import fsdp2_states
@@ -72,9 +73,9 @@ def _give_memory(
         for name, parameter in members_of(owner)[0].items():
             if parameter is not None:
                 before[parameter].append((owner, name))
-    unsaved = list(_find_unsaved(module))
+    unsaved = find_unsaved(module)
     device = _device_of(module)
-    computed = {id(getattr(owner, name)) for _, owner, name in unsaved}
+    computed = {id(buffer) for group in unsaved for buffer in group.buffers.values()}
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta or id(tensor) in leave:
@@ -87,7 +88,7 @@ def _give_memory(
     for (owner, name), *tied in before.values():
         for other, alias in tied:
             members_of(other)[0][alias] = members_of(owner)[0][name]
-    _fill_unsaved(module, unsaved)
+    fill_unsaved(module, unsaved)
     return {old: getattr(*places[0]) for old, places in before.items()}
 
 
@@ -108,70 +109,6 @@ def _device_of(module: nn.Module) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind = first.device_mesh.device_type
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
-
-
-def _unsaved_names(owner: nn.Module) -> set[str]:
-    return owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public way
-
-
-def _find_unsaved(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields the buffers on the meta device that no checkpoint holds."""
-    for prefix, owner in module.named_modules():
-        names = _unsaved_names(owner)
-        for name, buffer in members_of(owner)[1].items():
-            if buffer is not None and buffer.is_meta and name in names:
-                yield f"{prefix}.{name}" if prefix else name, owner, name
-
-
-def _fill_unsaved(module: nn.Module, unsaved: Sequence[tuple[str, nn.Module, str]]) -> None:
-    for owner in dict.fromkeys(owner for _, owner, _ in unsaved):
-        names = [name for _, other, name in unsaved if other is owner]
-        for name in names:
-            _mark(getattr(owner, name))
-        initialise = _initialiser(module, owner)
-        if initialise is not None:
-            with torch.no_grad():
-                initialise()
-    left = [full for full, owner, name in unsaved if _is_marked(getattr(owner, name))]
-    if left:
-        raise ResumeError(
-            f"buffers on the meta device that no checkpoint holds cannot be computed:"
-            f" {', '.join(left)}",
-            hint="build them on a real device, as accelerate's"
-            " `init_empty_weights(include_buffers=False)` does, or give the module that owns them"
-            " a reset_parameters()",
-        )
-
-
-def _initialiser(root: nn.Module, owner: nn.Module) -> Callable[[], object] | None:
-    """Returns what computes a module's buffers and touches nothing that is loaded."""
-    saved = members_of(owner)[1].keys() - _unsaved_names(owner)
-    if saved or any(True for _ in owner.parameters(recurse=False)):
-        return None
-    own: Any = getattr(owner, "reset_parameters", None)
-    if callable(own):
-        return lambda: own()  # noqa: PLW0108  which gives it the type
-    for parent in root.modules():
-        # Transformers' models initialise each of their modules by this method of theirs.
-        initialise = getattr(parent, "_init_weights", None)
-        if callable(initialise):
-            return lambda: initialise(owner)
-    return None
-
-
-def _mark(buffer: torch.Tensor) -> None:
-    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
-        buffer.fill_(float("nan"))
-    elif buffer.dtype is not torch.bool:
-        buffer.fill_(torch.iinfo(buffer.dtype).max)
-
-
-def _is_marked(buffer: torch.Tensor) -> bool:
-    if not buffer.numel() or buffer.dtype is torch.bool:
-        return buffer.dtype is torch.bool
-    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
-        return bool(buffer.isnan().all())
-    return bool((buffer == torch.iinfo(buffer.dtype).max).all())
 
 
 def allocate_state(

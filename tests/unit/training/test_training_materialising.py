@@ -185,3 +185,57 @@ def test_state_of_another_shape_is_made_by_a_step_without_effect() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert torch.equal(model.weight, before)
     assert model.weight.grad is None
+
+
+class Flags(nn.Module):
+    """Owns a parameter, a saved buffer, and buffers that no checkpoint holds."""
+
+    def __init__(self, *, computes: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("count", torch.tensor(5))
+        self.register_buffer("mask", torch.tensor([True, False]), persistent=False)
+        self._computes = computes
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.normal_()
+            self.get_buffer("count").fill_(7)
+        if self._computes:
+            self.get_buffer("mask").copy_(torch.tensor([True, False]))
+
+
+def test_a_module_with_parameters_computes_its_masks_and_changes_nothing_else() -> None:
+    model = nn.Sequential(Flags(computes=True))
+    with torch.device("meta"):
+        model.append(Flags(computes=True))
+    kept = model[0].weight
+    before = torch.random.get_rng_state()
+    materialise([model], [])
+    assert model[1].get_buffer("mask").tolist() == [True, False]
+    assert model[0].weight is kept
+    assert kept.tolist() == [0, 0]
+    assert model[0].get_buffer("count").item() == 5
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with torch.device("meta"):
+        other = Flags(computes=False)
+    with pytest.raises(ResumeError, match="mask"):
+        materialise([other], [])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["FalconH1ForCausalLM", "CsmForConditionalGeneration", "AyaVisionForConditionalGeneration"],
+)
+def test_buffers_are_computed_by_inner_models_and_by_parents(name: str) -> None:
+    small_models = pytest.importorskip("tests.small_models")
+    kind = small_models.class_named(name)
+    real = kind(small_models.small_model_config(kind))
+    with torch.device("meta"):
+        model = kind(small_models.small_model_config(kind))
+    materialise([model], [])
+    expected, saved = dict(real.named_buffers()), real.state_dict().keys()
+    assert expected.keys() - saved
+    for path, found in model.named_buffers():
+        assert path in saved or torch.equal(found, expected[path]), path
