@@ -28,6 +28,7 @@ _DTYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "int64": "I64",
     "bool": "BOOL",
+    "uint8": "U8",
     "complex64": "C64",
 }
 HASHES = {
