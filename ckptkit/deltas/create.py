@@ -157,6 +157,7 @@ def create_delta(
     new: ConversionJob,
     request: DeltaRequest,
     listener: Listener = ignore,
+    facts: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Writes what changed between two models; both are planned as they would be written.
 
@@ -165,6 +166,7 @@ def create_delta(
         new: The model after.
         request: What the delta is like.
         listener: Receives progress events, from several threads.
+        facts: Further entries of the manifest's `source`.
 
     Returns:
         The manifest of the delta.
@@ -180,8 +182,13 @@ def create_delta(
         new.plan_output() as after,
     ):
         strategy.take(before, after)
-        both = (*after.sources, *before.sources)
-        return write_output(replace(after, kind=DELTA, sources=both), strategy, listener)
+        planned = replace(
+            after,
+            kind=DELTA,
+            sources=(*after.sources, *before.sources),
+            facts={**after.facts, **(facts or {})},
+        )
+        return write_output(planned, strategy, listener)
 
 
 def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPair, ...]:

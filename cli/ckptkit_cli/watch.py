@@ -24,13 +24,14 @@ from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Event, Started
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
 from ckptkit.hub.watch.events import EventName, MetricsServer, WatchEvent, WatchMetrics
+from ckptkit.hub.watch.versions import VersionSettings
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings, run_watch
 from ckptkit.hub.watch.watched_steps import BranchSettings
 from ckptkit.options import ConsolidateRequest, Resources, positive_number
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
 from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.save_order import Retention
-from ckptkit.storage.places import Place, is_url
+from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Option, command, parse_values
 from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
@@ -90,7 +91,21 @@ _OPTIONS = (
         HUB,
         "The repository, such as org/name; it is created if it does not exist.",
         "REPO_ID",
-        required=True,
+    ),
+    Option(
+        "--into",
+        WRITTEN,
+        "Instead of a repository: a directory or URL in which each step becomes a version for"
+        " engines that pull it, such as weight_v000001.",
+        "DIR",
+    ),
+    Option(
+        "--delta",
+        WRITTEN,
+        "With --into: make one of EVERY versions a whole model, and the others deltas to the"
+        " version before.",
+        "EVERY",
+        parse=partial(positive_number, option="--delta", example=20),
     ),
     options.PRIVATE,
     options.REVISION,
@@ -181,6 +196,7 @@ _OPTIONS = (
     options.WORKERS,
     options.MEMORY_BUDGET,
     options.SRC_OPTION,
+    options.DST_OPTION,
     Option(
         "--src-options-from",
         options.STORAGE,
@@ -213,10 +229,11 @@ _OPTIONS = (
 
 @command(*_OPTIONS, parses=False)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
-    """Push each step of a run to the Hub as it is committed.
+    """Push each step of a run to the Hub as it is committed, or into a folder that engines pull.
 
         ckptkit watch runs/llama --push org/llama
         ckptkit watch runs/llama --push org/llama --best eval_loss --once
+        ckptkit watch runs/rl --into /shared/weights --delta 20
 
     Each step becomes a verified model folder or adapter, and one commit with one tag. A kill
     neither loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule
@@ -247,6 +264,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
             where="--include",
             hint="pass --whole-step last-checkpoint as well",
         )
+    versions = _make_versions(values)
     # Training, which starts a watch too, checks metrics and names itself, and may end before its
     # first step.
     of_training = values["wait_for_lock"]
@@ -266,7 +284,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     )
     return WatchRequest(
         run=run,
-        repo_id=values["push"],
+        repo_id=values["push"] if versions is None else os.fspath(versions.folder),
         state=state,
         settings=settings,
         branch=BranchSettings(
@@ -276,8 +294,43 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         retention=Retention(
             **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
         ),
+        versions=versions,
         waits_for_lock=of_training,
     )
+
+
+_OF_THE_HUB = ("private", "revision", "whole_step", "adapter", "adapter_config")
+
+
+def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
+    """Returns where versions are published; None if steps are pushed to the Hub."""
+    if (values["push"] is None) == (values["into"] is None):
+        raise UsageError(
+            "one of --push and --into is needed",
+            where="watch",
+            hint="pass --push REPO_ID for the Hub, or --into DIR for a folder that engines pull",
+        )
+    if values["into"] is None:
+        if values["delta"] is not None:
+            raise UsageError(
+                "needs --into, since a commit on the Hub is a whole model",
+                where="--delta",
+                hint="pass --into DIR instead of --push, or leave it out",
+            )
+        return None
+    other = next((name for name in _OF_THE_HUB if values[name] is not None), None)
+    if other is None and values["make"] == "adapter":
+        other = "as"
+    if other is not None:
+        raise UsageError(
+            "cannot be combined with --into, which publishes models",
+            where=f"--{other.replace('_', '-')}",
+            hint="leave it out",
+        )
+    folder = place_of(values["into"], values["dst_option"])
+    if not is_url(folder):
+        folder = folder.beside(str(local_path(folder).absolute()))
+    return VersionSettings(folder, values["delta"] or 1)
 
 
 def _make_output(values: Mapping[str, Any]) -> BuildSettings:

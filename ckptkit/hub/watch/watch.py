@@ -36,6 +36,7 @@ from ckptkit.hub.folder_files import NEVER
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
 from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
+from ckptkit.hub.watch.versions import PublishedVersions, VersionSettings
 from ckptkit.hub.watch.watched_steps import (
     TAG_PREFIX,
     BranchSettings,
@@ -117,6 +118,39 @@ class WatchSettings:
     needs_steps: bool = False
 
 
+class Destination(Protocol):
+    """Where steps go; `tag_prefix` comes before the number in the names of tags."""
+
+    tag_prefix: str
+
+    def check(self) -> None:
+        """Fails if nothing can be pushed, before the first step is there."""
+        ...
+
+    def find(self, push: StepPush) -> StepCommit | None:
+        """Returns what an earlier push made of a step, None if nothing."""
+        ...
+
+    def publish(
+        self,
+        step: RunStep,
+        push: StepPush,
+        whole: str,
+        build: Callable[[], Path],
+        begin: Callable[[], None],
+    ) -> StepCommit:
+        """Pushes a step; calls `begin` before it changes anything, `build` for the folder."""
+        ...
+
+    def tag(self, push: StepPush, commit: StepCommit) -> str:
+        """Gives what was made of a step its name, and returns it."""
+        ...
+
+    def close(self) -> None:
+        """Releases what is held."""
+        ...
+
+
 class Watch:
     """Pushes the steps of one run, one after another.
 
@@ -128,7 +162,7 @@ class Watch:
         self,
         run: WatchedRun,
         journal: PushJournal,
-        hub: PushedSteps,
+        hub: Destination,
         settings: WatchSettings,
         listener: WatchListener,
         prune: Callable[[], Sequence[int]] | None = None,
@@ -138,7 +172,7 @@ class Watch:
         Args:
             run: The run.
             journal: The earlier pushes; steps are built in a folder next to its file.
-            hub: The repository.
+            hub: The repository, or the folder of versions.
             settings: How the run is watched.
             listener: Receives all events.
             prune: Removes steps after pushes, and returns their numbers.
@@ -214,6 +248,7 @@ class Watch:
         """Releases the steps that wait, and removes what was built."""
         for digest in list(self._marks):
             self._release(digest)
+        self._hub.close()
         self._remove_built()
 
     def _advance(self, progress: Listener, *, ending: bool) -> bool:
@@ -338,11 +373,13 @@ class Watch:
             self._give_up(step, error)
 
     def _upload(self, step: RunStep, push: StepPush, progress: Listener) -> StepCommit:
-        folder = self._build(step, progress)
-        self._journal.note(push)
-        self._emit("pushing", step.step, repo_id=push.repo_id)
+        def begin() -> None:
+            self._journal.note(push)
+            self._emit("pushing", step.step, repo_id=push.repo_id)
+
         whole = self._settings.build.whole_folder(step.step)
-        commit = self._hub.push(folder, push, whole)
+        build = partial(self._build, step, progress)
+        commit = self._hub.publish(step, push, whole, build, begin)
         left = [skip.path.removeprefix(f"{whole}/") for skip in commit.skipped]
         left = [path for path in left if PurePosixPath(path).name != NEVER]
         if left:
@@ -374,7 +411,7 @@ class Watch:
 
     def _complete(self, push: StepPush, commit: StepCommit, began: float) -> None:
         """Tags the commit, and records that the step is pushed."""
-        self._hub.tag(push, commit)
+        push = replace(push, tag=self._hub.tag(push, commit))
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         done = replace(push, state="pushed", commit=commit.commit, url=commit.url, at=at)
         self._journal.note(replace(done, size_bytes=commit.uploaded_bytes))
@@ -425,12 +462,13 @@ class WatchRequest:
 
     Attributes:
         run: The directory or URL that steps are saved in.
-        repo_id: The repository.
+        repo_id: The repository; with `versions`, the location of their folder.
         state: The folder of journal and lock; by default inside a local run.
         settings: Which steps are pushed, and how.
         branch: The branch of the repository.
         tag_prefix: What comes before the number in the names of tags.
         retention: Which steps stay in the run after a push; all without a rule.
+        versions: The folder to publish versions into, instead of a repository.
         token: Of the Hub; that of the environment or of the last login by default.
         endpoint: Of the Hub; that of the environment by default.
         waits_for_lock: Whether to wait for another watch of the run to end, instead of refusing.
@@ -443,6 +481,7 @@ class WatchRequest:
     branch: BranchSettings = field(default_factory=BranchSettings)
     tag_prefix: str = TAG_PREFIX
     retention: Retention = field(default_factory=Retention)
+    versions: VersionSettings | None = None
     token: str | None = field(default=None, repr=False)
     endpoint: str | None = None
     waits_for_lock: bool = False
@@ -466,9 +505,12 @@ def run_watch(
     state = state_folder(request)
     with ExitStack() as stack:
         stack.enter_context(_take_lock(request, state, pauses, listener))
-        stack.enter_context(quiet_client())
-        hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
-        hub.resolve_owner()
+        hub = None
+        if request.versions is None:
+            stack.enter_context(quiet_client())
+            hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
+            hub.resolve_owner()
+        repo_id = request.repo_id if hub is None else hub.repo_id
         # An identity distinguishes a run from an earlier one at its path. That of a URL does not
         # depend on its spelling; older versions took the spelling.
         named = os.fspath(request.run).rstrip("/")
@@ -476,18 +518,38 @@ def run_watch(
         texts = [PlaceIdentity(request.run).name, named] if is_url(request.run) else [named]
         hashes = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
         identity, *former = [own] if own else hashes
-        journal, note = open_journal(state, hub.repo_id, identity, former)
-        started = {"run": os.fspath(request.run), "repo_id": hub.repo_id, "state": str(state)}
+        journal, note = open_journal(state, repo_id, identity, former)
+        started = {"run": os.fspath(request.run), "repo_id": repo_id, "state": str(state)}
         listener(WatchEvent("started", None, started))
         if note:
             listener(WatchEvent("warning", None, {"message": note}))
-        branch = PushedSteps(hub, request.branch, request.tag_prefix, progress)
         run = WatchedRun(request.run, state)
+        destination: Destination
+        if hub is not None:
+            destination = PushedSteps(hub, request.branch, request.tag_prefix, progress)
+        else:
+            destination = _open_versions(request, run, identity, listener, progress)
         prune = None if request.retention.keeps_all else partial(_prune, request, state)
-        watch = Watch(run, journal, branch, request.settings, listener, prune)
+        watch = Watch(run, journal, destination, request.settings, listener, prune)
         stack.callback(watch.close)
         watch.run(pauses, progress)
     return watch
+
+
+def _open_versions(
+    request: WatchRequest,
+    run: WatchedRun,
+    identity: str,
+    listener: WatchListener,
+    progress: Listener,
+) -> PublishedVersions:
+    def warn(step: int, text: str) -> None:
+        listener(WatchEvent("warning", step, {"message": text}))
+
+    assert request.versions is not None  # noqa: S101  asked by the caller
+    return PublishedVersions(
+        request.versions, run, identity, request.settings.build, warn, progress
+    )
 
 
 def state_folder(request: WatchRequest) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,6 +204,22 @@ class PushedSteps:
             return None
         return StepCommit(commit, f"{self._hub.url}/commit/{commit}", is_new=False)
 
+    def publish(
+        self,
+        _step: RunStep,
+        push: StepPush,
+        whole: str,
+        build: Callable[[], Path],
+        begin: Callable[[], None],
+    ) -> StepCommit:
+        """Builds the folder of a step, and makes its commit."""
+        folder = build()
+        begin()
+        return self.push(folder, push, whole)
+
+    def close(self) -> None:
+        """Does nothing: no connection is held."""
+
     def push(self, folder: Path, push: StepPush, whole: str = "") -> StepCommit:
         """Makes the commit of a step."""
         title = title_of(push)
@@ -223,11 +239,11 @@ class PushedSteps:
         self._commits = {**commits, title: pushed.commit}
         return StepCommit(pushed.commit, pushed.url, pushed.bytes_uploaded, skipped=pushed.skipped)
 
-    def tag(self, push: StepPush, commit: StepCommit) -> None:
-        """Makes the step's tag point to its commit."""
+    def tag(self, push: StepPush, commit: StepCommit) -> str:
+        """Makes the step's tag point to its commit, and returns its name."""
         self._list_commits()
         if self._tags.get(push.tag) == commit.commit:
-            return
+            return push.tag
         hub = self._hub
         try:
             if push.tag in self._tags:  # an earlier save of the step, see `find`
@@ -238,6 +254,7 @@ class PushedSteps:
             self._commits = None
             raise
         self._tags[push.tag] = commit.commit
+        return push.tag
 
     def _list_commits(self) -> dict[str, str]:
         """Returns the commits by title; asks the Hub if they may have changed."""

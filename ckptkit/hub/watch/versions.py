@@ -1,0 +1,302 @@
+"""The steps of a watched run as versions in one folder, which engines pull: models and deltas.
+
+Version N is in the folder `weight_v{N:06d}`; numbers begin with 1 and have no gaps. A version is a
+whole model or a delta to the version before, see `ckptkit.deltas.form`. Its manifest has the step
+that it was made from. So a watch that was killed continues the chain, wherever it was killed.
+
+Source: slime, docs/en/advanced/delta-weight-sync.md; python/sglang/srt/weight_sync/
+local_checkpoint.py of SGLang (`pull`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.write import SingleProcess, write_output
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputError,
+    MissingFileError,
+    OutputError,
+    RefusedError,
+    UsageError,
+)
+from ckptkit.core.manifest import Manifest
+from ckptkit.deltas.create import DeltaRequest, create_delta
+from ckptkit.deltas.form import DELTA, name_version, version_of_folder
+from ckptkit.engine.outcome import Listener
+from ckptkit.hub.watch.build import BuildSettings
+from ckptkit.hub.watch.watched_steps import TAG_PREFIX, StepCommit, WatchedRun
+from ckptkit.plan.side_files import CONFIG
+from ckptkit.runs.push_journal import StepPush
+from ckptkit.runs.steps import RunStep
+from ckptkit.storage.local.disk import LOCAL_DISK
+from ckptkit.storage.local.workdir import sweep_work_folders
+from ckptkit.storage.locations import WORK_INFIX, is_work_folder
+from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import PathLike, is_url, local_path, open_source, open_target, place_of
+
+_PUBLISHED = "published"
+"""In the source of a version's manifest: the run and the step that it was made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSettings:
+    """Where versions are published, and which of them are whole models.
+
+    Attributes:
+        folder: The folder of the versions: a path, or a URL.
+        every: One of so many versions is a whole model, the first of them; the others are deltas.
+            1 for whole models only.
+    """
+
+    folder: PathLike
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise UsageError(
+                f"is {self.every}, where a whole number of at least 1 was expected",
+                where="--delta",
+                hint="pass --delta 20 for a whole model and 19 deltas, then the next whole model",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """A version in the folder.
+
+    Attributes:
+        version: Its number.
+        is_delta: Whether it is a delta to the version before.
+        step: The step that it was made from.
+        digest: The digest of that step.
+        size_bytes: Of its files.
+    """
+
+    version: int
+    is_delta: bool
+    step: int
+    digest: str
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        return name_version(self.version)
+
+
+class PublishedVersions:
+    """Publishes steps as versions; the newest one's step is protected from pruning.
+
+    Attributes:
+        tag_prefix: What comes before a step's number in its tag, which becomes a version's name.
+    """
+
+    tag_prefix = TAG_PREFIX
+
+    def __init__(
+        self,
+        settings: VersionSettings,
+        run: WatchedRun,
+        identity: str,
+        build: BuildSettings,
+        warn: Callable[[int, str], None],
+        listener: Listener,
+    ) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            settings: Where versions are published.
+            run: The run.
+            identity: Of the run.
+            build: How models are built.
+            warn: Takes a warning about a step.
+            listener: Receives progress events.
+        """
+        self._settings = settings
+        self._place = place_of(settings.folder)
+        self._run = run
+        self._identity = identity
+        self._build = build
+        self._warn = warn
+        self._listener = listener
+        self._versions: list[PublishedVersion] | None = None
+        self._mark: AbstractContextManager[object] | None = None
+
+    def check(self) -> None:
+        """Reads which versions are there, and refuses those of another run or program."""
+        self._list()
+
+    def find(self, push: StepPush) -> StepCommit | None:
+        """Returns the version of a step, None if it has none."""
+        for version in reversed(self._list()):
+            if (version.step, version.digest) == (push.step, push.digest):
+                return StepCommit(version.name, self._location(version.version), is_new=False)
+        return None
+
+    def tag(self, _push: StepPush, commit: StepCommit) -> str:
+        """Returns the name of the version."""
+        return commit.commit
+
+    def publish(
+        self,
+        step: RunStep,
+        _push: StepPush,
+        _whole: str,
+        _build: Callable[[], Path],
+        begin: Callable[[], None],
+    ) -> StepCommit:
+        """Writes the next version; it is visible when it is complete."""
+        versions = self._list()
+        begin()
+        number = versions[-1].version + 1 if versions else 1
+        self._versions = None  # unknown until this has succeeded
+        manifest = self._write(step, number, versions)
+        self._versions = [*versions, _describe(number, manifest)]
+        self._hold(step)
+        return StepCommit(name_version(number), self._location(number), manifest.size_bytes)
+
+    def close(self) -> None:
+        """Releases the newest version's step."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            with suppress(CkptkitError):  # a mark in a store that cannot be reached expires
+                mark.__exit__(None, None, None)
+
+    def _write(self, step: RunStep, number: int, versions: list[PublishedVersion]) -> Manifest:
+        job = self._job(step, number)
+        facts = {
+            _PUBLISHED: {"run": self._identity, "step": step.step, "digest": step.digest},
+        }
+        base = self._find_base(versions)
+        if base is not None:
+            request = DeltaRequest(version=number)
+            try:
+                return create_delta(self._job(base, number), job, request, self._listener, facts)
+            except RefusedError as error:
+                text = f"published as a whole model, since no delta is possible: {error}"
+                self._warn(step.step, text)
+        return self._write_whole(job, number, facts)
+
+    def _find_base(self, versions: list[PublishedVersion]) -> RunStep | None:
+        """Returns the step of the newest version; None if the next version is a whole model."""
+        deltas = 0
+        for version in reversed(versions):
+            if not version.is_delta:
+                break
+            deltas += 1
+        if not versions or deltas + 1 >= self._settings.every:
+            return None
+        newest = versions[-1]
+        for step in self._run.look():
+            if (step.step, step.digest) == (newest.step, newest.digest):
+                return step
+        return None
+
+    def _write_whole(self, job: ConversionJob, number: int, facts: Mapping[str, Any]) -> Manifest:
+        job.check_places()
+        target = open_target(job.destination, overwrite=False)
+        with SingleProcess(target, self._listener) as strategy, job.plan_output() as planned:
+            files = {file.path for file in planned.plan.files}
+            if self._build.needs_config and CONFIG not in files:
+                raise RefusedError(
+                    "neither the step nor a base has a config.json, without which no engine loads"
+                    " the model",
+                    where=os.fspath(job.src),
+                    hint="pass --base DIR_OR_REPO of the model that was trained, or --weights-only",
+                )
+            own = {**planned.facts, **facts, DELTA: {"version": number}}
+            return write_output(replace(planned, facts=own), strategy, self._listener)
+
+    def _job(self, step: RunStep, number: int) -> ConversionJob:
+        build = self._build
+        return ConversionJob(
+            self._run.place_of(step),
+            self._place.beside(self._location(number)),
+            build.request,
+            build.base,
+            resources=build.resources,
+            advice=build.advice,
+        )
+
+    def _hold(self, step: RunStep) -> None:
+        """Protects the step that the next delta is made from."""
+        before, self._mark = self._mark, None
+        with suppress(InputError):  # it is gone: the next version will be a whole model
+            self._mark = self._run.hold(step)
+            self._mark.__enter__()
+        if before is not None:
+            with suppress(CkptkitError):
+                before.__exit__(None, None, None)
+
+    def _list(self) -> list[PublishedVersion]:
+        if self._versions is None:
+            found = sorted(self._read(), key=lambda version: version.version)
+            for one, following in itertools.pairwise(found):
+                if following.version != one.version + 1:
+                    # What comes before a gap was removed, and is of no use for what comes after.
+                    found = found[found.index(following) :]
+            self._versions = found
+            newest = self._find_base(found)
+            if newest is not None and self._mark is None:
+                self._hold(newest)
+        return self._versions
+
+    def _read(self) -> list[PublishedVersion]:
+        if not is_url(self._place):
+            if not local_path(self._place).is_dir():
+                return []
+            _sweep(local_path(self._place))
+        versions = []
+        with open_source(self._place) as source:
+            folders = {path.split("/")[0] for path in source.walk(1) if "/" in path}
+            for folder in sorted(folders):
+                number = version_of_folder(folder)
+                if number is None:
+                    continue
+                try:
+                    manifest = read_manifest(source, folder)
+                    version = _describe(number, manifest)
+                except (MissingFileError, KeyError) as error:
+                    raise OutputError(
+                        "was not published by a watch, whose versions have to follow each other",
+                        where=f"{self._place.location}/{folder}",
+                        hint="publish into a folder that no other program writes to",
+                    ) from error
+                if manifest.source[_PUBLISHED].get("run") != self._identity:
+                    raise OutputError(
+                        "was published from another run",
+                        where=f"{self._place.location}/{folder}",
+                        hint="publish each run into a folder of its own",
+                    )
+                versions.append(version)
+        return versions
+
+    def _location(self, number: int) -> str:
+        return f"{self._place.location.rstrip('/')}/{name_version(number)}"
+
+
+def _sweep(folder: Path) -> None:
+    """Removes work folders of versions that a killed watch has committed."""
+    for path in list(folder.iterdir()):
+        name = path.name[1:].partition(WORK_INFIX)[0]
+        if is_work_folder(path.name) and version_of_folder(name) is not None:
+            sweep_work_folders(folder, folder / name, LOCAL_DISK)
+
+
+def _describe(number: int, manifest: Manifest) -> PublishedVersion:
+    published = manifest.source[_PUBLISHED]
+    return PublishedVersion(
+        number,
+        manifest.kind == DELTA,
+        int(published["step"]),
+        str(published["digest"]),
+        manifest.size_bytes,
+    )

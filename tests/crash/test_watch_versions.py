@@ -1,0 +1,272 @@
+"""A watch that publishes versions makes one chain, however often it is killed or restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
+from tests.command_line import run_command
+from tests.object_store import ObjectStore
+from tests.sharded import write_sharded
+from tests.small_deltas import model_bytes
+
+SCRIPT = Path(__file__).with_name("watch_life.py")
+SIZES = {"layers.0.weight": (40, 30), "layers.1.weight": (7, 5), "norm.weight": (30,)}
+
+
+def add_step(run: Path, step: int, *, rows: int = 40) -> None:
+    """Puts a step of two ranks there, as a save does: at once. It is another one for each step."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.rand((rows, 30) if name == "layers.0.weight" else shape, generator=generator)
+        for name, shape in SIZES.items()
+    }
+    for past in range(1, step + 1):
+        change = torch.rand(rows, 30, generator=generator) < 0.05
+        tensors["layers.0.weight"] += change * past
+    draft = run / f".draft-{step}"
+    write_sharded(draft, tensors, 2)
+    files = {p.name: FileRecord(p.stat().st_size) for p in sorted(draft.iterdir())}
+    source = {"step": step, "save_number": step, "metrics": {}}
+    manifest = Manifest(TRAINING, source, {}, {"ckptkit": "0"}, {}, files=files)
+    (draft / MANIFEST_NAME).write_bytes(manifest.to_json())
+    draft.rename(run / f"checkpoint-{step}")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    run.mkdir(parents=True)
+    for step in (1, 2, 3):
+        add_step(run, step)
+    return run
+
+
+def watch(run: Path, into: object, *options: str, status: int = 0) -> list[dict[str, Any]]:
+    """Runs a watch to its end; returns its events."""
+    words = ["watch", run, "--into", into, "--once", "--weights-only", "--json", *options]
+    done = run_command(*words)
+    assert done.returncode == status, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def versions(folder: Path) -> list[tuple[int, bool, int]]:
+    """Returns the number of each version, whether it is a delta, and the step it is made from."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        manifest = json.loads((path / MANIFEST_NAME).read_bytes())
+        number = int(path.name.removeprefix("weight_v"))
+        assert manifest["source"]["delta"]["version"] == number
+        published = manifest["source"]["published"]
+        found.append((number, manifest["kind"] == "delta", published["step"]))
+    return found
+
+
+def check_chain(folder: Path, run: Path, tmp: Path) -> None:
+    """Compares every version with the step that it was made from, as an engine would pull it."""
+    whole, deltas = Path(), list[Path]()
+    for number, is_delta, step in versions(folder):
+        path = folder / f"weight_v{number:06d}"
+        whole, deltas = (whole, [*deltas, path]) if is_delta else (path, [])
+        if not (run / f"checkpoint-{step}").exists():
+            continue
+        shutil.rmtree(tmp / "expected", ignore_errors=True)
+        shutil.rmtree(tmp / "found", ignore_errors=True)
+        ckptkit.consolidate(run / f"checkpoint-{step}", tmp / "expected")
+        if deltas:
+            ckptkit.apply_delta(whole, deltas, tmp / "found")
+        found = model_bytes(tmp / "found" if deltas else whole)
+        assert found == model_bytes(tmp / "expected")
+
+
+def test_one_of_every_versions_is_a_whole_model(run: Path, tmp_path: Path) -> None:
+    into = tmp_path / "shared" / "weights"
+    for step in (4, 5):
+        add_step(run, step)
+    events = watch(run, into, "--delta", "3")
+    assert versions(into) == [
+        (1, False, 1),
+        (2, True, 2),
+        (3, True, 3),
+        (4, False, 4),
+        (5, True, 5),
+    ]
+    check_chain(into, run, tmp_path)
+    pushed = [event for event in events if event["event"] == "pushed"]
+    assert [event["tag"] for event in pushed] == [f"weight_v{n:06d}" for n in range(1, 6)]
+    index = json.loads((into / "weight_v000005" / "model.safetensors.index.json").read_bytes())
+    assert (index["metadata"]["version"], index["metadata"]["base_version"]) == ("000005", "000004")
+    listed = run_command("ls", run).stdout
+    assert "weights@weight_v000005" in listed
+
+
+def test_without_delta_every_version_is_a_whole_model(run: Path, tmp_path: Path) -> None:
+    watch(run, tmp_path / "weights")
+    assert versions(tmp_path / "weights") == [(1, False, 1), (2, False, 2), (3, False, 3)]
+    check_chain(tmp_path / "weights", run, tmp_path)
+
+
+def test_a_watch_that_is_started_again_continues_the_chain(run: Path, tmp_path: Path) -> None:
+    into = tmp_path / "weights"
+    watch(run, into, "--delta", "10")
+    add_step(run, 4)
+    watch(run, into, "--delta", "10")
+    assert versions(into)[-1] == (4, True, 4)
+    # Without its journal, it finds in the folder what it has published.
+    add_step(run, 5)
+    events = watch(run, into, "--delta", "10", "--state", str(tmp_path / "state"))
+    resumed = {event["step"]: event["resumed"] for event in events if event["event"] == "pushed"}
+    assert resumed == {1: True, 2: True, 3: True, 4: True, 5: False}
+    assert versions(into)[-1] == (5, True, 5)
+    check_chain(into, run, tmp_path)
+
+
+def test_a_step_whose_base_is_gone_is_published_whole(run: Path, tmp_path: Path) -> None:
+    into = tmp_path / "weights"
+    watch(run, into, "--delta", "10")
+    shutil.rmtree(run / "checkpoint-3")
+    for step in (4, 5):
+        add_step(run, step)
+    watch(run, into, "--delta", "10")
+    assert versions(into)[3:] == [(4, False, 4), (5, True, 5)]
+    check_chain(into, run, tmp_path)
+
+
+def test_pruning_keeps_the_step_that_the_next_delta_needs(run: Path, tmp_path: Path) -> None:
+    into = tmp_path / "weights"
+    watch(run, into, "--delta", "10", "--keep-last", "1")
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
+    add_step(run, 4)
+    watch(run, into, "--delta", "10", "--keep-last", "1")
+    assert versions(into) == [(1, False, 1), (2, True, 2), (3, True, 3), (4, True, 4)]
+    check_chain(into, run, tmp_path)
+
+
+def test_a_model_of_another_shape_is_published_whole(run: Path, tmp_path: Path) -> None:
+    into = tmp_path / "weights"
+    watch(run, into, "--delta", "10")
+    add_step(run, 4, rows=50)
+    events = watch(run, into, "--delta", "10")
+    warned = [event["message"] for event in events if event["event"] == "warning"]
+    assert any("since no delta is possible" in text for text in warned)
+    assert versions(into)[3] == (4, False, 4)
+    check_chain(into, run, tmp_path)
+
+
+def test_folders_that_are_not_its_own_are_refused(run: Path, tmp_path: Path) -> None:
+    into = tmp_path / "weights"
+    (into / "weight_v000001").mkdir(parents=True)
+    (into / "weight_v000001" / "model.safetensors").write_bytes(b"")
+    events = watch(run, into, "--delta", "2", status=4)
+    assert "was not published by a watch" in events[-1]["error"]["message"]
+    shutil.rmtree(into)
+    watch(run, into, "--delta", "2")
+    other = tmp_path / "other"
+    other.mkdir()
+    add_step(other, 1)
+    events = watch(other, into, "--delta", "2", status=4)
+    assert "was published from another run" in events[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--delta", "3"], "one of --push and --into is needed"),
+        (["--push", "org/name", "--into", "x"], "one of --push and --into is needed"),
+        (["--push", "org/name", "--delta", "3"], "needs --into"),
+        (["--into", "x", "--delta", "0"], "--delta"),
+        (["--into", "x", "--revision", "main"], "cannot be combined with --into"),
+        (["--into", "x", "--as", "adapter"], "cannot be combined with --into"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    options: list[str], text: str, run: Path
+) -> None:
+    done = run_command("watch", run, "--once", *options)
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_versions_are_published_to_a_store(
+    object_store: ObjectStore, run: Path, tmp_path: Path
+) -> None:
+    bucket = object_store.bucket("versions")
+    bucket.clear()
+    options = object_store.arguments("--dst-option")
+    watch(run, f"{bucket.url}/weights", "--delta", "10", *options)
+    add_step(run, 4)
+    watch(run, f"{bucket.url}/weights", "--delta", "10", *options)
+    keys = bucket.keys()
+    for key in keys:
+        path = tmp_path / "pulled" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bucket.get(key))
+    into = tmp_path / "pulled" / "weights"
+    assert versions(into) == [(1, False, 1), (2, True, 2), (3, True, 3), (4, True, 4)]
+    check_chain(into, run, tmp_path)
+
+
+@contextmanager
+def lives(folder: Path) -> Iterator[Any]:
+    """Yields a function that runs a watch in a child, which dies at its nth write."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    send, answers = process.stdin, process.stdout
+
+    def live(arguments: list[str], die_at: int) -> int:
+        request = {
+            "arguments": arguments,
+            "die_at": die_at,
+            "folder": str(folder),
+            "log": str(folder.parent / "log"),
+        }
+        send.write(json.dumps(request) + "\n")
+        send.flush()
+        answers.readline()
+        return int(json.loads(answers.readline())["status"])
+
+    with process:
+        yield live
+        send.close()
+
+
+@pytest.mark.slow
+def test_kills_at_every_write_leave_a_chain_without_a_gap(tmp_path: Path) -> None:
+    run, into = tmp_path / "all" / "run", tmp_path / "all" / "weights"
+    run.mkdir(parents=True)
+    steps = kills = 0
+    arguments = ["watch", str(run), "--into", str(into), "--once", "--weights-only", "--delta", "4"]
+    with lives(tmp_path / "all") as live:
+        for die_at in range(2, 60, 3):
+            steps += 1
+            add_step(run, steps)
+            status = live(arguments, die_at)
+            assert status in {0, -signal.SIGKILL}, (tmp_path / "log").read_text()
+            kills += status != 0
+        assert live(arguments, 0) == 0, (tmp_path / "log").read_text()
+    assert kills > 10
+    found = versions(into)
+    assert [number for number, _, _ in found] == list(range(1, steps + 1))
+    assert [step for _, _, step in found] == list(range(1, steps + 1))
+    assert [number for number, is_delta, _ in found if not is_delta] == list(range(1, steps + 1, 4))
+    check_chain(into, run, tmp_path)
