@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import DTypeLike, Resources
+from ckptkit.options import DTypeLike, NotFinite, Resources
 from ckptkit.storage.locations import Sources, place_of, resolve_places
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ class MergeOptions(TypedDict, total=False):
         also: Further directories that hold files of the same checkpoint, see `Options`.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
         allow_code: Whether python files and `auto_map` are copied.
+        check: A list with "nan", "inf" or both, see `Options`.
         src_options: Options of the storage that is read, see `Options`.
         dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
@@ -214,6 +215,7 @@ class MergeOptions(TypedDict, total=False):
     also: Sequence[PathLike]
     max_shard_size: int | str
     allow_code: bool
+    check: Sequence[NotFinite]
     src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
     overwrite: bool

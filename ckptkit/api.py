@@ -15,6 +15,7 @@ from ckptkit.options import (
     IfExists,
     Layout,
     NameChoice,
+    NotFinite,
     OutputDType,
     positive_number,
 )
@@ -67,6 +68,8 @@ class Options(TypedDict, total=False):
         include: Patterns of names to take; all when empty.
         exclude: Patterns of names to leave out.
         allow_code: Whether python files and `auto_map` are copied.
+        check: A list with "nan", "inf" or both: refuses an output with such elements before it is
+            committed.
         src_options: Options of the storage that is read, as fsspec names them: keys, or an
             endpoint. They are used for other places too if their URLs are of the same kind.
         dst_options: Options of the storage that is written.
@@ -104,6 +107,7 @@ class Options(TypedDict, total=False):
     include: Sequence[str]
     exclude: Sequence[str]
     allow_code: bool
+    check: Sequence[NotFinite]
     src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
     overwrite: bool

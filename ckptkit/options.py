@@ -134,6 +134,20 @@ def parse_prefixes(prefixes: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(prefix if prefix.endswith(".") else f"{prefix}." for prefix in listed)
 
 
+def parse_not_finite(kinds: Sequence[str], *, option: str) -> tuple[NotFinite, ...]:
+    """Reads one or several kinds of numbers that are refused, `nan` and `inf`.
+
+    Raises:
+        UsageError: If one is neither.
+
+    >>> parse_not_finite(["inf", "nan"], option="--check")
+    ('nan', 'inf')
+    """
+    for kind in kinds:
+        check_choice(option, kind, get_args(NotFinite))
+    return tuple(kind for kind in get_args(NotFinite) if kind in kinds)
+
+
 def _parse_patterns(patterns: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(patterns or ())
 
@@ -174,6 +188,7 @@ class ConsolidateRequest:
     optimizer: bool = False
     model_config: str | None = None
     strip_prefix: tuple[str, ...] = _parsed(parse_prefixes, ())
+    check: tuple[NotFinite, ...] = _parsed(tuple, ())
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], layout: Layout = "hf") -> Self:
@@ -195,6 +210,8 @@ class ConsolidateRequest:
         return cls(**values, layout=layout, max_file_bytes=limit)
 
     def __post_init__(self) -> None:
+        if self.check:
+            object.__setattr__(self, "check", parse_not_finite(self.check, option="--check"))
         if self.strip_prefix and self.optimizer:
             raise UsageError(
                 "cannot be combined with --optimizer, whose states have the names of training",

@@ -283,6 +283,7 @@ class _Planner:
         checkpoint, out = self._checkpoint, self._job.out
         resources = reserve_for_conversions(self._job.resources, names.conversion_bytes)
         settings = choose_settings(resources, plan, sources=(checkpoint,), out=out)
+        settings = replace(settings, check=self._request.check)
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         return PlannedOutput(
             sources=(checkpoint,),

@@ -313,7 +313,8 @@ class SingleProcess(WriteStrategy[Manifest]):
 
     def start(self, planned: PlannedOutput) -> None:
         refuse_full_disk(planned, self._target)
-        if isinstance(self._target, CopyingTarget):
+        # What the store copies does not pass through here, where it could be checked.
+        if isinstance(self._target, CopyingTarget) and not planned.settings.check:
             plan = with_store_copies(planned.plan, planned.inputs.origins, self._target)
             planned = replace(planned, plan=plan)
         self._planned = planned

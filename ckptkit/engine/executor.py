@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from ckptkit.core.arrays import aligned_buffer
+import numpy as np
+
+from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.checksums import leaf_digest
-from ckptkit.core.errors import ChecksumError, NoSpaceError
+from ckptkit.core.errors import ChecksumError, NoSpaceError, NotFiniteError
 from ckptkit.core.index import Key
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
@@ -29,8 +31,9 @@ from ckptkit.engine.outcome import (
     Started,
     task_parts,
 )
-from ckptkit.engine.reader import RUN_BYTES
+from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.options import NotFinite
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Plan,
@@ -64,12 +67,14 @@ class ExecutionSettings:
         bytes_per_second: How much they may read together, and how much write; None for no limit.
         worker_bytes: Memory that each of them takes.
         task_bytes: What each of them does at a time.
+        check: The kinds of numbers that no tensor may have.
     """
 
     workers: int
     bytes_per_second: int | None = None
     worker_bytes: int = WORKER_BYTES
     task_bytes: int = TASK_BYTES
+    check: tuple[NotFinite, ...] = ()
 
     def with_more(self, bytes_each: int) -> ExecutionSettings:
         """Returns as many workers as fit into the same memory if each takes more, at least one."""
@@ -270,12 +275,43 @@ class Executor:
                 if not isinstance(part.segment.body, Trailer):
                     if at not in filled:
                         reader.fill(part, view)
+                    if self._settings.check:
+                        self._check(part, view)
                     self._digest(task, part, view)
             reader.clear()  # before the task is sent, which takes memory
             if not put(task, data):
                 return  # another worker has failed, and raises the error
             self._listener(BytesWritten(len(data)))
             self._throttle.take(max(len(data), reader.take_bytes_read()))
+
+    def _check(self, part: SegmentRange, view: memoryview) -> None:
+        """Refuses a tensor with NaN or infinities; the error has their number in all of it."""
+        kinds, spec = self._settings.check, part.segment.spec
+        if spec is None or spec.dtype.kind not in {"float", "complex"}:
+            return
+        from ckptkit.engine.values import count_not_finite, describe_not_finite  # few checks run
+
+        dtype = numpy_dtype(spec.dtype)
+        if count_not_finite(np.frombuffer(view, dtype), kinds) == (0, 0):
+            return
+        # With checksums of its own: they show whether the bytes are damaged.
+        origins = {n: Origin(n, o.source, o.index) for n, o in self._inputs.origins.items()}
+        reader = SegmentReader(Inputs(origins, self._inputs.folders), self._preparations)
+        block = memoryview(bytearray(min(spec.size_bytes, LEAF_BYTES)))
+        nan = infinite = 0
+        for start in range(0, spec.size_bytes, LEAF_BYTES):
+            leaf = replace(part, start=start, stop=min(start + LEAF_BYTES, spec.size_bytes))
+            data = block[: leaf.stop - start]
+            reader.fill(leaf, data)
+            found = count_not_finite(np.frombuffer(data, dtype), kinds)
+            nan, infinite = nan + found[0], infinite + found[1]
+        for origin in origins.values():
+            origin.checksums.finish()
+        raise NotFiniteError(
+            f"has {describe_not_finite(nan, infinite, kinds)} among {spec.elements:,} elements,"
+            f" which {' '.join(f'--check {kind}' for kind in kinds)} refuses",
+            where=f"tensor {spec.name!r}",
+        )
 
     def _put_whole(self, task: Task, data: memoryview) -> bool:
         for part, view in task_parts(task, data):

@@ -24,7 +24,14 @@ from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
 from ckptkit.lora.dialects import is_vocabulary
-from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice, choose_dtype, parse_file_limit
+from ckptkit.options import (
+    DEFAULT_MAX_FILE_BYTES,
+    NotFinite,
+    check_choice,
+    choose_dtype,
+    parse_file_limit,
+    parse_not_finite,
+)
 from ckptkit.plan.ties import Specs, find_absent_tied_names, find_tie_candidates, find_tie_conflicts
 
 Form = Literal[
@@ -187,6 +194,7 @@ class MergeRequest:
         map: The map that converts the names of the base; see `ckptkit.api.Options`.
         model_config: A model folder with the configuration of the base, or None.
         report: Whether norms are measured, which reads the changed weights again.
+        check: The kinds of numbers that the output may not have.
     """
 
     dtype: MergeDType = "keep"
@@ -200,6 +208,7 @@ class MergeRequest:
     map: str = "auto"
     model_config: str | None = None
     report: bool = False
+    check: tuple[NotFinite, ...] = ()
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -211,6 +220,9 @@ class MergeRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
         object.__setattr__(self, "map", str(self.map))
+        object.__setattr__(self, "check", tuple(self.check))
+        if self.check:
+            object.__setattr__(self, "check", parse_not_finite(self.check, option="--check"))
         check_choice("--names", self.names, get_args(MergeNames))
         if self.qlora_base is not None:
             check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))
@@ -219,7 +231,7 @@ class MergeRequest:
         """Returns the options that differ from their defaults, as JSON values."""
         default = MergeRequest()
         return {
-            field.name: value
+            field.name: list(value) if isinstance(value, tuple) else value
             for field in fields(self)
             if (value := getattr(self, field.name)) != getattr(default, field.name)
         }

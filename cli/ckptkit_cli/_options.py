@@ -105,6 +105,14 @@ OVERWRITE = Option("--overwrite", WRITTEN, "Replace OUT if it is not empty.")
 MAX_SHARD_SIZE = Option(
     "--max-shard-size", WRITTEN, "Start a new weight file at this size.  [default: 5GB]", "SIZE"
 )
+CHECK = Option(
+    "--check",
+    WRITTEN,
+    "Refuse an output with NaN ('nan'), or with infinite elements ('inf'), before it is committed."
+    " Can be repeated.",
+    "nan|inf",
+    repeated=True,
+)
 ALLOW_CODE = Option("--allow-code", WRITTEN, "Copy Python files and 'auto_map' too.")
 
 DTYPE = Option(
@@ -208,6 +216,7 @@ CONVERSION = (
         "DIR",
     ),
     ALLOW_CODE,
+    CHECK,
     DRY_RUN,
     OVERWRITE,
     Option(

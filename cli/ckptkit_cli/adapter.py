@@ -219,6 +219,7 @@ def _adapter_table(
     *options.ADAPTER_HINTS,
     options.MAX_SHARD_SIZE,
     options.ALLOW_CODE,
+    options.CHECK,
     options.DRY_RUN,
     options.OVERWRITE,
     Option(

@@ -39,7 +39,7 @@ def consolidate(output: Output, **values: Any) -> None:
     Every byte of the source is checked against its stored checksum. OUT appears when it is
     complete and durable, or not at all.
     """
-    _run_command(output, "consolidate", "hf", values)
+    _run_command(output, "consolidate", make_job("hf", values), values)
 
 
 @command(*CONVERSION, TO)
@@ -52,7 +52,7 @@ def convert(output: Output, to: Layout, **values: Any) -> None:
     checkpoint that FSDP training starts from. 'megatron' is one that Megatron-LM starts from at
     any parallel size, 'torchtitan' one for torchtitan. Checks and options are those of consolidate.
     """
-    _run_command(output, "convert", to, values)
+    _run_command(output, "convert", make_job(to, values), values)
 
 
 _NOT_AVERAGED = {"src", "also", "optimizer", "delete_source"}
@@ -121,14 +121,10 @@ def average(output: Output, sources: Sequence[str], **values: Any) -> None:
         last=values["last"],
         take_last=values["take_last"],
     )
-    _run_job(output, "average", job, values)
+    _run_command(output, "average", job, values)
 
 
-def _run_command(output: Output, title: str, layout: Layout, values: Mapping[str, Any]) -> None:
-    _run_job(output, title, make_job(layout, values), values)
-
-
-def _run_job(output: Output, title: str, job: ConversionJob, values: Mapping[str, Any]) -> None:
+def _run_command(output: Output, title: str, job: ConversionJob, values: Mapping[str, Any]) -> None:
     if values["dry_run"]:
         _show_plan(job, output)
         return

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
-from ckptkit.options import ConsolidateRequest, NotFinite, check_choice
+from ckptkit.options import ConsolidateRequest, parse_not_finite
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._command import Argument, Option, command
 from ckptkit_cli._options import (
@@ -255,12 +255,6 @@ _SORTS: Mapping[str, Callable[[TensorStatistics], Any]] = {
 }
 
 
-def _parse_kinds(typed: Sequence[str], *, option: str) -> tuple[NotFinite, ...]:
-    for kind in typed:
-        check_choice(option, kind, get_args(NotFinite))
-    return tuple(kind for kind in get_args(NotFinite) if kind in typed)
-
-
 @command(
     SRC,
     SELECT,
@@ -276,7 +270,7 @@ def _parse_kinds(typed: Sequence[str], *, option: str) -> tuple[NotFinite, ...]:
         "Exit with 4 if a tensor has NaN ('nan'), or an infinite element ('inf'). Can be repeated.",
         "nan|inf",
         repeated=True,
-        parse=partial(_parse_kinds, option="--fail-on"),
+        parse=partial(parse_not_finite, option="--fail-on"),
     ),
     Option(
         "--sort",

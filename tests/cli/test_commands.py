@@ -112,7 +112,7 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
         *("--memory-limit", "--workers", "--json", "--quiet", "--like", "--vocab-size"),
         *("--if-exists", "--events", "--src-option", "--dst-option"),
         *("--engine", "--slice", "--bandwidth", "--optimizer", "--model-config"),
-        *("--resume", "--delete-source", "--strip-prefix", "--map"),
+        *("--resume", "--delete-source", "--strip-prefix", "--map", "--check"),
     }
 
 

@@ -369,6 +369,7 @@ class MergePreparation:
         opened = [source.found.opened for source in self._adapters]
         opened += [] if self._given is None else [self._given.opened]
         settings = choose_settings(self._resources, plan, sources=opened, out=out)
+        settings = replace(settings, check=self._request.check)
         read = sum(spec.size_bytes for _, _, spec in plan.specs())
         return PlannedOutput(
             sources=tuple(opened),

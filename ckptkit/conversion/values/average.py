@@ -190,6 +190,7 @@ class _Joint:
         plan = replace(layout.plan, files=files)
         sources = tuple(plan.checkpoint for plan in reversed(self._plans))
         settings = choose_settings(job.resources, plan, sources=sources, out=job.out)
+        settings = replace(settings, check=job.request.check)
         read = sum(plan.estimate.bytes_read for plan in self._plans)
         options: dict[str, Any] = {"average": self._describe_weighting()}
         if job.take_last:
