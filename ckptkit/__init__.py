@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         verify,
     )
     from ckptkit.delta_api import apply_delta, create_delta, inspect_delta
+    from ckptkit.serve_api import serve
 
 __all__ = [
     "__version__",
@@ -37,6 +38,7 @@ __all__ = [
     "merge_adapter",
     "open",
     "prune",
+    "serve",
     "stats",
     "verify",
 ]
@@ -46,6 +48,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("adapter_from_diff", "extract_adapter", "merge_adapter"), "adapter_api"),
     **dict.fromkeys(("apply_delta", "create_delta", "inspect_delta"), "delta_api"),
+    "serve": "serve_api",
 }
 
 

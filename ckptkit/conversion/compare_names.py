@@ -122,6 +122,10 @@ class Comparison:
         if notes:
             listener(Planned(notes))
 
+    def close(self) -> None:
+        """Ends the process that answers, where the plan is kept for longer than the answer."""
+        self._program.close()
+
     def judge_answer(self) -> tuple[str, ...]:
         """Waits for the answer; refuses an output that would not load, or returns notes."""
         try:

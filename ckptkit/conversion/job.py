@@ -64,19 +64,18 @@ def run_job(job: ConversionJob, listener: Listener = ignore) -> JobResult:
 
 def _write(job: ConversionJob, listener: Listener) -> Manifest:
     job.check_places()
+    assert job.out is not None  # noqa: S101  which would have been refused
     if job.resume:
-        refuse_resuming(job.destination, job.resources)
+        refuse_resuming(job.out, job.resources)
     strategy: WriteStrategy[Manifest]
     if job.resources.engine == "ray":
         from ckptkit.conversion.distribute import RayCluster
 
-        strategy = RayCluster(
-            job, job.destination, job.resources, listener, overwrite=job.overwrite
-        )
-    elif is_url(job.destination):
-        strategy = SingleProcess(open_target(job.destination, overwrite=job.overwrite), listener)
+        strategy = RayCluster(job, job.out, job.resources, listener, overwrite=job.overwrite)
+    elif is_url(job.out):
+        strategy = SingleProcess(open_target(job.out, overwrite=job.overwrite), listener)
     else:
-        out = local_path(job.destination)
+        out = local_path(job.out)
         strategy = Resumable(out, listener, overwrite=job.overwrite, resume=job.resume)
     with strategy, job.plan_output() as planned:
         return write_output(planned, strategy, listener)

@@ -150,7 +150,7 @@ class ConversionJob:
         """Refuses an output that could not be written, before any work is done."""
         check_destination(
             self.src,
-            self.destination,
+            self.out or "",  # which is refused as an empty path
             overwrite=self.overwrite,
             also=self.also,
             base=self.base,

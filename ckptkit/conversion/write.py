@@ -269,7 +269,7 @@ def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: L
     if existing is not None:
         return existing
     for source in planned.sources:
-        _refuse_other_files(source)
+        refuse_other_files(source)
     comparison = planned.comparison
     if comparison is not None:
         comparison.begin()
@@ -286,7 +286,7 @@ def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: L
         return strategy.commit()
 
 
-def _refuse_other_files(checkpoint: OpenedCheckpoint) -> None:
+def refuse_other_files(checkpoint: OpenedCheckpoint) -> None:
     """Refuses files that do not have the SHA-256 which the save recorded, if it did.
 
     The archives in a file of another step have CRC-32s of their own, which are right.

@@ -128,12 +128,14 @@ class Sources:
         return tuple(self.place(path) for path in paths)
 
 
-def resolve_places(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_places(
+    src: PathLike, out: PathLike | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns options with their paths, and `src` and `out`, as places that know their storage.
 
     Args:
         src: The place that the command is about.
-        out: Where it writes.
+        out: Where it writes; None if it writes nothing.
         options: By their names in `ckptkit.api.Options`.
     """
     sources = Sources(src, options.get("src_options"))
@@ -142,7 +144,7 @@ def resolve_places(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> 
         **options,
         **{name: sources.optional(options.get(name)) for name in named},
         "src": sources.first,
-        "out": place_of(out, options.get("dst_options")),
+        "out": None if out is None else place_of(out, options.get("dst_options")),
         "also": sources.further(options.get("also", ())),
     }
 

@@ -40,6 +40,7 @@ _COMMANDS = {
     "push": "ckptkit_cli.push",
     "pull": "ckptkit_cli.push",
     "watch": "ckptkit_cli.watch",
+    "serve": "ckptkit_cli.serving.serve",
 }
 _GROUPS = {
     "adapter": "ckptkit_cli.adapter",

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckptkit.core.errors import UsageError
@@ -20,14 +21,16 @@ from ckptkit.options import (
     Layout,
     NameChoice,
     OutputDType,
+    Resources,
     choose_dtype,
     positive_number,
 )
 from ckptkit.runs.save_order import BestMode
-from ckptkit.storage.locations import parse_options, resolve_places
+from ckptkit.storage.locations import Sources, parse_options, resolve_places
 from ckptkit_cli._command import Argument, Option
 
 if TYPE_CHECKING:
+    from ckptkit.adapters.merge.merge_adapters import AdapterChoice
     from ckptkit.conversion.prepare import ConversionJob
 
 READ = "What is read"
@@ -421,8 +424,83 @@ ADAPTER_HINTS = (
     ),
 )
 
+ADAPTERS = Option(
+    "--adapter",
+    READ,
+    "Adapter of SRC to merge, where there are several, and the factor of its update. Can be"
+    " repeated; adapters are merged in this order.",
+    "NAME[=WEIGHT]",
+    repeated=True,
+)
+WITH = Option(
+    "--with",
+    READ,
+    "Further adapter to merge after those of SRC, and the factor of its update. Can be repeated.",
+    "PATH[=WEIGHT]",
+    repeated=True,
+    keyword="further",
+)
+ALLOW_UNTRAINED = Option(
+    "--allow-untrained", READ, "Accept an adapter that changes nothing, or has no tensors."
+)
+ALLOW_OTHER_BASE = Option(
+    "--allow-other-base",
+    READ,
+    "Accept a base that is proven to differ from the one trained on.",
+)
+MATCH_PEFT = Option(
+    "--match-peft", NAMED, "Round where merge_and_unload of PEFT rounds, not once at the end."
+)
+QLORA_BASE = Option(
+    "--qlora-base",
+    NAMED,
+    "Weights that an adapter of a 4-bit or 8-bit base is merged onto: 'dequantized' for those"
+    " that it was trained on (default), 'original' for those before quantization.",
+    choices=("dequantized", "original"),
+)
+DOUBLE_QUANT = Option(
+    "--double-quant/--no-double-quant",
+    NAMED,
+    "Whether the scales of 4-bit weights were quantized too, if neither the checkpoint nor a"
+    " config.json next to it has this; by default it is assumed, with a note.",
+)
+
 
 def values_with_places(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of a command with its paths as places that know their storage options."""
-    stores = {"src_options": values["src_option"], "dst_options": values["dst_option"]}
-    return resolve_places(values["src"], values["out"], {**values, **stores})
+    stores = {"src_options": values["src_option"], "dst_options": values.get("dst_option")}
+    return resolve_places(values["src"], values.get("out"), {**values, **stores})
+
+
+def choose_adapters(values: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
+    """Returns the adapters that the options of a merge name, in the order of merging."""
+    from ckptkit.adapters.merge.merge_adapters import list_choices
+    from ckptkit.adapters.sources import AdapterRequest
+
+    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
+    names = [_split_weight(text, "--adapter") for text in values["adapter"]]
+    # A path may contain an equals sign itself.
+    pairs = [
+        (text, 1.0) if text and Path(text).exists() else _split_weight(text, "--with")
+        for text in values["further"]
+    ]
+    sources = Sources(values["src"], values["src_option"])
+    further = [(sources.place(text), weight) for text, weight in pairs]
+    return list_choices(values["src"], first, names, further)
+
+
+def _split_weight(text: str, option: str) -> tuple[str, float]:
+    """Splits `NAME=WEIGHT`; without a weight it is 1."""
+    name, sign, number = text.rpartition("=")
+    if not name and (sign or not text):
+        raise UsageError(f"{text!r} names no adapter", where=option, hint=f"pass {option} X=0.5")
+    if not sign:
+        return text, 1.0
+    try:
+        return name, float(number)
+    except ValueError as error:
+        raise UsageError(
+            f"{number!r} is not a number",
+            where=f"{option} {text}",
+            hint=f"pass {option} {name}=0.5",
+        ) from error

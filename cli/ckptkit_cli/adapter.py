@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import typer
@@ -13,17 +12,14 @@ import typer
 from ckptkit.adapters.extract import ExtractedAdapter, prepare_extraction, run_extraction
 from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
 from ckptkit.adapters.merge.merge_adapters import (
-    AdapterChoice,
     MergedModel,
     check_merge_destination,
-    list_choices,
     prepare_merge,
     run_merge,
 )
 from ckptkit.adapters.merge.report import MergedLayer
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.write import check_destination
-from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
 from ckptkit.lora.accounting import ModuleRow
@@ -34,7 +30,6 @@ from ckptkit.options import (
     Resources,
     choose_dtype,
 )
-from ckptkit.storage.locations import Sources
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Argument, Option, PlainCommand, PlainGroup, command
 from ckptkit_cli._options import NAMED, OUTPUT, READ, WRITTEN, values_with_places
@@ -50,9 +45,6 @@ from ckptkit_cli._pages import (
 from ckptkit_cli._progress import Progress
 
 _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
-_ALLOW_UNTRAINED = Option(
-    "--allow-untrained", READ, "Accept an adapter that changes nothing, or has no tensors."
-)
 
 
 @command(
@@ -62,7 +54,7 @@ _ALLOW_UNTRAINED = Option(
     options.ALSO,
     options.ADAPTER,
     options.ADAPTER_CONFIG,
-    _ALLOW_UNTRAINED,
+    options.ALLOW_UNTRAINED,
     *options.ADAPTER_HINTS,
     options.DRY_RUN,
     options.OVERWRITE,
@@ -185,32 +177,13 @@ def _adapter_table(
         "The model that the adapter was trained on. Can be left out if SRC contains its weights.",
         "DIR",
     ),
-    Option(
-        "--adapter",
-        READ,
-        "Adapter of SRC to merge, where there are several, and the factor of its update. Can be"
-        " repeated; adapters are merged in this order.",
-        "NAME[=WEIGHT]",
-        repeated=True,
-    ),
-    Option(
-        "--with",
-        READ,
-        "Further adapter to merge after those of SRC, and the factor of its update. Can be"
-        " repeated.",
-        "PATH[=WEIGHT]",
-        repeated=True,
-        keyword="further",
-    ),
+    options.ADAPTERS,
+    options.WITH,
     options.SELECT,
     options.ALSO,
     options.ADAPTER_CONFIG,
-    _ALLOW_UNTRAINED,
-    Option(
-        "--allow-other-base",
-        READ,
-        "Accept a base that is proven to differ from the one trained on.",
-    ),
+    options.ALLOW_UNTRAINED,
+    options.ALLOW_OTHER_BASE,
     replace(
         options.MODEL_CONFIG,
         help="Model folder with configuration and tokenizer, if neither the adapter nor --base has"
@@ -222,22 +195,9 @@ def _adapter_table(
     options.CHECK,
     options.DRY_RUN,
     options.OVERWRITE,
-    Option(
-        "--match-peft", NAMED, "Round where merge_and_unload of PEFT rounds, not once at the end."
-    ),
-    Option(
-        "--qlora-base",
-        NAMED,
-        "Weights that an adapter of a 4-bit or 8-bit base is merged onto: 'dequantized' for those"
-        " that it was trained on (default), 'original' for those before quantization.",
-        choices=("dequantized", "original"),
-    ),
-    Option(
-        "--double-quant/--no-double-quant",
-        NAMED,
-        "Whether the scales of 4-bit weights were quantized too, if neither the checkpoint nor a"
-        " config.json next to it has this; by default it is assumed, with a note.",
-    ),
+    options.MATCH_PEFT,
+    options.QLORA_BASE,
+    options.DOUBLE_QUANT,
     Option(
         "--dtype",
         NAMED,
@@ -276,7 +236,7 @@ def merge(output: Output, **values: Any) -> None:
     out, base, overwrite = values["out"], values["base"], values["overwrite"]
     request = MergeRequest.from_options(values)
     resources = Resources.from_options(values)
-    adapters = _choose_adapters(values, resources)
+    adapters = options.choose_adapters(values, resources)
     if values["dry_run"]:
         check_merge_destination(adapters, out, base, overwrite=overwrite)
         with prepare_merge(adapters, out, request, base=base, resources=resources) as plan:
@@ -301,36 +261,6 @@ def merge(output: Output, **values: Any) -> None:
     progress.warn(merged.notes)
     output.document({**done.to_json(), "layers": list(map(asdict, merged.layers))})
     output.lines(_merge_page(output, done, merged, shows_layers=request.report))
-
-
-def _choose_adapters(values: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
-    first = AdapterRequest.from_options(values, limit_bytes=resources.memory_limit_bytes)
-    names = [_split_weight(text, "--adapter") for text in values["adapter"]]
-    # A path may contain an equals sign itself.
-    pairs = [
-        (text, 1.0) if text and Path(text).exists() else _split_weight(text, "--with")
-        for text in values["further"]
-    ]
-    sources = Sources(values["src"], values["src_option"])
-    further = [(sources.place(text), weight) for text, weight in pairs]
-    return list_choices(values["src"], first, names, further)
-
-
-def _split_weight(text: str, option: str) -> tuple[str, float]:
-    """Splits `NAME=WEIGHT`; without a weight it is 1."""
-    name, sign, number = text.rpartition("=")
-    if not name and (sign or not text):
-        raise UsageError(f"{text!r} names no adapter", where=option, hint=f"pass {option} X=0.5")
-    if not sign:
-        return text, 1.0
-    try:
-        return name, float(number)
-    except ValueError as error:
-        raise UsageError(
-            f"{number!r} is not a number",
-            where=f"{option} {text}",
-            hint=f"pass {option} {name}=0.5",
-        ) from error
 
 
 _MERGE_HEADER = (

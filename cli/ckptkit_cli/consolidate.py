@@ -136,7 +136,7 @@ def _run_command(output: Output, title: str, job: ConversionJob, values: Mapping
     with Progress(output, label) as progress:
         result = run_job(job, progress.listen)
         seconds = time.perf_counter() - began
-    out = os.fspath(job.destination)
+    out = os.fspath(job.out or "")
     if result.manifest is None:
         missing = list(result.missing)
         output.document({"out": out, "slice": str(job.share), "missing": missing})
@@ -166,7 +166,7 @@ def _show_plan(job: ConversionJob, output: Output) -> None:
             output.lines(planned_page(output, removal))
             return
     job.check_places()
-    out = os.fspath(job.destination)
+    out = os.fspath(job.out or "")
     with job.plan_output() as planned:
         if planned.comparison is not None:
             planned.comparison.finish(partial(_warn, output))

@@ -97,6 +97,7 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "push",
         "pull",
         "watch",
+        "serve",
         "adapter",
         "delta",
     ]

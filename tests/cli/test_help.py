@@ -29,6 +29,7 @@ GROUPS = {
     *("What is compared", "What is averaged"),
     *("Storage", "Output", "Which steps stay", "Which steps are pushed", "When"),
     *("The repository", "What is uploaded", "Without an adapter_config.json"),
+    *("Where it is served", "Merging an adapter"),
 }
 
 

@@ -150,7 +150,7 @@ def test_a_merge_can_be_sliced(tmp_path: Path) -> None:
     job = Merge(tmp_path / "out")
     run_merge(job.adapters, tmp_path / "whole", job.request)
     for number in (1, 2, 0):
-        write_slice(job, job.destination, Share(number, 3))
+        write_slice(job, job.out, Share(number, 3))
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

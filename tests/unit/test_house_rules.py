@@ -21,7 +21,8 @@ READ_THE_ENVIRONMENT = (
 # has the same list, for the sections of these docstrings.
 FULL_DOCSTRINGS = (
     *("ckptkit/__init__.py", "ckptkit/adapter_api.py", "ckptkit/api.py", "ckptkit/options.py"),
-    *("ckptkit/readers.py", "ckptkit/run.py", "ckptkit/core/dtypes.py", "ckptkit/core/errors.py"),
+    *("ckptkit/readers.py", "ckptkit/run.py", "ckptkit/serve_api.py", "ckptkit/core/dtypes.py"),
+    "ckptkit/core/errors.py",
     *("ckptkit/core/index.py", "ckptkit/formats/base.py", "ckptkit/formats/registry.py"),
     *("ckptkit/hub/download.py", "ckptkit/hub/publish.py"),
     *("ckptkit/integrations/accelerate/__init__.py", "ckptkit/integrations/scalars.py"),

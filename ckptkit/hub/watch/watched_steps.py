@@ -49,7 +49,7 @@ class WatchedRun:
         absence: Why the last listing had no complete step; None if it had one.
     """
 
-    def __init__(self, run: PathLike, state: Path) -> None:
+    def __init__(self, run: PathLike, state: Path | None) -> None:
         self._run = run
         self._state = state
         self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest

@@ -1,0 +1,99 @@
+"""The function that users call to serve a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from ckptkit.core.arguments import check_arguments
+from ckptkit.options import CountLike, DTypeLike, NameChoice, OutputDType
+from ckptkit.storage.locations import resolve_places
+
+if TYPE_CHECKING:
+    from ckptkit.serving.serving import ServeListener, Serving
+    from ckptkit.storage.places import PathLike
+
+
+class ServeOptions(TypedDict, total=False):
+    """The options of `serve` that decide what is served; see `Options` and `MergeOptions`.
+
+    Attributes:
+        memory_budget: What the buffers of all clients may take together; 96 MB by default.
+    """
+
+    select: str | None
+    dtype: OutputDType | DTypeLike
+    keep_dtype: Sequence[str]
+    names: NameChoice
+    map: PathLike
+    base: PathLike | None
+    also: Sequence[PathLike]
+    like: PathLike | None
+    strip_prefix: str | Sequence[str]
+    vocab_size: CountLike | None
+    model_config: PathLike | None
+    max_shard_size: int | str
+    include: Sequence[str]
+    exclude: Sequence[str]
+    allow_code: bool
+    src_options: Mapping[str, Any] | None
+    workers: int | None
+    memory_budget: int | str | None
+    memory_limit: int | str | None
+    bandwidth: int | str | None
+    adapters: Sequence[str | tuple[str, float]]
+    further: Sequence[PathLike | tuple[PathLike, float]]
+    adapter_config: PathLike | None
+    overrides: Mapping[str, Any]
+    allow_untrained: bool
+    allow_other_base: bool
+    match_peft: bool
+    qlora_base: str | None
+    double_quant: bool | None
+
+
+@check_arguments
+def serve(
+    src: PathLike,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    name: str | None = None,
+    auth: bool | tuple[str, str] = True,
+    follow: bool = False,
+    listener: ServeListener | None = None,
+    **options: Unpack[ServeOptions],
+) -> Serving:
+    """Serves the model of a checkpoint as objects of S3, without writing it.
+
+    The objects are the files that `consolidate` writes, or `merge_adapter` where `src` is an
+    adapter or holds one. They are made when they are read, and only proven bytes are sent.
+
+    Args:
+        src: Any path in or above a checkpoint, or an adapter.
+        host: The address to listen on.
+        port: The port; 0 takes a free one.
+        name: The prefix of all keys; by default the name of `src`.
+        auth: The access key and the secret key that requests are signed with; True makes random
+            ones. False takes requests without a signature, at an address of this machine only.
+        follow: Whether `src` is a run whose newest step is served, and each newer one later.
+        listener: Receives events, from several threads.
+        **options: See `ServeOptions`.
+
+    Returns:
+        The server, which runs until it is closed; use it as a context manager. Its `environment`
+        has the variables by which clients of S3 find it.
+
+    Raises:
+        InputError: If the source is damaged or incomplete.
+        RefusedError: If the request cannot be met, or the port is taken.
+    """
+    from ckptkit.serving.plans import ServePlan
+    from ckptkit.serving.server import choose_address
+    from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
+
+    keys = auth if isinstance(auth, tuple) else (None, None)
+    address = choose_address(host, port, *keys, auth=auth is not False)
+    plan = ServePlan.from_options(resolve_places(src, None, options))
+    request = ServeRequest(plan, address, name=name, follow=follow)
+    return Serving(request, listener or ignore_events)

@@ -1,0 +1,1 @@
+"""Serves planned outputs as the objects of a bucket, without writing them."""

@@ -1,0 +1,135 @@
+"""Plans what is served: a conversion, or the merge of an adapter into its base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from ckptkit.adapters.merge.merge_adapters import AdapterChoice, list_choices, prepare_merge
+from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.source.adapters import describe_adapters
+from ckptkit.conversion.source.open import open_checkpoint
+from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.write import PlannedOutput
+from ckptkit.core.errors import UsageError
+from ckptkit.engine.outcome import Listener
+from ckptkit.lora.changes import MergeRequest
+from ckptkit.options import Resources
+from ckptkit.storage.locations import Sources
+from ckptkit.storage.places import PathLike
+
+DEFAULT_BUDGET = "96MB"
+"""Memory of the buffers of all clients together."""
+
+_OF_MERGES = (
+    *("adapter", "adapters", "further", "adapter_config", "allow_untrained", "allow_other_base"),
+    *("match_peft", "qlora_base", "double_quant", "overrides"),
+    *("lora_alpha", "use_rslora", "fan_in_fan_out", "token_indices"),
+)
+_DEFAULTS: tuple[Any, ...] = (None, False, (), [], {}, "")
+_OF_CONVERSIONS = ("include", "exclude", "keep_dtype", "strip_prefix", "vocab_size", "like")
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """What is planned for each source.
+
+    Attributes:
+        job: The conversion of a source without an adapter.
+        adapters: The adapters that are merged; the first one is that of the source.
+        options: All options, by their names in `ckptkit.api.Options` and `MergeOptions`.
+        merges: Whether an option says that an adapter is merged.
+    """
+
+    job: ConversionJob
+    adapters: Sequence[AdapterChoice]
+    options: Mapping[str, Any] = field(repr=False)
+    merges: bool
+
+    @classmethod
+    def from_options(
+        cls, options: Mapping[str, Any], adapters: Sequence[AdapterChoice] | None = None
+    ) -> Self:
+        """Reads the options as a user passes them; see `resolve_places`.
+
+        Args:
+            options: The options.
+            adapters: The adapters that are merged; None for those that the options name.
+        """
+        if options.get("memory_budget") is None:
+            options = {**options, "memory_budget": DEFAULT_BUDGET}
+        merges = any(options.get(name) not in _DEFAULTS for name in _OF_MERGES)
+        job = ConversionJob.from_options(options, "hf")
+        return cls(job, _list_adapters(options) if adapters is None else adapters, options, merges)
+
+    def of_step(self, place: PathLike) -> ServePlan:
+        """Returns the same for another source, a step of the run."""
+        src = self.job.src
+        adapters = [
+            replace(choice, path=place) if choice.path == src else choice
+            for choice in self.adapters
+        ]
+        return replace(self, job=replace(self.job, src=place), adapters=adapters)
+
+    @contextmanager
+    def open(self, listener: Listener) -> Iterator[PlannedOutput]:
+        """Opens the sources, proves that they are whole and would load, and plans the output.
+
+        Args:
+            listener: Receives notes.
+
+        Yields:
+            The plan, with its sources open.
+        """
+        with ExitStack() as stack:
+            if self.merges or (self.job.request.names != "live" and self._holds_adapter()):
+                planned = self._merge(stack)
+            else:
+                planned = stack.enter_context(self.job.plan_output())
+            if planned.comparison is not None:
+                planned.comparison.finish(listener)
+                planned.comparison.close()
+            yield planned
+
+    def _merge(self, stack: ExitStack) -> PlannedOutput:
+        for name in _OF_CONVERSIONS:
+            if self.options.get(name):
+                raise UsageError(
+                    "cannot be combined with an adapter, which is merged into its base",
+                    where=f"--{name.replace('_', '-')}",
+                    hint="leave it out",
+                )
+        request = MergeRequest.from_options(self.options)
+        job = self.job
+        merge = prepare_merge(self.adapters, None, request, base=job.base, resources=job.resources)
+        return stack.enter_context(merge).prepared
+
+    def _holds_adapter(self) -> bool:
+        """Returns whether the source is an adapter, or a model with one in it."""
+        job = self.job
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(
+                open_checkpoint(
+                    job.src,
+                    select=job.request.select,
+                    also=job.also,
+                    limit_bytes=job.resources.memory_limit_bytes,
+                )
+            )
+            folders = SideFolders(stack, checkpoint, job.base)
+            return describe_adapters(checkpoint, folders) is not None
+
+
+def _list_adapters(options: Mapping[str, Any]) -> list[AdapterChoice]:
+    """Returns the adapters that the options of `merge_adapter` name."""
+    limit = Resources.from_options(options).memory_limit_bytes
+    first = AdapterRequest.from_options(options, limit_bytes=limit)
+    sources = Sources(options["src"], options.get("src_options"))
+    further = [
+        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
+        for one in options.get("further", ())
+    ]
+    return list_choices(options["src"], first, options.get("adapters", ()), further)

@@ -1,0 +1,314 @@
+"""The server: an event loop in a thread of its own, which takes requests and sends bodies.
+
+aiohttp parses requests. A body that cannot be continued is broken off by closing the connection:
+the client has then received less than the announced length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Self
+
+from aiohttp import web
+
+from ckptkit.core.errors import CkptkitError, OutputError, UsageError
+from ckptkit.core.text import Closing
+from ckptkit.serving.reading import ReadingLimits, SharedReading
+from ckptkit.serving.s3_api import Answer, answer_error, answer_request, parse_request
+from ckptkit.serving.s3_errors import S3Error
+from ckptkit.serving.served_folder import ServedBucket, ServedFolder
+from ckptkit.serving.served_objects import BUCKET, ServedObject
+from ckptkit.serving.signatures import AccessKeys, check_signature, make_keys
+
+logger = logging.getLogger(__name__)
+STALLED_SECONDS = 60.0
+"""A client that takes nothing for so long loses its connection, and others get its buffers."""
+_WRITE_BYTES = 256 << 10  # what one call copies where the client is slower
+_UNWAITED_BYTES = 64 << 10
+_MOST_PORT = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server listens, and who may read.
+
+    Attributes:
+        host: An address, or a name that has one.
+        port: Of TCP; 0 takes a free one.
+        keys: What requests are signed with; None for requests without a signature.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    keys: AccessKeys | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= _MOST_PORT:
+            raise UsageError(
+                f"{self.port} is not a port from 0 to {_MOST_PORT:,}",
+                where="--port",
+                hint="leave it out for any free one",
+            )
+        if self.keys is None and not is_loopback(self.host):
+            raise UsageError(
+                f"serves everything to every machine that reaches {self.host}",
+                where="--no-auth",
+                hint="leave out --no-auth, or --host",
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines may reach it."""
+        return not is_loopback(self.host)
+
+
+def choose_address(
+    host: str, port: int, access_key: str | None, secret_key: str | None, *, auth: bool
+) -> ServerAddress:
+    """Reads the options of a server; without keys, random ones are made."""
+    if not auth:
+        if access_key or secret_key:
+            raise UsageError(
+                "cannot be combined with keys, which sign requests",
+                where="--no-auth",
+                hint="leave one of the two out",
+            )
+        return ServerAddress(host, port)
+    if access_key and secret_key:
+        return ServerAddress(host, port, AccessKeys(access_key, secret_key))
+    if access_key is not None or secret_key is not None:
+        raise UsageError(
+            "--access-key and --secret-key belong together",
+            where="--access-key" if access_key else "--secret-key",
+            hint="pass both, or none for random ones",
+        )
+    return ServerAddress(host, port, make_keys())
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address, or the name `localhost`, is of this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(slots=True)
+class ServedTotals:
+    """What was served so far: answered requests, and bytes of objects."""
+
+    requests: int = 0
+    size_bytes: int = 0
+
+
+class ModelServer(Closing):
+    """Serves a bucket until it is closed.
+
+    Attributes:
+        bucket: What is served; folders may be added and removed at any time.
+        url: The endpoint, such as `http://127.0.0.1:9000`.
+        totals: What was served so far.
+    """
+
+    def __init__(
+        self,
+        bucket: ServedBucket,
+        address: ServerAddress,
+        limits: ReadingLimits,
+        report: Callable[[ServedFolder, CkptkitError], None],
+    ) -> None:
+        """Starts to listen.
+
+        Args:
+            bucket: What is served.
+            address: Where, and to whom.
+            limits: Threads and buffers.
+            report: Is called once for each folder that is no longer served, from any thread.
+        """
+        self.bucket = bucket
+        self.url = ""
+        self.totals = ServedTotals()
+        self._address = address
+        self._limits = limits
+        self._report = report
+        self._reported: set[int] = set()
+        self._began = datetime.now(UTC)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="ckptkit-serve", daemon=True)
+        self._thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def drop(self, name: str) -> None:
+        """Removes a folder from the bucket, and frees what was kept for reading it."""
+        self.bucket.drop(name)
+        self._loop.call_soon_threadsafe(self._reading.forget)
+
+    def close(self) -> None:
+        """Ends all connections at once, and frees the port; a second call does nothing."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._end())
+        finally:
+            self._loop.close()
+
+    async def _start(self) -> None:
+        host, port = self._address.host, self._address.port
+        server = web.Server(self._handle, access_log=None)
+        self._reading = SharedReading(self._limits)
+        self._runner = web.ServerRunner(server, shutdown_timeout=0.0)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise OutputError(
+                f"cannot listen on port {port} of {host}:"
+                f" {getattr(error, 'strerror', None) or error}",
+                where="--port",
+                hint="pass another --port, or leave it out for any free one",
+            ) from error
+        name, bound = self._runner.addresses[0][:2]
+        shown = f"[{name}]" if ":" in name else name
+        self.url = f"http://{shown}:{bound}"
+
+    async def _end(self) -> None:
+        self._reading.close()
+        handlers = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in handlers:
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        request_id, is_head = secrets.token_hex(8).upper(), request.method == "HEAD"
+        self.totals.requests += 1
+        try:
+            answer = self._answer(request)
+            if answer.entry is not None:
+                folder = self._find_folder(answer.entry)
+                if not is_head:
+                    return await self._send_object(request, answer, folder, request_id)
+        except S3Error as error:
+            answer = answer_error(error, request_id, request.raw_path, is_head=is_head)
+        response = _make_response(answer, request_id)
+        if request.method not in {"GET", "HEAD"}:
+            response.force_close()  # its body is not read
+        await response.prepare(request)
+        if not is_head:
+            await response.write(answer.body)
+        await response.write_eof()
+        return response
+
+    def _answer(self, request: web.BaseRequest) -> Answer:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        parsed = parse_request(request.method, request.raw_path, headers)
+        if self._address.keys is not None:
+            check_signature(parsed, self._address.keys, datetime.now(UTC))
+        else:
+            # A page in a browser may resolve its own name to this machine; the name shows that.
+            host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
+            if not is_loopback(host.removeprefix(f"{BUCKET}.")):
+                raise S3Error("AccessDenied", f"The host {host[:100]!r} is not this machine.")
+        return answer_request(parsed, self.bucket, self._began)
+
+    def _find_folder(self, entry: ServedObject) -> ServedFolder:
+        folder = self.bucket.folder_of(entry.key)
+        if folder is None:
+            raise S3Error("NoSuchKey", "The specified key does not exist.")
+        if folder.failure is not None:
+            raise _as_s3_error(folder.failure)
+        return folder
+
+    async def _send_object(
+        self, request: web.BaseRequest, answer: Answer, folder: ServedFolder, request_id: str
+    ) -> web.StreamResponse:
+        """Sends bytes of an object; breaks the connection off where they are not proven."""
+        entry, response = answer.entry, _make_response(answer, request_id)
+        assert entry is not None  # noqa: S101  narrows the type
+        with folder.used() as is_open:
+            if not is_open:
+                raise S3Error("NoSuchKey", "The specified key does not exist.")
+            parts = self._reading.read(folder, entry.file, answer.start, answer.stop)
+            try:
+                async with aclosing(parts):
+                    async for view in parts:
+                        if not response.prepared:
+                            await response.prepare(request)
+                        await self._write(request, response, view)
+            except (ConnectionError, TimeoutError) as error:
+                logger.debug("a client went away: %s", error)
+                _break_off(request)
+            except CkptkitError as error:
+                self._announce(folder, error)
+                if not response.prepared:
+                    raise _as_s3_error(error) from error
+                _break_off(request)
+            except Exception:
+                logger.exception("a request for %r failed", entry.key)
+                if not response.prepared:
+                    raise S3Error("InternalError", "The server failed; see its log.") from None
+                _break_off(request)
+        if not response.prepared:  # an object without bytes
+            await response.prepare(request)
+        return response
+
+    async def _write(
+        self, request: web.BaseRequest, response: web.StreamResponse, view: memoryview
+    ) -> None:
+        """Sends a part; when this returns, the transport has no view of its buffer any more."""
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError("closed by the client")
+        transport.set_write_buffer_limits(high=0)  # a write then waits until all of it is sent
+        for start in range(0, len(view), _WRITE_BYTES):
+            part = view[start : start + _WRITE_BYTES]
+            async with asyncio.timeout(STALLED_SECONDS):
+                # aiohttp does not wait after small ones.
+                await response.write(part if len(part) > _UNWAITED_BYTES else bytes(part))
+            if len(part) > _UNWAITED_BYTES and transport.get_write_buffer_size():
+                raise RuntimeError("a part of a buffer that others get next is still to be sent")
+            self.totals.size_bytes += len(part)
+
+    def _announce(self, folder: ServedFolder, error: CkptkitError) -> None:
+        if folder.failure is not None and id(folder) not in self._reported:
+            self._reported.add(id(folder))
+            self._report(folder, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+
+def _make_response(answer: Answer, request_id: str) -> web.StreamResponse:
+    headers = {**answer.headers, "x-amz-request-id": request_id, "Server": "ckptkit"}
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    response.content_length = answer.size_bytes
+    return response
+
+
+def _break_off(request: web.BaseRequest) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _as_s3_error(error: CkptkitError) -> S3Error:
+    """Returns the answer for a source that cannot be read, or is not what it was."""
+    return S3Error("InternalError", f"{error}", {"Reason": error.code})

@@ -1,0 +1,227 @@
+"""Checks the signatures of requests: AWS Signature Version 4, in headers and in presigned URLs.
+
+The canonical request and its signature are made by botocore's own signer, for the headers and the
+credential scope that the client names.
+
+Source: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-authenticating-requests.html
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import quote
+
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.compat import HTTPHeaders
+from botocore.credentials import Credentials
+
+from ckptkit.serving.s3_errors import S3Error
+
+MOST_SKEW = timedelta(minutes=15)
+_MOST_EXPIRES = 7 * 24 * 3600
+_ALGORITHM = "AWS4-HMAC-SHA256"
+_TIMESTAMP = "%Y%m%dT%H%M%SZ"
+_FIELD = re.compile(r"\s*(Credential|SignedHeaders|Signature)=([^,\s]+)\s*")
+_UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+@dataclass(frozen=True, slots=True)
+class AccessKeys:
+    """The keys that clients sign with."""
+
+    access_key: str
+    secret_key: str = field(repr=False)
+
+
+def make_keys() -> AccessKeys:
+    """Returns random keys, as long as those of AWS; the secret has 240 bits."""
+    return AccessKeys(f"CKPT{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRequest:
+    """What a signature covers.
+
+    Attributes:
+        method: The method.
+        path: The path, decoded.
+        query: The decoded parameters of the query, in their order.
+        headers: The headers, by names in lower case.
+    """
+
+    method: str
+    path: str
+    query: Sequence[tuple[str, str]]
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A signature as the client sends it."""
+
+    credential: str
+    signed_headers: str
+    signature: str
+    timestamp: str
+    lifetime: timedelta | None  # of a presigned URL
+
+
+class _ScopedAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
+    """Signs the headers that a client has signed, and no others."""
+
+    def __init__(self, keys: AccessKeys, region: str, signed: Sequence[str]) -> None:
+        super().__init__(Credentials(keys.access_key, keys.secret_key), "s3", region)
+        self._signed = signed
+
+    def headers_to_sign(self, request: Any) -> Any:
+        wanted = HTTPHeaders()
+        for name in self._signed:
+            wanted[name] = request.headers[name]
+        return wanted
+
+
+def check_signature(request: SignedRequest, keys: AccessKeys, now: datetime) -> None:
+    """Refuses a request that is not signed with the keys, or not at about this time.
+
+    Raises:
+        S3Error: As S3 answers it.
+    """
+    claim = _read_claim(request)
+    scope = claim.credential.split("/")
+    signed = claim.signed_headers.split(";")
+    if len(scope) != len(("key", "date", "region", "s3", "aws4_request")) or "host" not in signed:
+        raise _malformed("the credential or the signed headers are incomplete")
+    access_key, date, region, service, end = scope
+    if (service, end) != ("s3", "aws4_request") or date != claim.timestamp[:8]:
+        raise _malformed(f"the credential scope {'/'.join(scope[1:])!r} is not one of S3 today")
+    if not hmac.compare_digest(access_key.encode(), keys.access_key.encode()):
+        raise S3Error("InvalidAccessKeyId", "The access key is not the one of this server.")
+    _check_time(claim, now)
+    missing = [name for name in signed if name not in request.headers]
+    if missing:
+        raise _mismatch(f"the signed header {missing[0]!r} was not sent")
+    unsigned = [n for n in request.headers if n.startswith("x-amz-") and n not in signed]
+    if unsigned and claim.lifetime is None:
+        raise _mismatch(f"the header {unsigned[0]!r} was sent and not signed")
+    expected = _sign(request, keys, claim, region, signed)
+    if not hmac.compare_digest(expected.encode(), claim.signature.encode()):
+        raise _mismatch("check the secret key")
+
+
+def _sign(
+    request: SignedRequest,
+    keys: AccessKeys,
+    claim: _Claim,
+    region: str,
+    signed: Sequence[str],
+) -> str:
+    """Returns the signature that a client with these keys makes."""
+    pairs = (pair for pair in request.query if pair[0] != "X-Amz-Signature")
+    encoded = (f"{quote(name, safe='-_.~')}={quote(value, safe='-_.~')}" for name, value in pairs)
+    path, query = quote(request.path, safe="/-_.~"), "&".join(encoded)
+    url = f"http://host{path}?{query}" if query else f"http://host{path}"
+    headers = {name: request.headers[name] for name in signed}
+    default = _UNSIGNED if claim.lifetime is not None else request.headers.get(_CONTENT, "")
+    headers.setdefault(_CONTENT, dict(request.query).get("X-Amz-Content-Sha256", default))
+    made = AWSRequest(method=request.method, url=url, headers=headers)
+    made.context["timestamp"] = claim.timestamp
+    auth = _ScopedAuth(keys, region, signed)
+    text = auth.string_to_sign(made, auth.canonical_request(made))
+    return str(auth.signature(text, made))
+
+
+_CONTENT = "x-amz-content-sha256"
+
+
+def _read_claim(request: SignedRequest) -> _Claim:
+    """Finds the signature in the headers, or in the query of a presigned URL."""
+    query = dict(request.query)
+    authorization = request.headers.get("authorization", "")
+    if "X-Amz-Signature" in query or "X-Amz-Algorithm" in query:
+        return _read_presigned(query)
+    if not authorization:
+        if "Signature" in query:
+            raise _old_version()
+        raise S3Error("AccessDenied", "The request has no signature.")
+    algorithm, _, rest = authorization.partition(" ")
+    if algorithm != _ALGORITHM:
+        raise _old_version()
+    matches = [_FIELD.fullmatch(part) for part in rest.split(",")]
+    fields = {match[1]: match[2] for match in matches if match is not None}
+    if len(fields) != len(matches) or len(fields) != len(("Credential", "Headers", "Signature")):
+        raise _malformed("it needs Credential, SignedHeaders and Signature")
+    timestamp = request.headers.get("x-amz-date", "")
+    return _Claim(
+        fields["Credential"], fields["SignedHeaders"], fields["Signature"], timestamp, None
+    )
+
+
+def _read_presigned(query: Mapping[str, str]) -> _Claim:
+    names = ("Algorithm", "Credential", "SignedHeaders", "Signature", "Date", "Expires")
+    values = {name: query.get(f"X-Amz-{name}", "") for name in names}
+    expires = values["Expires"]
+    is_number = expires.isascii() and expires.isdecimal() and len(expires) < len("1000000")
+    if (
+        values["Algorithm"] != _ALGORITHM
+        or not all(values.values())
+        or not is_number
+        or not 0 < int(expires) <= _MOST_EXPIRES
+    ):
+        raise S3Error(
+            "AuthorizationQueryParametersError",
+            f"X-Amz-Expires has to be from 1 to {_MOST_EXPIRES}, and Algorithm, Credential,"
+            " SignedHeaders, Signature and Date have to be there.",
+        )
+    return _Claim(
+        *(values["Credential"], values["SignedHeaders"], values["Signature"], values["Date"]),
+        timedelta(seconds=int(expires)),
+    )
+
+
+def _check_time(claim: _Claim, now: datetime) -> None:
+    try:
+        signed_at = datetime.strptime(claim.timestamp, _TIMESTAMP).replace(tzinfo=UTC)
+    except ValueError as error:
+        raise S3Error(
+            "AccessDenied", "A signed request needs a valid Date or x-amz-date header."
+        ) from error
+    if claim.lifetime is not None and now > signed_at + claim.lifetime:
+        raise S3Error("AccessDenied", "Request has expired")
+    is_late = claim.lifetime is None and now - signed_at > MOST_SKEW
+    if is_late or signed_at - now > MOST_SKEW:
+        raise S3Error(
+            "RequestTimeTooSkewed",
+            "The difference between the request time and the current time is too large.",
+            {
+                "RequestTime": claim.timestamp,
+                "ServerTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+                "MaxAllowedSkewMilliseconds": str(int(MOST_SKEW.total_seconds() * 1000)),
+            },
+        )
+
+
+def _malformed(why: str) -> S3Error:
+    return S3Error(
+        "AuthorizationHeaderMalformed", f"The authorization of the request is malformed: {why}."
+    )
+
+
+def _mismatch(why: str) -> S3Error:
+    return S3Error(
+        "SignatureDoesNotMatch",
+        f"The request signature we calculated does not match the one that was sent: {why}.",
+    )
+
+
+def _old_version() -> S3Error:
+    return S3Error(
+        "InvalidRequest",
+        f"The authorization mechanism you have provided is not supported. Please use {_ALGORITHM}.",
+    )

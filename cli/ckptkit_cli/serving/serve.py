@@ -1,0 +1,221 @@
+"""`ckptkit serve`: a model that was never written, as the objects of a bucket."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.text import size_text
+from ckptkit.options import Resources
+from ckptkit_cli import _options as options
+from ckptkit_cli._command import Option, command
+from ckptkit_cli._output import Output, counted, escaped, stamped, wrapped
+
+if TYPE_CHECKING:
+    from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving
+
+_PLACE = "Where it is served"
+_MERGE = "Merging an adapter"
+_NEEDED = ("aiohttp", "botocore")
+_MOST_DIGITS = 5
+_NOT_SERVED = {
+    *("out", "optimizer", "dry_run", "overwrite", "if_exists", "resume", "delete_source"),
+    *("engine", "slice", "dst_option", "as_json", "quiet", "events", "base", "memory_budget"),
+}
+_OF_MERGES = (
+    options.ADAPTERS,
+    options.WITH,
+    options.ADAPTER_CONFIG,
+    options.ALLOW_UNTRAINED,
+    options.ALLOW_OTHER_BASE,
+    options.MATCH_PEFT,
+    options.QLORA_BASE,
+    options.DOUBLE_QUANT,
+    *options.ADAPTER_HINTS,
+)
+
+
+def _parse_port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        raise UsageError(f"{text!r} is not a port", where="--port", hint="pass --port 9000")
+    return int(text)
+
+
+@command(
+    *(one for one in options.CONVERSION if one.name not in _NOT_SERVED),
+    replace(
+        options.BASE,
+        help="Model folder with configuration and tokenizer, if the source has none; of an"
+        " adapter, the model that it was trained on.",
+    ),
+    Option(
+        "--host",
+        _PLACE,
+        "Address to listen on; 0.0.0.0 for all interfaces. What is sent is not encrypted.",
+        "ADDRESS",
+        default="127.0.0.1",
+    ),
+    Option(
+        "--port",
+        _PLACE,
+        "Port to listen on; by default a free one.",
+        "N",
+        parse=_parse_port,
+    ),
+    Option(
+        "--name", _PLACE, "Prefix of the keys; by default the name of SRC.", "NAME", keyword="label"
+    ),
+    Option(
+        "--follow",
+        _PLACE,
+        "Serve the newest step of the run SRC, and each newer one once it is committed, with the"
+        " step's name in the keys. The step before it stays until the next one.",
+    ),
+    Option(
+        "--access-key",
+        _PLACE,
+        "Access key that requests are signed with; by default a random one, which is shown.",
+        "K",
+    ),
+    Option("--secret-key", _PLACE, "The secret key that belongs to it.", "S"),
+    Option("--no-auth", _PLACE, "Accept requests without a signature, from this machine only."),
+    *(replace(one, group=_MERGE) for one in _OF_MERGES),
+    replace(options.MEMORY_BUDGET, default="96MB"),
+    Option(
+        "--json",
+        options.OUTPUT,
+        "Print one JSON document per event, on one line.",
+        keyword="json_lines",
+    ),
+    options.QUIET,
+)
+def serve(output: Output, json_lines: bool, **values: Any) -> None:
+    """Serve a model as objects of S3, without writing it.
+
+        ckptkit serve runs/llama
+        ckptkit serve runs/llama --follow --dtype bfloat16 --port 9000
+        ckptkit serve adapters/llama --base Llama-3.2-1B
+
+    The files that `ckptkit consolidate` or `ckptkit adapter merge` would write are objects of the
+    bucket 'ckptkit', which cannot be written to. Bytes are made when they are read, and only
+    proven ones are sent. Runs until it is stopped.
+    """
+    _refuse_missing_libraries()
+    from ckptkit.serving.serving import Serving
+
+    request = _make_request(values, is_quiet=output.quiet)
+    page = _ServePage(output, as_json=json_lines)
+    with Serving(request, page.listen) as serving:
+        page.show(serving)
+        try:
+            while True:
+                threading.Event().wait(3600)
+        finally:
+            page.show_totals(serving)
+
+
+def _refuse_missing_libraries() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RefusedError(
+            f"needs {' and '.join(missing)}, which this installation lacks",
+            where="ckptkit serve",
+            hint="pip install 'ckptkit-toolkit[serve]'",
+        )
+
+
+def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
+    from ckptkit.serving.plans import ServePlan
+    from ckptkit.serving.server import choose_address
+    from ckptkit.serving.serving import ServeRequest
+
+    access, secret, auth = values["access_key"], values["secret_key"], not values["no_auth"]
+    if is_quiet and auth and not access:
+        raise UsageError(
+            "hides the random keys, without which nothing can be read",
+            where="--quiet",
+            hint="pass --access-key and --secret-key",
+        )
+    address = choose_address(values["host"], values["port"] or 0, access, secret, auth=auth)
+    placed = options.values_with_places(values)
+    adapters = options.choose_adapters(placed, Resources.from_options(placed))
+    plan = ServePlan.from_options(placed, adapters)
+    return ServeRequest(plan, address, name=values["label"], follow=values["follow"])
+
+
+class _ServePage:
+    """Writes what is served, and what happens, as text or as JSON lines."""
+
+    def __init__(self, output: Output, *, as_json: bool) -> None:
+        self._output = output
+        self._as_json = as_json
+        self._lock = threading.Lock()
+
+    def listen(self, event: ServeEvent) -> None:
+        """Writes an event; they come from several threads."""
+        with self._lock:
+            if self._as_json:
+                self._output.record(stamped(event.name, event.facts))
+                return
+            facts, output = event.facts, self._output
+            if event.name == "added":
+                size, count = size_text(facts["bytes"]), counted(len(facts["objects"]), "object")
+                text = f"{facts['name']}/: {count}, {size}, from {facts['source']}"
+                output.lines([output.styled(escaped(text), "bold")])
+            elif event.name == "removed":
+                output.lines([escaped(f"{facts['name']}/: no longer served")])
+            elif event.name == "failed":
+                error = facts["error"]
+                where = f"{error['where']}: " if error["where"] else ""
+                text = f"{facts['name']}/ is no longer served: {where}{error['message']}"
+                output.fail(f"error[{error['code']}]", text, error["hint"])
+            else:
+                output.warn(facts["message"])
+
+    def show(self, serving: Serving) -> None:
+        """Shows how clients reach the server."""
+        facts = {
+            "url": serving.url,
+            "location": serving.location,
+            "environment": serving.environment,
+        }
+        if serving.warning:
+            from ckptkit.serving.serving import ServeEvent
+
+            self.listen(ServeEvent("warning", {"message": serving.warning}))
+        if self._as_json:
+            self._output.record(stamped("serving", facts))
+            return
+        self._output.lines(self._lines(serving))
+
+    def _lines(self, serving: Serving) -> Iterator[str]:
+        output = self._output
+        yield f"  endpoint   {serving.url}"
+        yield f"  objects    {escaped(serving.location)}, which can only be read"
+        yield ""
+        for name, value in serving.environment.items():
+            yield f"export {name}={value}"
+        yield ""
+        place = escaped(serving.location)
+        yield f"  read it    {output.styled(f'aws s3 sync {place} FOLDER', 'cyan')}"
+        listing = (
+            f'boto3.client("s3").list_objects_v2(Bucket="ckptkit", Prefix="{serving.prefix}/")'
+        )
+        yield f"             {output.styled(escaped(listing), 'cyan')}"
+        engine = f"vllm serve {place} --load-format runai_streamer"
+        yield f"             {output.styled(engine, 'cyan')}"
+        yield from wrapped("Ctrl-C ends it.", width=output.width)
+
+    def show_totals(self, serving: Serving) -> None:
+        """Shows how much was served."""
+        totals = serving.server.totals
+        if self._as_json:
+            facts = {"requests": totals.requests, "bytes": totals.size_bytes}
+            self._output.record(stamped("stopped", facts))
+            return
+        count, size = counted(totals.requests, "request"), size_text(totals.size_bytes)
+        self._output.lines([f"answered {count}, with {size} of objects"])

@@ -1,0 +1,373 @@
+"""Objects that are served are the files that the commands write, for the clients that people use.
+
+The clients are boto3, s3fs, the AWS command line and the Run:ai model streamer, which vLLM and
+SGLang load with; none of them knows that it does not talk to S3.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import requests
+from botocore.config import Config
+from botocore.exceptions import ClientError
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptkit
+from ckptkit.serving.serving import Serving
+from tests.object_store import Bucket, ObjectStore
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "fixtures"
+Served = tuple[Serving, Path]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source with options, and the function that writes what is served of it."""
+
+    fixture: str
+    write: Callable[..., Any]
+    options: Mapping[str, Any]
+
+
+CASES = {
+    "cast": Case("accelerate_fsdp2_bf16_tied", ckptkit.consolidate, {"dtype": "float32"}),
+    "several files": Case(
+        "accelerate_fsdp2_tied_with_config", ckptkit.consolidate, {"max_shard_size": 4000}
+    ),
+    "zero": Case("deepspeed_0_18_zero3", ckptkit.consolidate, {"dtype": "bfloat16"}),
+    "flat": Case("accelerate_fsdp1_bf16", ckptkit.consolidate, {}),
+    "compressed": Case("dcp_zstd_fsdp2", ckptkit.consolidate, {"names": "live"}),
+    "merged": Case(
+        "peft_fsdp2",
+        ckptkit.merge_adapter,
+        {"overrides": {"lora_alpha": 16, "use_rslora": False}, "names": "live"},
+    ),
+    "merged DoRA": Case("peft_qdora_fsdp2_ckptkit", ckptkit.merge_adapter, {"dtype": "bfloat16"}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    case = CASES[request.param]
+    source, out = FIXTURES / case.fixture / "checkpoint", tmp_path_factory.mktemp("written")
+    case.write(source, out, **case.options)
+    with ckptkit.serve(source, name="m", **case.options) as serving:
+        yield serving, out
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+    out = tmp_path_factory.mktemp("written")
+    ckptkit.consolidate(source, out)
+    with ckptkit.serve(source, name="m") as serving:
+        yield serving, out
+
+
+def client_of(serving: Serving, **config: Any) -> Any:
+    environment = serving.environment
+    return boto3.client(
+        "s3",
+        endpoint_url=serving.url,
+        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
+        region_name="us-east-1",
+        config=Config(retries={"max_attempts": 1}, **config),
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Returns what the command wrote, without the manifest: its digests are not known yet."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "ckptkit.json"
+    }
+
+
+def same_content(actual: dict[str, bytes], expected: dict[str, bytes]) -> None:
+    assert sorted(actual) == sorted(expected)
+    assert [name for name in expected if actual[name] != expected[name]] == []
+
+
+def environment_of(serving: Serving, **more: str) -> dict[str, str]:
+    """Returns the environment of a client's process, without anything of this one's."""
+    return {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent", **serving.environment, **more}
+
+
+# --- the clients ---
+
+
+def test_boto3_reads_what_was_written(served: Served) -> None:
+    serving, out = served
+    client, found = client_of(serving), {}
+    for entry in client.list_objects_v2(Bucket="ckptkit", Prefix="m/")["Contents"]:
+        answer = client.get_object(Bucket="ckptkit", Key=entry["Key"])
+        assert answer["ETag"] == entry["ETag"]
+        found[entry["Key"].removeprefix("m/")] = answer["Body"].read()
+    same_content(found, content(out))
+
+
+def test_s3fs_reads_what_was_written(served: Served) -> None:
+    import s3fs
+
+    serving, out = served
+    environment = serving.environment
+    files = s3fs.S3FileSystem(
+        key=environment["AWS_ACCESS_KEY_ID"],
+        secret=environment["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=serving.url,
+        skip_instance_cache=True,
+    )
+    found = {path.removeprefix("ckptkit/m/"): files.cat(path) for path in files.find("ckptkit/m")}
+    same_content(found, content(out))
+    assert files.ls("ckptkit") == ["ckptkit/m"]
+    name = min(content(out))
+    with files.open(f"ckptkit/m/{name}") as opened:
+        assert opened.read() == (out / name).read_bytes()
+
+
+def test_transfers_of_boto3_in_parts_are_the_file(one: Served, tmp_path: Path) -> None:
+    from boto3.s3.transfer import TransferConfig
+
+    serving, out = one
+    parts = TransferConfig(multipart_threshold=1, multipart_chunksize=1000, max_concurrency=8)
+    copy = tmp_path / "copy"
+    client = client_of(serving)
+    client.download_file("ckptkit", "m/model.safetensors", str(copy), Config=parts)
+    assert copy.read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+def test_the_aws_command_line_reads_what_was_written(one: Served, tmp_path: Path) -> None:
+    pytest.importorskip("awscli")
+    serving, out = one
+    command = [sys.executable, "-m", "awscli", "s3", "sync", serving.location, str(tmp_path)]
+    done = subprocess.run(
+        command, env=environment_of(serving), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    same_content(content(tmp_path), content(out))
+    again = subprocess.run(
+        command, env=environment_of(serving), capture_output=True, text=True, check=True
+    )
+    assert again.stdout == ""  # sizes and times show that nothing changed
+
+
+_STREAM = """
+import json, sys
+from runai_model_streamer import SafetensorsStreamer
+found = {}
+with SafetensorsStreamer() as streamer:
+    streamer.stream_files(sys.argv[1:])
+    for name, tensor in streamer.get_tensors():
+        data = tensor.contiguous().flatten().view(__import__("torch").uint8)
+        found[name] = [str(tensor.dtype), list(tensor.shape), bytes(data.tolist()).hex()]
+print("FOUND" + json.dumps(found))
+"""
+
+
+def stream(serving: Serving, urls: list[str], **more: str) -> dict[str, Any]:
+    """Returns what the Run:ai model streamer loads: type, shape and bytes of each tensor."""
+    addressing = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", _STREAM, *urls],
+        env=environment_of(serving, **addressing, **more),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))
+    return found
+
+
+def test_a_model_streamer_loads_what_was_written(served: Served) -> None:
+    pytest.importorskip("runai_model_streamer")
+    import torch
+    from safetensors.torch import load_file
+
+    serving, out = served
+    paths = sorted(out.glob("*.safetensors"))
+    found = stream(serving, [f"{serving.location}{path.name}" for path in paths])
+    expected = {}
+    for path in paths:
+        for name, tensor in load_file(path).items():
+            data = tensor.contiguous().flatten().view(torch.uint8)
+            shape = [str(tensor.dtype), list(tensor.shape)]
+            expected[name] = [*shape, bytes(data.tolist()).hex()]
+    assert found == expected
+
+
+def test_ckptkit_reads_what_it_serves(one: Served, tmp_path: Path) -> None:
+    serving, out = one
+    keys = serving.environment
+    options = {
+        "key": keys["AWS_ACCESS_KEY_ID"],
+        "secret": keys["AWS_SECRET_ACCESS_KEY"],
+        "client_kwargs": {"endpoint_url": serving.url},
+    }
+    ckptkit.consolidate("s3://ckptkit/m", tmp_path / "again", src_options=options)
+    written = (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert written == (out / "model.safetensors").read_bytes()
+
+
+@given(data=st.data())
+def test_any_range_is_that_of_the_written_file(served: Served, data: st.DataObject) -> None:
+    serving, out = served
+    client, files = client_of(serving), content(out)
+    name = data.draw(st.sampled_from(sorted(files)))
+    whole = files[name]
+    first = data.draw(st.integers(0, len(whole) - 1))
+    last = data.draw(st.integers(first, len(whole) + 10))
+    asked = data.draw(st.sampled_from([f"{first}-{last}", f"{first}-", f"-{first + 1}"]))
+    expected = {
+        f"{first}-{last}": whole[first : last + 1],
+        f"{first}-": whole[first:],
+        f"-{first + 1}": whole[-first - 1 :],
+    }[asked]
+    answer = client.get_object(Bucket="ckptkit", Key=f"m/{name}", Range=f"bytes={asked}")
+    assert answer["Body"].read() == expected
+    assert answer["ContentLength"] == len(expected)
+
+
+# --- what a client can ask for ---
+
+
+def test_presigned_urls_need_no_keys(one: Served) -> None:
+    serving, out = one
+    url = client_of(serving, signature_version="s3v4").generate_presigned_url(
+        "get_object", Params={"Bucket": "ckptkit", "Key": "m/config.json"}, ExpiresIn=60
+    )
+    assert requests.get(url, timeout=60).content == (out / "config.json").read_bytes()
+
+
+def test_checksums_of_small_files_are_known_and_those_of_weights_are_not(one: Served) -> None:
+    serving, out = one
+    client = client_of(serving)
+    asked = {"Bucket": "ckptkit", "ChecksumMode": "ENABLED"}
+    for name in ("config.json", "tokenizer.json"):
+        answer = client.head_object(Key=f"m/{name}", **asked)
+        crc = zlib.crc32((out / name).read_bytes()).to_bytes(4, "big")
+        assert answer["ChecksumCRC32"] == base64.b64encode(crc).decode()
+    assert "ChecksumCRC32" not in client.head_object(Key="m/model.safetensors", **asked)
+
+
+def test_versions_are_stable_and_change_with_the_options(one: Served) -> None:
+    serving, _ = one
+    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+
+    def etags(**options: Any) -> dict[str, str]:
+        with ckptkit.serve(source, name="m", **options) as other:
+            listed = client_of(other).list_objects_v2(Bucket="ckptkit")["Contents"]
+            return {entry["Key"]: entry["ETag"] for entry in listed}
+
+    listed = client_of(serving).list_objects_v2(Bucket="ckptkit")["Contents"]
+    assert etags() == {entry["Key"]: entry["ETag"] for entry in listed}
+    cast = etags(dtype="float16")
+    assert cast["m/model.safetensors"] != etags()["m/model.safetensors"]
+    assert all(etag.startswith('"') and "-" in etag for etag in cast.values())
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda c: c.put_object(Bucket="ckptkit", Key="m/x", Body=b"x"), "MethodNotAllowed"),
+        (lambda c: c.delete_object(Bucket="ckptkit", Key="m/config.json"), "MethodNotAllowed"),
+        (lambda c: c.create_multipart_upload(Bucket="ckptkit", Key="m/x"), "MethodNotAllowed"),
+        (lambda c: c.get_object(Bucket="ckptkit", Key="m/../config.json"), "NoSuchKey"),
+        (lambda c: c.get_object(Bucket="other", Key="m/config.json"), "NoSuchBucket"),
+        (lambda c: c.get_bucket_acl(Bucket="ckptkit"), "NotImplemented"),
+        (
+            lambda c: c.get_object(Bucket="ckptkit", Key="m/config.json", Range="bytes=9999-"),
+            "InvalidRange",
+        ),
+        (
+            lambda c: c.get_object(Bucket="ckptkit", Key="m/config.json", IfMatch='"x"'),
+            "PreconditionFailed",
+        ),
+    ],
+)
+def test_what_is_refused_has_the_error_of_s3(
+    one: Served, call: Callable[[Any], Any], code: str
+) -> None:
+    with pytest.raises(ClientError) as raised:
+        call(client_of(one[0]))
+    assert raised.value.response["Error"]["Code"] == code
+
+
+def test_a_wrong_key_and_a_wrong_secret_are_refused(one: Served) -> None:
+    serving, _ = one
+    right = serving.environment["AWS_ACCESS_KEY_ID"]
+    for key, code in ((right, "SignatureDoesNotMatch"), ("other", "InvalidAccessKeyId")):
+        client = boto3.client(
+            "s3",
+            endpoint_url=serving.url,
+            aws_access_key_id=key,
+            aws_secret_access_key="wrong",  # noqa: S106
+            region_name="us-east-1",
+        )
+        with pytest.raises(ClientError) as raised:
+            client.get_object(Bucket="ckptkit", Key="m/config.json")
+        assert raised.value.response["Error"]["Code"] == code
+    unsigned = requests.get(f"{serving.url}/ckptkit/m/config.json", timeout=60)
+    assert unsigned.status_code == 403
+    assert "<Code>AccessDenied</Code>" in unsigned.text
+
+
+def test_without_signatures_only_names_of_this_machine_are_answered(one: Served) -> None:
+    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+    with ckptkit.serve(source, name="m", auth=False) as serving:
+        url = f"{serving.url}/ckptkit/m/config.json"
+        assert requests.get(url, timeout=60).content == (one[1] / "config.json").read_bytes()
+        elsewhere = requests.get(url, headers={"Host": "evil.example"}, timeout=60)
+        assert elsewhere.status_code == 403
+
+
+def test_many_clients_read_at_a_time(served: Served) -> None:
+    serving, out = served
+    expected, wrong = content(out), []
+
+    def read() -> None:
+        client = client_of(serving)
+        for name, data in expected.items():
+            if client.get_object(Bucket="ckptkit", Key=f"m/{name}")["Body"].read() != data:
+                wrong.append(name)
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore) -> Bucket:
+    return object_store.bucket("serving")
+
+
+def test_a_source_at_a_url_is_served(bucket: Bucket, one: Served) -> None:
+    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+    url = bucket.put_tree(source, "run")
+    with ckptkit.serve(url, name="m", src_options=bucket.store.options) as serving:
+        client = client_of(serving)
+        for name, data in content(one[1]).items():
+            assert client.get_object(Bucket="ckptkit", Key=f"m/{name}")["Body"].read() == data
