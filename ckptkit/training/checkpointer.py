@@ -338,7 +338,8 @@ class Checkpointer:
                 stepped.
             step: A step to load instead of the newest.
             folder: A directory to load instead: of a step with a name of its own, of another run,
-                or one that stock accelerate, Trainer or `dcp.save` wrote.
+                or one that stock accelerate, Trainer or `dcp.save` wrote. Of any other checkpoint
+                the model is loaded alone, as `load_into` does it.
 
         Returns:
             The step that was loaded, None if the run has none, 0 if `folder` does not name one.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -30,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ckptkit
-from ckptkit.core.errors import AmbiguousSourceError
+from ckptkit.core.errors import AmbiguousSourceError, LoadError
 from ckptkit.training import Checkpointer, LoadResult, load_into
 from tests.built_modules import module_like, same_bits
 from tests.distributed.saving_run import WRAPPERS, Net, gathered, make, nobody_talks, train
@@ -310,11 +311,42 @@ def from_pretrained(folder: Path, kind: str) -> None:
         assert same_bits(local(value), wanted), name
 
 
+def resumed(folder: Path, _: str) -> None:
+    """A folder that is no step is loaded by `resume`: the model alone."""
+    source, expected = saved_by_transformers(folder, "qwen3_moe")
+    truth = expected.state_dict()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"]())
+    model = sharded(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "progress": {"tokens": 3}}
+    with Checkpointer(folder / "run") as checkpointer:
+        assert checkpointer.resume(state, folder=source) == 0
+        check(model, truth)
+        assert not optimizer.state
+        tokens = torch.randint(0, 60, (2, 5))
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()  # of the parameters that have memory now
+        assert not same_bits(
+            local(model.lm_head.weight), part_of(truth["lm_head.weight"], model.lm_head.weight)
+        )
+        checkpointer.save(1, state).result(60)
+        other = {
+            "model": sharded(transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()))
+        }
+        before = {name: local(value).clone() for name, value in other["model"].state_dict().items()}
+        with pytest.raises(LoadError, match="Unexpected key"):
+            checkpointer.resume(other, folder=source)
+        for name, value in other["model"].state_dict().items():
+            assert same_bits(local(value), before[name])
+
+
 CASES: dict[str, Callable[[Path, str], None]] = {
     "fixtures": fixtures,
     "wrappers": wrappers,
     "back": back,
     "pretrained": from_pretrained,
+    "resumed": resumed,
 }
 
 

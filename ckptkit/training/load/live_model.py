@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
@@ -147,12 +148,15 @@ class LiveModel:
         }
         return ask_disk_names(self.base, self.config, tensors, base=stored)
 
-    def materialise(self, dtype: torch.dtype | None, leave: Iterable[Fqn]) -> None:
+    def materialise(
+        self, dtype: torch.dtype | None, leave: Iterable[Fqn], optimizers: Sequence[Optimizer]
+    ) -> None:
         """Gives memory to tensors on the meta device.
 
         Args:
             dtype: What those of floats become; None for what they are.
             leave: The names of tensors that stay there.
+            optimizers: Those of its parameters; they get the new ones.
         """
         parallel, left = parallel_prefixes(self.module), frozenset(leave)
         named = (
@@ -161,7 +165,7 @@ class LiveModel:
         )
         leaving = {id(value) for name, value in named if clean_fqn(name, parallel) in left}
         self.tensors = ()  # torch cannot exchange parameters that pieces refer to weakly
-        materialise([self.module], [], dtype=dtype, leave=leaving)
+        materialise([self.module], optimizers, dtype=dtype, leave=leaving)
         self._read()
 
     def refuse_other(self, dtype: torch.dtype) -> None:

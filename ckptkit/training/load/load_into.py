@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ckptkit.conversion.mapped_names import convert_checkpoint
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import CkptkitError, PartlyFilledError, SourceChangedError
 from ckptkit.core.index import Box, Fqn, Key, TensorEntry
+from ckptkit.core.text import Closing
 from ckptkit.core.tiles import walk_boxes
 from ckptkit.engine.box_reads import (
     CastMemory,
@@ -124,17 +127,59 @@ def load_into(
         InputError: If the checkpoint cannot be opened, is damaged or incomplete; the model is
             unchanged.
     """
-    live, wanted_dtype = LiveModel(model), _parse_dtype(dtype)
-    if wanted_dtype is not None:
-        live.refuse_other(wanted_dtype)
-    with open_checkpoint(source, select=select) as opened:
-        checkpoint, stored, sources = _find_sources(live, opened, map)
-        dtypes = {t.name: _dtype_of(t, wanted_dtype) for t in live.tensors}
-        refuse_misfits(live, sources, stored, dtypes, strict=strict)
-        used = [stored[part.name] for parts in sources.parts.values() for part in parts]
+    with ModelLoad(model, source, dtype=dtype, name_map=map, select=select) as pending:
+        pending.check(strict=strict)
+        return pending.fill()
+
+
+class ModelLoad(Closing):
+    """One load in two parts, between which ranks can agree. Use it as a context manager."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: PathLike[str] | str,
+        *,
+        dtype: str | torch.dtype | None = None,
+        name_map: str | PathLike[str] | None = None,
+        select: str | None = None,
+    ) -> None:
+        """Opens the checkpoint, and finds the tensors of the model in it; see `load_into`."""
+        self._live, self._dtype = LiveModel(model), _parse_dtype(dtype)
+        if self._dtype is not None:
+            self._live.refuse_other(self._dtype)
+        with ExitStack() as stack:
+            opened = stack.enter_context(open_checkpoint(source, select=select))
+            found = _find_sources(self._live, opened, name_map)
+            self._checkpoint, self._stored, self._sources = found
+            self._stack = stack.pop_all()
+
+    @property
+    def step(self) -> int | None:
+        """The training step of the checkpoint, or None."""
+        return self._checkpoint.index.run.step
+
+    def check(self, *, strict: bool) -> None:
+        """Refuses a checkpoint that does not fit, or is not complete; nothing is written yet."""
+        live, sources, checkpoint = self._live, self._sources, self._checkpoint
+        dtypes = {tensor.name: _dtype_of(tensor, self._dtype) for tensor in live.tensors}
+        refuse_misfits(live, sources, self._stored, dtypes, strict=strict)
+        used = [self._stored[part.name] for parts in sources.parts.values() for part in parts]
         refuse_problems(checkpoint.index, used, checkpoint.path)
-        live.materialise(wanted_dtype, (*sources.missing, *sources.left_alone))
-        return _Filling(live, checkpoint, stored, sources).run()
+
+    def fill(self, optimizers: Sequence[Optimizer] = ()) -> LoadResult:
+        """Fills the model.
+
+        Args:
+            optimizers: Those of its parameters, which get new ones for those on the meta device.
+        """
+        alone = (*self._sources.missing, *self._sources.left_alone)
+        self._live.materialise(self._dtype, alone, optimizers)
+        return _Filling(self._live, self._checkpoint, self._stored, self._sources).run()
+
+    def close(self) -> None:
+        """Closes the files of the checkpoint."""
+        self._stack.close()
 
 
 def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -7,9 +7,12 @@ import posixpath
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -23,10 +26,12 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import TensorIndex
 from ckptkit.core.text import size_text
+from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
+from ckptkit.training.load.load_into import LoadResult, ModelLoad
 from ckptkit.training.resume.fill import StepLoader, Untied
 from ckptkit.training.resume.load_pieces import (
     FillReport,
@@ -40,6 +45,7 @@ from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.pieces import Piece
+from ckptkit.training.step_names import model_unit
 from ckptkit.training.tiers.url_run import NearPlace, steps_of_place
 from ckptkit.writer.merge import few_collections
 
@@ -122,6 +128,9 @@ def resume_from(
 ) -> int:
     """Loads one given directory in place, on all ranks; it may have been written by other tools.
 
+    Of a checkpoint that no training loop resumes from, such as a model folder, only the model is
+    loaded.
+
     Args:
         bound: The state to fill.
         folder: A step's directory, or its URL, with or without a manifest.
@@ -131,16 +140,65 @@ def resume_from(
     Returns:
         The number of the step, 0 where it is not known.
     """
-    step: int = peers.agree(
+    found: dict[str, Any] = peers.agree(
         _FIRST_ROUND,
         {"folder": place_facts(folder)},
-        lambda requests: _step_in(folder, requests),
+        lambda requests: _step_in(folder, requests, bound),
         timeout_seconds=timeout_seconds,
     )
-    problem = _Attempt(bound, peers, timeout_seconds).load(folder, step)
+    if found["is_other"]:
+        return _fill_model(bound, folder, peers, timeout_seconds) or found["step"]
+    problem = _Attempt(bound, peers, timeout_seconds).load(folder, found["step"])
     if problem is not None:
         raise problem
-    return step
+    return int(found["step"])
+
+
+def _fill_model(
+    bound: BoundState, folder: Path | Place, peers: Peers, timeout_seconds: float
+) -> int | None:
+    """Fills the one model of a state from a checkpoint of any format; returns the step of that."""
+    with ExitStack() as stack:
+        error: Exception | None = None
+        load: ModelLoad | None = None
+        result: LoadResult | None = None
+
+        def agree(topic: str) -> None:
+            problems = peers.agree(
+                topic, _problem(error), _first_problem, timeout_seconds=timeout_seconds
+            )
+            if problems is not None:
+                raise error_from_json(problems["error"]) from error
+
+        try:
+            load = stack.enter_context(ModelLoad(_only_model(bound, folder), folder))
+            load.check(strict=True)
+        except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
+            error = caught
+        agree("whether the model fits")
+        assert load is not None  # noqa: S101  else it raised
+        try:
+            result = load.fill([entry.optimizer for entry in bound.optimizers])
+        except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
+            error = caught
+        agree("whether the model was filled")
+    if peers.rank == 0 and result is not None:
+        left = [entry.key for entry in (*bound.optimizers, *bound.others)]
+        also = f"; {', '.join(dict.fromkeys(left))} stay as they are" if left else ""
+        logger.warning("%s: of this %s only the model was loaded%s", folder, result.format, also)
+        if result.unproven:
+            logger.info("records were read in part of %s", list_first(result.unproven))
+    return load.step
+
+
+def _only_model(bound: BoundState, folder: Path | Place) -> nn.Module:
+    if len(bound.models) == 1:
+        return bound.models[0].module
+    raise ResumeError(
+        f"holds a model alone, and the state has {len(bound.models)}",
+        where=str(folder),
+        hint="fill each of them with ckptkit.training.load_into",
+    )
 
 
 def _steps_to_try(
@@ -192,13 +250,19 @@ def _check_alike(requests: Sequence[Mapping[str, Any]], other: str) -> None:
         )
 
 
-def _step_in(folder: Path | Place, requests: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the number of the step in a directory, where all ranks name the same one."""
+def _step_in(
+    folder: Path | Place, requests: Sequence[Mapping[str, Any]], bound: BoundState
+) -> dict[str, Any]:
+    """Returns the number of the step in a directory, where all ranks name the same one.
+
+    With it, whether that is no step of a training loop but another checkpoint of a model.
+    """
     _check_alike(requests, "step")
     check_same_place([request["folder"] for request in requests], "folder")
     try:
         with StoredStep.open(folder) as stored:
             manifest = stored.manifest
+            is_other = not _can_resume(stored, bound)
     except MissingFileError as error:
         raise ResumeError(
             "no directory was found there",
@@ -206,7 +270,21 @@ def _step_in(folder: Path | Place, requests: Sequence[Mapping[str, Any]]) -> int
             hint="name the directory of a step, as other ranks see it too",
         ) from error
     step = manifest.source.get("step") if manifest is not None else None
-    return step if isinstance(step, int) else parse_step(posixpath.basename(folder)) or 0
+    number = step if isinstance(step, int) else parse_step(posixpath.basename(folder)) or 0
+    return {"step": number, "is_other": is_other}
+
+
+def _can_resume(stored: StoredStep, bound: BoundState) -> bool:
+    """Whether a directory is laid out as a step, and not a model of other names alone."""
+    if stored.manifest is not None and stored.layout is not None:
+        return True
+    if not stored.has_file(METADATA):
+        units = {unit for model in bound.models for unit in model.places.units}
+        units |= {model_unit(number) for number in range(len(bound.models))}
+        return any(stored.has_file(f"{unit}/{METADATA}") for unit in units)
+    own = {str(piece.key_path[-1]) for piece in bound.pieces()}
+    entries = stored.index("").tensors.values()
+    return any(str(entry.key_path[-1]) in own or entry.key in own for entry in entries)
 
 
 @dataclass(frozen=True, slots=True)
