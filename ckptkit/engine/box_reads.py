@@ -153,12 +153,13 @@ def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedB
     if 0 in box.sizes:
         return
     if entry.derivation is not None:
-        parts = list(_tiles_of(index, entry))
-        found = [(source, walk) for source, tile in parts for walk in walk_boxes(tile, box)]
+        tiles = _tiles_of(index, entry)
+        found = [(source, walk) for source, tile in tiles for walk in walk_boxes(tile, box)]
         short = sum(
             math.prod(walk.box.sizes) * entry.dtype.itemsize < _SHORT_BOX_BYTES for _, walk in found
         )
-        if not parts or short > _MOST_SPREAD_BOXES:
+        held = sum(math.prod(walk.box.sizes) for _, walk in found)
+        if held != math.prod(box.sizes) or short > _MOST_SPREAD_BOXES:
             yield SpanRead(entry, box, memory)
             return
         for source, walk in found:
@@ -177,7 +178,7 @@ def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEn
     made, whole = entry.derivation, Box((0,) * len(entry.shape), entry.shape)
     parts: list[tuple[Shape, Box, Operand, tuple[int, Shape]]]
     if isinstance(made, PartOperand):
-        parts = [(entry.shape, whole, made, (made.start, row_major_strides(entry.shape)))]
+        parts = [(entry.shape, whole, made, (0, row_major_strides(entry.shape)))]
     elif isinstance(made, ComputedOperand) and isinstance(made.kernel, RearrangeKernel):
         kernel = made.kernel
         parts = [
