@@ -19,7 +19,7 @@ def build_module(
         for step in path:
             owner = owner._modules.setdefault(step, nn.Module()) or owner
         # Not by the public methods, which refuse names such as `float` that modules have.
-        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
         if dtype.is_floating_point or dtype.is_complex:
             owner._parameters[last] = nn.Parameter(tensor, requires_grad=False)
         else:

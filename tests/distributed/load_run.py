@@ -7,6 +7,7 @@ raises while a model is filled.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Mapping
@@ -31,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ckptkit
-from ckptkit.core.errors import AmbiguousSourceError, LoadError
+from ckptkit.core.errors import AmbiguousSourceError, LoadError, PartlyFilledError
 from ckptkit.training import Checkpointer, LoadResult, load_into
 from tests.built_modules import module_like, same_bits
 from tests.distributed.saving_run import WRAPPERS, Net, gathered, make, nobody_talks, train
@@ -341,12 +342,48 @@ def resumed(folder: Path, _: str) -> None:
             assert same_bits(local(value), before[name])
 
 
+def damaged(folder: Path, _: str) -> None:
+    """A bit that is flipped in the bytes of one rank stops that rank, and no other."""
+    truth = made(folder, "fsdp2")
+    step = next((folder / "run").glob("checkpoint-*"))
+    held = WRAPPERS["fsdp2"](Net()).state_dict()["up.weight"]
+    if dist.get_rank() == 1:
+        (file,) = (step / "pytorch_model_fsdp_0").glob("__1_*.distcp")
+        data = bytearray(file.read_bytes())
+        own = part_of(truth["up.weight"], held).numpy().tobytes()
+        data[data.index(own) + 5] ^= 16
+        file.write_bytes(data)
+    dist.barrier()
+    model = wrapped("fsdp2")
+    if dist.get_rank() == 1:
+        with pytest.raises(PartlyFilledError, match="filled"):
+            load(model, step)
+    else:
+        load(model, step)
+        check(model, truth)
+
+
+def dies(folder: Path, _: str) -> None:
+    """A rank that is killed is not waited for; that has to be the last case."""
+    source, expected = saved_by_transformers(folder, "llama")
+    model = sharded(transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the others get, as one has failed
+    load(model, source)
+    check(model, expected.state_dict())
+    (folder / f"filled_{dist.get_rank()}").touch()
+
+
 CASES: dict[str, Callable[[Path, str], None]] = {
     "fixtures": fixtures,
     "wrappers": wrappers,
     "back": back,
     "pretrained": from_pretrained,
     "resumed": resumed,
+    "damaged": damaged,
+    "dies": dies,
 }
 
 

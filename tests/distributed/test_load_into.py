@@ -33,3 +33,24 @@ def test_a_model_is_filled_as_from_pretrained_would(
     kind: str, ranks: int, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     run_ranks(SCRIPT, ranks, tmp_path, f"pretrained:{kind}")
+
+
+def test_a_folder_that_is_no_step_is_resumed_from_as_a_model_alone(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = run_ranks(SCRIPT, 2, tmp_path, "resumed")
+    assert "only the model was loaded; optimizer, progress stay as they are" in done.stderr
+
+
+def test_damage_in_the_bytes_of_one_rank_stops_that_rank_alone(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 2, tmp_path, "damaged")
+
+
+def test_a_rank_that_is_killed_is_not_waited_for(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 4, tmp_path, "dies", status=1)
+    filled = {path.name for path in (tmp_path / "dies").glob("filled_*")}
+    assert filled == {"filled_0", "filled_2", "filled_3"}

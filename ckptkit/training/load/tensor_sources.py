@@ -240,10 +240,10 @@ def refuse_misfits(
         strict: Whether missing and unexpected tensors are refused too.
     """
     problems: list[str] = []
-    if strict and sources.unexpected:
-        problems.append(f"Unexpected key(s) in state_dict: {_quoted(sources.unexpected)}.")
     if strict and sources.missing:
         problems.append(f"Missing key(s) in state_dict: {_quoted(sources.missing)}.")
+    if strict and sources.unexpected:
+        problems.append(f"Unexpected key(s) in state_dict: {_quoted(sources.unexpected)}.")
     for name, parts in sources.parts.items():
         for part in parts:
             entry = stored[part.name]

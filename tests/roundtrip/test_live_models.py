@@ -1,0 +1,302 @@
+"""Live models filled by `load_into`, against what `consolidate` makes of the same checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ckptkit
+from ckptkit.core.errors import (
+    CannotPlanError,
+    ChecksumError,
+    CkptkitError,
+    IncompleteCheckpointError,
+    LoadError,
+    MissingFileError,
+    OverflowRefusedError,
+    PartlyFilledError,
+    RefusedError,
+    SourceChangedError,
+    TruncatedFileError,
+    UsageError,
+)
+from ckptkit.storage.places import Place
+from ckptkit.training import load_into
+from tests.built_modules import build_module, module_like, same_bits
+from tests.object_store import ObjectStore
+
+FRAMEWORKS = (
+    "megatron_fsdp_gpt_oss_ep2",
+    "megatron_model_gemma3",
+    "megatron_model_llama_tp2_pp2",
+    "megatron_model_qwen2_moe_tp2_ep2",
+    "megatron_ranks_qwen2_moe_tp2_ep2",
+    "meta_llama_2",
+    "nanotron_llama_interleaved",
+    "nanotron_qwen2_moe",
+    "torchtitan_family_gpt_oss",
+    "torchtitan_family_llama_tied",
+    "torchtitan_family_qwen3_moe",
+)
+ZERO = ("zero1_adam_four_ranks", "zero2_adam_float16", "zero3_adam")
+SHARDS = "fsdp2_plain"
+
+
+def values(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def like(source: Path, device: str = "cpu") -> nn.Module:
+    with ckptkit.open(source) as checkpoint:
+        return module_like(checkpoint, device)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Makes sure that nothing is written into a model."""
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    yield
+    for name, value in model.state_dict().items():
+        assert same_bits(value, before[name]), name
+
+
+@pytest.mark.parametrize("case", FRAMEWORKS)
+def test_a_live_model_gets_the_values_that_a_map_makes(
+    case: str, repository: Path, tmp_path: Path
+) -> None:
+    folder = repository / "fixtures" / case
+    base = folder if (folder / "config.json").exists() else None
+    ckptkit.consolidate(folder / "checkpoint", tmp_path / "out", base=base)
+    auto = transformers.AutoModelForCausalLM
+    expected = auto.from_pretrained(tmp_path / "out", dtype="auto")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=expected.dtype)
+    load_into(model, folder / "checkpoint")
+    found = model.state_dict()
+    for name, value in expected.state_dict().items():
+        assert same_bits(found[name], value), name
+    buffers = zip(model.named_buffers(), expected.named_buffers(), strict=True)
+    assert all(same_bits(own, other) for (_, own), (_, other) in buffers)
+
+
+@pytest.mark.parametrize("case", ZERO)
+def test_masters_of_zero_are_what_a_wider_model_gets(
+    case: str, repository: Path, tmp_path: Path
+) -> None:
+    source = repository / "fixtures" / case / "checkpoint"
+    ckptkit.consolidate(source, tmp_path / "out", dtype="float32", names="live")
+    truth = values(tmp_path / "out")
+    model = like(source).float()
+    load_into(model, source)
+    assert truth
+    for name, value in model.state_dict().items():
+        assert same_bits(value, truth.get(name, value)), name
+    with ckptkit.open(source) as checkpoint:
+        kept = module_like(checkpoint)
+        load_into(kept, source)
+        for name, value in kept.state_dict().items():
+            assert same_bits(value, checkpoint[name]), name
+
+
+def test_a_model_is_filled_from_a_bucket(repository: Path, object_store: ObjectStore) -> None:
+    source = repository / "fixtures" / SHARDS / "checkpoint"
+    object_store.bucket("live").put_tree(source, "step")
+    model = like(source, "meta")
+    load_into(model, Place("s3://live/step", object_store.options))
+    with ckptkit.open(source) as checkpoint:
+        for name, value in model.state_dict().items():
+            assert same_bits(value, checkpoint[name]), name
+
+
+ODD = {
+    "scalar": torch.tensor(3.5),
+    "layers.0.no rows": torch.empty(0, 4),
+    "layers.0.truth": torch.tensor([True, False]),
+    "layers.0.größe": torch.randn(2, 3).to(torch.float8_e4m3fn),
+    "layers.1.float": torch.randn(3).to(torch.complex64),
+    "layers.1.count": torch.tensor(7),
+    "turned": torch.randn(4, 5).t(),
+}
+
+
+def test_tensors_of_all_kinds_and_names_are_filled(tmp_path: Path) -> None:
+    torch.save(ODD, tmp_path / "model.bin")
+    for device in ("cpu", "meta"):
+        specs = {name: (tuple(value.shape), value.dtype) for name, value in ODD.items()}
+        model = build_module(specs, device)
+        load_into(model, tmp_path / "model.bin")
+        for name, value in model.state_dict().items():
+            assert same_bits(value, ODD[name]), name
+
+
+def save(folder: Path, **tensors: torch.Tensor) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def linear(**options: Any) -> nn.Linear:
+    return nn.Linear(4, 3, **options)
+
+
+def test_what_is_missing_or_left_over_is_said_as_torch_says_it(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(3, 4), other=torch.randn(2))
+    model = linear()
+    with pytest.raises(RuntimeError) as by_torch:
+        model.load_state_dict(load_file(source / "model.safetensors"))
+    with unchanged(model), pytest.raises(LoadError) as by_us:
+        load_into(model, source)
+    assert by_us.value.message == " ".join(str(by_torch.value).split())
+    result = load_into(model, source, strict=False)
+    assert result.missing_keys == ("bias",)
+    assert result.unexpected_keys == ("other",)
+    assert same_bits(
+        model.state_dict()["weight"], load_file(source / "model.safetensors")["weight"]
+    )
+
+
+def test_what_the_checkpoint_lacks_stays_on_the_meta_device(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(3, 4))
+    model = linear(device="meta")
+    result = load_into(model, source, strict=False)
+    assert result.missing_keys == ("bias",)
+    state = model.state_dict()
+    assert state["bias"].is_meta
+    assert not state["weight"].is_meta
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_other_shapes_and_numbers_of_another_kind_are_refused(strict: bool, tmp_path: Path) -> None:
+    model = linear()
+    shape = save(tmp_path / "a", weight=torch.randn(3, 5), bias=torch.randn(3))
+    with unchanged(model), pytest.raises(LoadError, match=r"size mismatch for weight: .*\[3, 5\]"):
+        load_into(model, shape, strict=strict)
+    kind = save(tmp_path / "b", weight=torch.ones(3, 4, dtype=torch.int32), bias=torch.randn(3))
+    with unchanged(model), pytest.raises(LoadError, match="dtype mismatch for weight: int32"):
+        load_into(model, kind, strict=strict)
+    packed = save(
+        tmp_path / "c", weight=torch.ones(3, 4).to(torch.float8_e5m2), bias=torch.randn(3)
+    )
+    with unchanged(model), pytest.raises(LoadError, match="dtype mismatch for weight: float8_e5m2"):
+        load_into(model, packed, strict=strict)
+
+
+def test_a_dtype_is_for_tensors_on_the_meta_device(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(3, 4), bias=torch.randn(3))
+    model = linear()
+    with unchanged(model), pytest.raises(UsageError, match=r"'weight' is torch.float32 and has"):
+        load_into(model, source, dtype="bfloat16")
+    with pytest.raises(UsageError, match="float99"):
+        load_into(model, source, dtype="float99")
+    on_meta = linear(device="meta")
+    load_into(on_meta, source, dtype=torch.bfloat16)
+    assert same_bits(on_meta.weight.detach(), values(source)["weight"].bfloat16())
+
+
+def test_a_wrong_map_is_refused_before_anything_is_written(repository: Path) -> None:
+    source = repository / "fixtures/megatron_model_llama_tp2_pp2/checkpoint"
+    model = linear()
+    with unchanged(model), pytest.raises(CkptkitError, match="map"):
+        load_into(model, source, map="megatron-no-such-family")
+    with unchanged(model), pytest.raises((RefusedError, CannotPlanError)):
+        load_into(model, source, map="torchtitan-llama")
+    with unchanged(model), pytest.raises(LoadError, match="Unexpected key"):
+        load_into(model, source, map="none")
+
+
+def copied(repository: Path, tmp_path: Path, case: str = SHARDS) -> Path:
+    return shutil.copytree(repository / "fixtures" / case / "checkpoint", tmp_path / "copy")
+
+
+def data_files(source: Path) -> list[Path]:
+    return sorted(source.rglob("*.distcp"))
+
+
+def test_a_missing_or_short_file_is_refused_before_anything_is_written(
+    repository: Path, tmp_path: Path
+) -> None:
+    source = copied(repository, tmp_path)
+    model = like(source)
+    file = data_files(source)[-1]
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2])
+    with unchanged(model), pytest.raises(TruncatedFileError):
+        load_into(model, source)
+    file.unlink()
+    with unchanged(model), pytest.raises((MissingFileError, IncompleteCheckpointError)):
+        load_into(model, source)
+
+
+def test_a_flipped_bit_is_found_and_the_model_is_known_to_be_partly_filled(
+    repository: Path, tmp_path: Path
+) -> None:
+    source = copied(repository, tmp_path)
+    model = like(source)
+    file = data_files(source)[0]
+    whole = file.read_bytes()
+    with ckptkit.open(source) as checkpoint:
+        first: Any = checkpoint.read(next(iter(checkpoint)), framework="numpy")
+    at = whole.index(first.tobytes()[:8])
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(PartlyFilledError, match=r"the model is (partly )?filled") as error:
+        load_into(model, source)
+    assert isinstance(error.value.__cause__, ChecksumError)
+    file.write_bytes(whole)
+    load_into(model, source)  # again, and all is well
+
+
+def test_a_value_that_does_not_fit_is_refused_and_says_what_is_not_filled(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", bias=torch.randn(3), weight=torch.full((3, 4), 1e9))
+    model = linear().half()
+    with pytest.raises(PartlyFilledError, match=r"2 tensors are not: 'weight'") as error:
+        load_into(model, source)
+    assert isinstance(error.value.__cause__, OverflowRefusedError)
+
+
+def load_often(source: Path) -> None:
+    for _ in range(100):
+        load_into(linear(), source)
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(3, 4), bias=torch.randn(3))
+    stopped = threading.Event()
+
+    def touch() -> None:
+        seconds = 1
+        while not stopped.is_set():
+            os.utime(source / "model.safetensors", (seconds, seconds))
+            seconds += 1
+
+    toucher = threading.Thread(target=touch)
+    toucher.start()
+    try:
+        with pytest.raises((PartlyFilledError, SourceChangedError), match="changed"):
+            load_often(source)
+    finally:
+        stopped.set()
+        toucher.join()
+
+
+def test_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(1_000, 1_000), bias=torch.randn(1_000))
+    model = nn.Linear(1_000, 1_000)
+    result = load_into(model, source)
+    assert result.bytes_read == result.bytes_needed == 4 * 1_001_000
+    assert set(result.unverified) == {"weight", "bias"}
+    assert result.unproven == ()
