@@ -11,7 +11,6 @@ default element type for a moment, and may communicate under ZeRO-3.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import defaultdict, deque
@@ -33,6 +32,7 @@ from ckptkit.core.errors import NoSpaceError, OutputError, SaveError
 from ckptkit.core.geometry import row_major_strides, slabs
 from ckptkit.core.index import Box, Fqn, Ints, Shape, Span
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
+from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.casts import Caster, overflow_error
 from ckptkit.options import changed_options
 from ckptkit.plan.load_report import EXPORT
@@ -299,10 +299,10 @@ def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
 def compare_with_model(plan: Plan, request: ExportRequest) -> None:
     """Compares names and shapes with the model of the configuration that is written."""
     bodies = (file.segments[0].body for file in plan.files if file.path == CONFIG and file.segments)
-    data = next((body.data for body in bodies if isinstance(body, Literal)), b"null")
-    config = json.loads(data)
-    if not isinstance(config, dict) or request.options.names == "live":
+    data = next((body.data for body in bodies if isinstance(body, Literal)), None)
+    if data is None or request.options.names == "live":
         return
+    config = parse_model_config(data, where=CONFIG)
     tensors = {str(spec.name): (spec.dtype, spec.shape) for _, _, spec in plan.specs()}
     subject = Subject(config, tensors, frozenset(), str(request.out), advice=EXPORT)
     for note in compare_now(subject):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import Fqn, Shape
+from ckptkit.core.model_configs import parse_model_config
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.lora.dialects import holds_adapters, make_plain_name
@@ -124,8 +124,7 @@ class LiveModel:
         to_json = getattr(getattr(self.base, "config", None), "to_json_string", None)
         if not callable(to_json):
             return None
-        found = json.loads(to_json())
-        return found if isinstance(found, dict) else None
+        return parse_model_config(str(to_json()).encode(), where="the model's configuration")
 
     @property
     def base_prefix(self) -> str:

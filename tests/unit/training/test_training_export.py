@@ -32,7 +32,7 @@ from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import TensorSpec
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.target import StagedFile
-from ckptkit.training import Checkpointer
+from ckptkit.training import Checkpointer, load_into
 from ckptkit.training.export import export as export_attempt
 from ckptkit.training.export.output_plan import (
     merge_tables,
@@ -43,6 +43,7 @@ from ckptkit.training.export.output_plan import (
 )
 from ckptkit.training.handle import ExportHandle, ExportReport
 from ckptkit.training.state.collect import bind
+from tests.small_models import class_named, small_model_config
 
 
 class Net(nn.Module):
@@ -319,3 +320,20 @@ def test_an_export_that_does_not_fit_leaves_the_disk_as_it_was(
     ):
         checkpointer.export(small_disk / "out", state={"model": model}).result(60)
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_configuration_with_an_infinite_number_is_understood(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = class_named("GraniteMoeHybridForCausalLM")  # its names on disk are others, too
+    model, other = (kind(small_model_config(kind)) for _ in range(2))
+    assert b"__float__" in model.config.to_json_string().encode()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        out = checkpointer.export(tmp_path / "out", state={"model": model}).result(60)
+    assert not [record.message for record in caplog.records if "not compared" in record.message]
+    model.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert load_file(out / "model.safetensors").keys() == expected.keys()
+    load_into(other, out)
+    for name, values in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], values), name
