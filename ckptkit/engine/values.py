@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
-from ckptkit.engine.casts import BLOCK_ELEMENTS
 from ckptkit.options import NotFinite
 
 Array = NDArray[Any]
+# Few calls for many elements, whose copy in float32 still fits the second-level cache.
+BLOCK_ELEMENTS = 1 << 17
 _TABLED_BYTES = 2  # float16 and one-byte types are widened with a table, which is faster
 # Squares of float64 values outside are computed on a scaled copy, since they would leave its range.
 _SAFE = (2.0**-500, 2.0**500)
@@ -120,9 +121,36 @@ def add_exactly(values: Iterable[float]) -> float:
 
 def measure(values: Array) -> Measures:
     """Measures elements of any type; one dimension, contiguous."""
+    scratch = _Scratch(min(values.size, BLOCK_ELEMENTS))
     with np.errstate(all="ignore"):
-        parts = [_measure_block(values[part]) for part in _blocks(values.size)]
+        parts = [_measure_block(values[part], scratch) for part in _blocks(values.size)]
     return combine(parts)
+
+
+class _Scratch:
+    """Memory for one block, which costs more to be allocated than to be filled."""
+
+    def __init__(self, elements: int) -> None:
+        self._single = np.empty(elements, np.float32)
+        self._double = np.empty(elements, np.float64)
+        self._flags = np.empty(elements, np.bool_)
+
+    def widen(self, values: Array) -> Array:
+        """Returns floats in float32, or in their own type if that is as wide."""
+        if values.dtype in {np.dtype(np.float32), np.dtype(np.float64)}:
+            return values
+        wide = self._single[: values.size]
+        widen(values, wide)
+        return wide
+
+    def doubles(self, values: Array) -> Array:
+        """Returns a copy in float64."""
+        wide = self._double[: values.size]
+        wide[:] = values
+        return wide
+
+    def count_zeros(self, values: Array) -> int:
+        return int(np.count_nonzero(np.equal(values, 0, out=self._flags[: values.size])))
 
 
 def _blocks(elements: int) -> Iterator[slice]:
@@ -130,19 +158,17 @@ def _blocks(elements: int) -> Iterator[slice]:
         yield slice(start, min(start + BLOCK_ELEMENTS, elements))
 
 
-def _measure_block(values: Array) -> Measures:
+def _measure_block(values: Array, scratch: _Scratch) -> Measures:
     if values.dtype.kind == "c":
         return _measure_complex(values)
     if values.dtype.kind in "iub":
         whole = values.view(np.uint8) if values.dtype.kind == "b" else values
-        norm, total = _norm_and_total(whole.astype(np.float64))
+        least, most = int(whole.min()), int(whole.max())
+        norm, total = _norm_and_total(scratch.doubles(whole), float(max(most, -least)))
         zeros = whole.size - int(np.count_nonzero(whole))
-        return Measures(whole.size, norm, total, int(whole.min()), int(whole.max()), zeros)
-    wide = values
-    if values.dtype not in {np.dtype(np.float32), np.dtype(np.float64)}:
-        wide = np.empty(values.size, np.float32)
-        widen(values, wide)
-    zeros = int(np.count_nonzero(wide == 0))
+        return Measures(whole.size, norm, total, least, most, zeros)
+    wide = scratch.widen(values)
+    zeros = scratch.count_zeros(wide)
     low, high = float(wide.min()), float(wide.max())  # NaN where any element is
     nan = infinite = 0
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -151,14 +177,15 @@ def _measure_block(values: Array) -> Measures:
         if not wide.size:
             return Measures(values.size, zeros=zeros, nan=nan, infinite=infinite)
         low, high = float(wide.min()), float(wide.max())
-    norm, total = _norm_and_total(wide.astype(np.float64))
+    norm, total = _norm_and_total(scratch.doubles(wide), max(high, -low))
     low, high = low + 0.0, high + 0.0  # minus zero is zero
     return Measures(values.size, norm, total, low, high, zeros, nan, infinite)
 
 
 def _measure_complex(values: Array) -> Measures:
     finite = values[np.isfinite(values)]
-    norm, _ = _norm_and_total(finite.view(finite.real.dtype).astype(np.float64))
+    parts = finite.view(finite.real.dtype).astype(np.float64)
+    norm = _norm_of(parts)
     return Measures(
         elements=values.size,
         norm=norm,
@@ -169,10 +196,16 @@ def _measure_complex(values: Array) -> Measures:
     )
 
 
-def _norm_and_total(values: Array) -> tuple[float, float]:
-    """Returns the norm and the sum of float64 values, which are overwritten."""
+def _peak(values: Array) -> float:
+    return max(float(values.max()), -float(values.min())) if values.size else 0.0
+
+
+def _norm_and_total(values: Array, peak: float) -> tuple[float, float]:
+    """Returns the norm and the sum of float64 values, which are overwritten.
+
+    `peak` is the largest magnitude of them.
+    """
     total = float(values.sum())
-    peak = max(float(values.max()), -float(values.min())) if values.size else 0.0
     exponent = 0
     if peak and not _SAFE[0] < peak < _SAFE[1]:
         exponent = math.frexp(peak)[1]
@@ -183,6 +216,10 @@ def _norm_and_total(values: Array) -> tuple[float, float]:
         return math.ldexp(root, exponent), total
     except OverflowError:
         return math.inf, total
+
+
+def _norm_of(values: Array) -> float:
+    return _norm_and_total(values, _peak(values))[0]
 
 
 def count_nan(values: Array) -> int:
@@ -316,7 +353,7 @@ def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float
         largest=float(gaps.max()),
         relative=relative,
         dot=dot,
-        norms=(_norm_and_total(parts[0])[0], _norm_and_total(parts[1])[0]),
+        norms=(_norm_of(parts[0]), _norm_of(parts[1])),
         lone=lone,
     )
 

@@ -15,13 +15,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import Key, Span
-from ckptkit.engine.casts import BLOCK_ELEMENTS, Caster
+from ckptkit.engine.casts import Caster
 from ckptkit.engine.kernels import ElementKernel, Operand, StoredOperand
 from ckptkit.engine.rearranged import ComputedOperand
-from ckptkit.engine.values import wide_dtype, widen
+from ckptkit.engine.values import BLOCK_ELEMENTS, wide_dtype, widen
 from ckptkit.plan.plan import (
     Compute,
     Copy,
@@ -178,9 +179,9 @@ class AverageKernel(ElementKernel):
             total, term = memory[:, : part.stop - start]
             with np.errstate(all="ignore"):
                 self.weighting.combine([own[part] for own in values], total, term)
-                is_nan = np.isnan(total)
-            if is_nan.any():
-                total[is_nan] = np.nan  # one NaN, whatever the processor has made of several
+            if wide == numpy_dtype(out.dtype):
+                # A cast makes one NaN of all; without one, they are as the processor has made them.
+                total[np.isnan(total)] = np.nan
             where = f"tensor {out.name!r}"
             caster.cast_all(total, target[part], where=where, block_start=block.start + start)
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.engine.casts import BLOCK_ELEMENTS
 from ckptkit.engine.values import (
+    BLOCK_ELEMENTS,
     combine,
     count_not_finite,
     measure,
