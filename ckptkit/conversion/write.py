@@ -305,9 +305,14 @@ def refuse_other_files(checkpoint: OpenedCheckpoint) -> None:
 
 
 class SingleProcess(WriteStrategy[Manifest]):
-    """Writes an output in this process; an interrupted run leaves nothing."""
+    """Writes an output in this process; an interrupted run leaves nothing.
+
+    Attributes:
+        make_manifest: Makes the manifest of what was written.
+    """
 
     def __init__(self, target: Target, listener: Listener) -> None:
+        self.make_manifest = build_manifest
         self._target = target
         self._listener = listener
 
@@ -327,12 +332,8 @@ class SingleProcess(WriteStrategy[Manifest]):
         ).run()
         refuse_changed_sources(planned)
 
-    def make_manifest(self) -> Manifest:
-        """Returns the manifest of what was written."""
-        return build_manifest(self._planned, self._digests)
-
     def commit(self) -> Manifest:
-        manifest = self.make_manifest()
+        manifest = self.make_manifest(self._planned, self._digests)
         data = manifest.to_json()
         self._target.create(MANIFEST_NAME, len(data))
         self._target.write(MANIFEST_NAME, 0, memoryview(data))

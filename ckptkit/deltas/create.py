@@ -265,6 +265,7 @@ class _DeltaStrategy(SingleProcess):
         self, target: Target, head: DeltaHead, max_file_bytes: int, listener: Listener
     ) -> None:
         super().__init__(target, listener)
+        self.make_manifest = self._describe
         self._head = head
         self._max_file_bytes = max_file_bytes
         self._folder = target.folder if isinstance(target, LocalTarget) else None
@@ -306,7 +307,7 @@ class _DeltaStrategy(SingleProcess):
             refuse_changed_sources(self._planned)
             self._write_files(spool)
 
-    def make_manifest(self) -> Manifest:
+    def _describe(self, planned: PlannedOutput, digests: Digests) -> Manifest:
         changed = [tensor for tensor in self._tensors if tensor.extents]
         facts = {
             "version": self._head.version,
@@ -318,8 +319,7 @@ class _DeltaStrategy(SingleProcess):
             "base_digests": {tensor.name: tensor.digest_before for tensor in changed},
             "changed_elements": {tensor.name: tensor.changed_elements for tensor in changed},
         }
-        planned = replace(self._planned, facts={**self._planned.facts, DELTA: facts})
-        manifest = build_manifest(planned, self._digests)
+        manifest = build_manifest(replace(planned, facts={**planned.facts, DELTA: facts}), digests)
         tensors = {
             name: replace(record, file=self._paths.get(name, ""))
             for name, record in manifest.tensors.items()
