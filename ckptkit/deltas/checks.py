@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckptkit.conversion.verify import Verification
+from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.index import Fqn, Problem, Shape
@@ -79,6 +80,9 @@ class DeltaInspection:
     model_bytes: int | None = None
     changed_elements: int | None = None
     elements: int | None = None
+
+    def __bool__(self) -> bool:
+        raise ambiguous_truth(self, "`inspection.tensors`, or ckptkit.verify")
 
     @property
     def changed_share(self) -> float | None:

@@ -25,6 +25,7 @@ from ckptkit.conversion.verify import Verification
 from ckptkit.core.arguments import check_arguments, check_names
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.manifest import Manifest
+from ckptkit.deltas.checks import DeltaInspection
 from ckptkit.hub import Pushed
 from ckptkit.options import choose_dtype
 from ckptkit.runs.listing import RunListing
@@ -269,11 +270,14 @@ def test_a_result_that_could_mean_several_things_has_no_truth_value(tmp_path: Pa
             copy = step / path.relative_to(LLAMA)
             copy.parent.mkdir(exist_ok=True)
             copy.write_bytes(path.read_bytes())
+    delta = tmp_path / "delta"
+    ckptkit.create_delta(step, step, delta)
     results: list[tuple[object, str]] = [
         (ckptkit.inspect(step), "inspection.problems"),
         (ckptkit.list_run(tmp_path / "run"), "listing.steps"),
         (ckptkit.stats(step), "statistics.nan"),
         (ckptkit.prune(tmp_path / "run", keep_last=1, dry_run=True), "pruned.removed"),
+        (ckptkit.inspect_delta(delta), "inspection.tensors"),
     ]
     for result, instead in results:
         with pytest.raises(TypeError, match="truth value") as caught:
@@ -293,6 +297,7 @@ def test_a_push_is_true_once_the_hub_holds_it() -> None:
 def test_every_result_of_a_public_function_was_decided_about() -> None:
     """Those that are true whenever they exist stand here: what failed was raised instead."""
     decided = {Verification, Difference, Inspection, RunListing, Pruned, Pushed, Statistics}
+    decided |= {DeltaInspection}
     assert all("__bool__" in vars(kind) for kind in decided)
     always_true = {"Manifest", "Pulled", "Checkpoint"}
     assert not hasattr(Manifest, "__bool__")
