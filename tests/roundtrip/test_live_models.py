@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import threading
@@ -35,6 +36,7 @@ from ckptkit.storage.places import Place
 from ckptkit.training import load_into
 from tests.built_modules import build_module, module_like, same_bits
 from tests.object_store import ObjectStore
+from tests.small_models import class_named, small_model_config
 
 FRAMEWORKS = (
     "megatron_fsdp_gpt_oss_ep2",
@@ -300,3 +302,18 @@ def test_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
     assert result.bytes_read == result.bytes_needed == 4 * 1_001_000
     assert set(result.unverified) == {"weight", "bias"}
     assert result.unproven == ()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of tensors without elements
+def test_tensors_without_elements_have_no_counterpart_on_disk_and_are_not_missed(
+    tmp_path: Path,
+) -> None:
+    kind = class_named("LwDetrForObjectDetection")  # renamed on disk; no levels: empty attention
+    config = small_model_config(kind)
+    other = kind(copy.deepcopy(config))
+    model = kind(config)
+    assert any(not tensor.numel() for tensor in model.state_dict().values())
+    model.save_pretrained(tmp_path)
+    load_into(other, tmp_path)
+    for name, values in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], values), name

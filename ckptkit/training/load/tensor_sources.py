@@ -51,10 +51,12 @@ class Naming:
     Attributes:
         parts: By the live name, what the tensor is made of.
         unsaved: Live tensors that are in no file of such a model.
+        empty: Stored tensors without elements, which no live tensor is made of.
     """
 
     parts: Mapping[Fqn, Parts]
     unsaved: frozenset[Fqn] = frozenset()
+    empty: frozenset[Fqn] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +153,22 @@ class SourceSearch:
                 part = PartSource(rename(tensor.name), tensor.shape, tile)
                 parts.setdefault(source, []).append(part)
         whole = {
-            name: tuple(parts[name])
+            name: tuple(parts.get(name, ()))
             for name, shape in names.live.items()
-            if held.get(name) == math.prod(shape)
+            if held.get(name, 0) == math.prod(shape)
         }
         called = {name: self._model.plain_name(name) for name in self._model.names()}
         return Naming(
             {live: whole[plain] for live, plain in called.items() if plain in whole},
             frozenset(live for live, plain in called.items() if plain in names.unsaved),
+            frozenset(rename(name) for name, tensor in names.tensors.items() if 0 in tensor.shape),
         )
 
     def _match(self, naming: Naming) -> TensorSources:
         """Returns what one way of naming finds."""
         parts: dict[Fqn, Parts] = {}
         missing: list[LiveTensor] = []
-        used: set[Fqn] = set()
+        used = set(naming.empty)
         for tensor in self._model.tensors:
             forms = [naming.parts[name] for name in tensor.names if name in naming.parts]
             present = [form for form in forms if all(part.name in self._stored for part in form)]
