@@ -15,6 +15,7 @@ from ckptkit.core.text import Closing
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.watch.watched_steps import WatchedRun
+from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.reading import ReadingLimits
@@ -117,6 +118,9 @@ class Serving(Closing):
                 self._add(self.prefix, request.plan)
             else:
                 self._steps.look()
+                if not self._steps.served:
+                    text = f"{request.plan.job.src} has no complete step yet"
+                    listener(ServeEvent("waiting", {"name": self.prefix, "message": text}))
             self.server = ModelServer(self._bucket, request.address, self._limits(), self._refused)
         except BaseException:
             self._bucket.close()
@@ -209,8 +213,9 @@ class _FollowedRun:
         self._plan = request.plan
         self._prefix = request.prefix
         self._add = add
-        self._run = WatchedRun(request.plan.job.src, None)
-        default = _REMOTE_SECONDS if is_url(request.plan.job.src) else _LOCAL_SECONDS
+        run = find_run(request.plan.job.src)
+        self._run = WatchedRun(run, None)
+        default = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
         self._seconds = default if request.poll_seconds is None else request.poll_seconds
         self._refused: dict[str, str] = {}
         self._stopped = threading.Event()

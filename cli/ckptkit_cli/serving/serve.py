@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,9 +23,20 @@ _PLACE = "Where it is served"
 _MERGE = "Merging an adapter"
 _NEEDED = ("aiohttp", "botocore")
 _MOST_DIGITS = 5
+_LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _NOT_SERVED = {
     *("out", "optimizer", "dry_run", "overwrite", "if_exists", "resume", "delete_source"),
-    *("engine", "slice", "dst_option", "as_json", "quiet", "events", "base", "memory_budget"),
+    *(
+        "check",
+        "engine",
+        "slice",
+        "dst_option",
+        "as_json",
+        "quiet",
+        "events",
+        "base",
+        "memory_budget",
+    ),
 }
 _OF_MERGES = (
     options.ADAPTERS,
@@ -43,6 +55,20 @@ def _parse_port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         raise UsageError(f"{text!r} is not a port", where="--port", hint="pass --port 9000")
     return int(text)
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+        raise UsageError(
+            f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
+            where="--interval",
+            hint="pass --interval 10",
+        )
+    return seconds
 
 
 @command(
@@ -74,6 +100,13 @@ def _parse_port(text: str) -> int:
         _PLACE,
         "Serve the newest step of the run SRC, and each newer one once it is committed, with the"
         " step's name in the keys. The step before it stays until the next one.",
+    ),
+    Option(
+        "--interval",
+        _PLACE,
+        "With --follow, the time between two looks at SRC.  [default: 5, for a URL 30]",
+        "SECONDS",
+        parse=_parse_seconds,
     ),
     Option(
         "--access-key",
@@ -110,8 +143,8 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
     request = _make_request(values, is_quiet=output.quiet)
     page = _ServePage(output, as_json=json_lines)
     with Serving(request, page.listen) as serving:
-        page.show(serving)
         try:
+            page.show(serving)
             while True:
                 threading.Event().wait(3600)
         finally:
@@ -144,7 +177,13 @@ def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
     placed = options.values_with_places(values)
     adapters = options.choose_adapters(placed, Resources.from_options(placed))
     plan = ServePlan.from_options(placed, adapters)
-    return ServeRequest(plan, address, name=values["label"], follow=values["follow"])
+    return ServeRequest(
+        plan,
+        address,
+        name=values["label"],
+        follow=values["follow"],
+        poll_seconds=values["interval"],
+    )
 
 
 class _ServePage:

@@ -1,0 +1,343 @@
+"""What goes wrong while a model is served: sources that change or are damaged, clients that go.
+
+A body that was begun and cannot be proven is broken off, so that no client takes it for whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import pytest
+import requests
+import torch
+from botocore.config import Config
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    EndpointConnectionError,
+    IncompleteReadError,
+    ResponseStreamingError,
+)
+
+import ckptkit
+from ckptkit.serving import server as server_module
+from ckptkit.serving.serving import ServeEvent, Serving
+from tests.object_store import Bucket, ObjectStore
+from tests.sharded import write_sharded
+
+ROWS = 6 << 10  # of 8 KiB: 48 MiB, more than all buffers hold
+BROKEN = (IncompleteReadError, ResponseStreamingError, ConnectionClosedError)
+KEY = "m/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    torch.manual_seed(0)
+    state = {"large": torch.randn(ROWS, 2048), "small": torch.randn(16)}
+    write_sharded(folder, {f"model.{name}": tensor for name, tensor in state.items()}, 1)
+    return folder
+
+
+@pytest.fixture
+def source(saved: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "checkpoint"
+    copy.mkdir()
+    for path in saved.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+class Events(list[ServeEvent]):
+    """The events of a server."""
+
+    def failures(self) -> list[str]:
+        return [event.facts["error"]["code"] for event in self if event.name == "failed"]
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def serving(source: Path, events: Events) -> Iterator[Serving]:
+    with ckptkit.serve(source, name="m", names="live", listener=events.append) as serving:
+        yield serving
+
+
+def client_of(serving: Serving) -> Any:
+    keys = serving.environment
+    return boto3.client(
+        "s3",
+        endpoint_url=serving.url,
+        aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
+        region_name="us-east-1",
+        config=Config(retries={"max_attempts": 0}),
+    )
+
+
+def shard_of(source: Path) -> Path:
+    return max(source.iterdir(), key=lambda path: path.stat().st_size)
+
+
+def flip_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def refusal(serving: Serving, key: str = KEY, **asked: Any) -> dict[str, Any]:
+    with pytest.raises(ClientError) as raised:
+        client_of(serving).get_object(Bucket="ckptkit", Key=key, **asked)
+    response: dict[str, Any] = raised.value.response
+    return response
+
+
+def change_in_place(shard: Path) -> None:
+    flip_bit(shard, shard.stat().st_size - 5000)
+
+
+def replace_by_another(shard: Path) -> None:
+    other = shard.with_name("other")
+    other.write_bytes(shard.read_bytes())
+    other.replace(shard)
+
+
+def cut_short(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def remove(shard: Path) -> None:
+    shard.unlink()
+
+
+CHANGES: list[Callable[[Path], None]] = [change_in_place, replace_by_another, cut_short, remove]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_body_is_broken_off_once_its_source_has_changed(
+    change: Callable[[Path], None], serving: Serving, source: Path, events: Events
+) -> None:
+    body = client_of(serving).get_object(Bucket="ckptkit", Key=KEY)["Body"]
+    assert len(body.read(1 << 20)) == 1 << 20
+    change(shard_of(source))
+    with pytest.raises(BROKEN):
+        body.read()
+    response = refusal(serving)
+    assert response["Error"]["Code"] == "InternalError"
+    assert response["Error"]["Reason"] == "source-changed"
+    assert "changed while it was served" in response["Error"]["Message"]
+    assert response["ResponseMetadata"]["HTTPStatusCode"] == 500
+    assert events.failures() == ["source-changed"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_source_that_changed_before_the_first_read_is_refused(
+    change: Callable[[Path], None], serving: Serving, source: Path, events: Events
+) -> None:
+    change(shard_of(source))
+    for _ in range(2):
+        assert refusal(serving)["Error"]["Reason"] == "source-changed"
+    assert events.failures() == ["source-changed"]
+    with pytest.raises(ClientError):  # HEAD promises nothing that GET would not hold
+        client_of(serving).head_object(Bucket="ckptkit", Key=KEY)
+
+
+@pytest.mark.parametrize("part", ["bytes=0-99", "bytes=8192-8299", "bytes=-10", "bytes=0-"])
+def test_no_byte_of_a_damaged_record_is_served(source: Path, events: Events, part: str) -> None:
+    flip_bit(shard_of(source), shard_of(source).stat().st_size // 2)
+    with ckptkit.serve(source, name="m", names="live", listener=events.append) as serving:
+        client = client_of(serving)
+        if part == "bytes=0-99":  # the header of the file is in no record
+            asked = client.get_object(Bucket="ckptkit", Key=KEY, Range=part)
+            assert len(asked["Body"].read()) == 100
+            return
+        if part == "bytes=0-":  # the body begins with the header, and nothing of it is sent
+            response = refusal(serving, Range=part)
+            assert response["Error"]["Reason"] == "checksum-mismatch"
+        else:
+            assert refusal(serving, Range=part)["Error"]["Reason"] == "checksum-mismatch"
+        for _ in range(3):
+            assert refusal(serving)["Error"]["Reason"] == "checksum-mismatch"
+        assert events.failures() == ["checksum-mismatch"]
+
+
+def test_a_changed_side_file_is_refused(tmp_path: Path, events: Events) -> None:
+    fixture = Path(__file__).resolve().parents[2] / "fixtures/accelerate_fsdp2_tied_with_config"
+    source = tmp_path / "step"
+    for path in (fixture / "checkpoint").rglob("*"):
+        if path.is_file():
+            copy = source / path.relative_to(fixture / "checkpoint")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(path.read_bytes())
+    with ckptkit.serve(source, name="m", listener=events.append) as serving:
+        client_of(serving).get_object(Bucket="ckptkit", Key="m/tokenizer.json")["Body"].read()
+        tokenizer = source / "tokenizer.json"
+        tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
+        assert refusal(serving, "m/tokenizer.json")["Error"]["Reason"] == "source-changed"
+    assert events.failures() == ["source-changed"]
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore) -> Bucket:
+    return object_store.bucket("served")
+
+
+def test_a_changed_object_is_refused(saved: Path, bucket: Bucket, events: Events) -> None:
+    url = bucket.put_tree(saved, "run")
+    options = bucket.store.options
+    with ckptkit.serve(
+        url, name="m", names="live", src_options=options, listener=events.append
+    ) as serving:
+        client_of(serving).get_object(Bucket="ckptkit", Key=KEY, Range="bytes=5000-6000")
+        shard = shard_of(saved)
+        bucket.put(f"run/{shard.name}", shard.read_bytes()[:-1] + b"\1")
+        assert refusal(serving)["Error"]["Reason"] == "source-changed"
+    assert events.failures() == ["source-changed"]
+
+
+# --- clients ---
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def free_blocks(serving: Serving) -> int:
+    return serving.server._reading.free_blocks
+
+
+def begin_and_take_nothing(serving: Serving) -> socket.socket:
+    """Asks for all bytes with an unsigned request, and reads none of the answer."""
+    split = urlsplit(serving.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((split.hostname, split.port))
+    connection.sendall(f"GET /ckptkit/{KEY} HTTP/1.1\r\nHost: {split.netloc}\r\n\r\n".encode())
+    return connection
+
+
+@pytest.fixture
+def unsigned(source: Path) -> Iterator[Serving]:
+    with ckptkit.serve(source, name="m", names="live", auth=False) as serving:
+        yield serving
+
+
+def test_clients_that_go_away_free_their_buffers(unsigned: Serving) -> None:
+    whole = free_blocks(unsigned)
+    connections = [begin_and_take_nothing(unsigned) for _ in range(20)]
+    wait_until(lambda: free_blocks(unsigned) == 0)
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: free_blocks(unsigned) == whole)
+    answer = requests.get(f"{unsigned.url}/ckptkit/{KEY}", timeout=60)
+    assert len(answer.content) == int(answer.headers["Content-Length"])
+
+
+def test_clients_that_take_nothing_lose_their_connection(
+    unsigned: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "STALLED_SECONDS", 0.5)
+    whole = free_blocks(unsigned)
+    connections = [begin_and_take_nothing(unsigned) for _ in range(20)]
+    answer = requests.get(f"{unsigned.url}/ckptkit/{KEY}", timeout=60)  # waits behind them
+    assert len(answer.content) == int(answer.headers["Content-Length"])
+    wait_until(lambda: free_blocks(unsigned) == whole)
+    for connection in connections:
+        connection.close()
+
+
+def test_more_clients_than_buffers_all_get_their_bytes(source: Path) -> None:
+    with ckptkit.serve(
+        source, name="m", names="live", auth=False, workers=1, memory_budget="26MB"
+    ) as serving:
+        assert free_blocks(serving) == 2
+        sizes: list[int] = []
+
+        def read() -> None:
+            with requests.get(f"{serving.url}/ckptkit/{KEY}", stream=True, timeout=60) as answer:
+                count = 0
+                for piece in answer.iter_content(1 << 20):
+                    count += len(piece)
+                    time.sleep(0.002)
+                sizes.append(count)
+
+        threads = [threading.Thread(target=read) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        head = requests.head(f"{serving.url}/ckptkit/{KEY}", timeout=60)
+        assert sizes == [int(head.headers["Content-Length"])] * 8
+        assert free_blocks(serving) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_server_that_ends_leaves_no_body_that_looks_whole(source: Path, number: int) -> None:
+    command = [sys.executable, "-m", "ckptkit_cli", "serve", str(source), "--names", "live"]
+    with subprocess.Popen(
+        [*command, "--name", "m", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        facts: dict[str, Any] = {}
+        while facts.get("event") != "serving":
+            facts = json.loads(process.stdout.readline())
+        keys = facts["environment"]
+        client = boto3.client(
+            "s3",
+            endpoint_url=facts["url"],
+            aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
+            region_name="us-east-1",
+            config=Config(retries={"max_attempts": 0}),
+        )
+        body = client.get_object(Bucket="ckptkit", Key=KEY)["Body"]
+        body.read(1 << 20)
+        process.send_signal(number)
+        with pytest.raises(BROKEN):
+            body.read()
+        assert process.wait(30) == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    with pytest.raises(EndpointConnectionError):
+        client.list_objects_v2(Bucket="ckptkit")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /ckptkit/../../etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET /ckptkit/m/%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET /ckptkit/m/\xff\xfe HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"GET /ckptkit/m/%00 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"PUT /ckptkit/m/x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\nnot taken",
+        b"\x16\x03\x01 is no request\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"X: " + b"x" * 100_000 + b"\r\n\r\n",
+    ],
+)
+def test_hostile_requests_are_refused_and_the_server_goes_on(
+    unsigned: Serving, sent: bytes
+) -> None:
+    split = urlsplit(unsigned.url)
+    with socket.create_connection((split.hostname, split.port), timeout=30) as connection:
+        connection.sendall(sent)
+        status = int(connection.recv(4096).split(b" ")[1])
+    assert 400 <= status < 500
+    assert requests.get(f"{unsigned.url}/ckptkit", timeout=60).status_code == 200
