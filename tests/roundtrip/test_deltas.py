@@ -179,6 +179,14 @@ def test_models_and_deltas_are_read_from_a_store_and_written_there(
     assert ckptkit.verify(delta, src_options=options)
     ckptkit.apply_delta(base, [delta], tmp_path / "out", src_options=options)
     assert model_bytes(tmp_path / "out") == bytes_of(steps[1])
+    out = f"{bucket.url}/models/new"
+    ckptkit.apply_delta(base, delta, out, src_options=options, dst_options=options)
+    assert ckptkit.verify(out, src_options=options)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "model.safetensors").write_bytes(
+        bucket.get("models/new/model.safetensors")
+    )
+    assert model_bytes(tmp_path / "copy") == bytes_of(steps[1])
 
 
 def test_a_chain_of_ten_reads_the_base_once(tmp_path: Path) -> None:
