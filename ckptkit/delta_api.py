@@ -30,7 +30,8 @@ class SideOptions(TypedDict, total=False):
         map: The name map that converts the names of another framework.
         strip_prefix: What is taken from the beginning of names, or several such texts.
         vocab_size: How many rows of embeddings and heads are taken, where training padded them.
-        model_config: A model folder with the configuration, where the models have none.
+        base: A model folder to take configuration and tokenizer from where the models have none.
+        model_config: A folder with the `config.json` of a model in flat parameters of FSDP1.
         src_options: Options of the storage that is read.
         dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
@@ -50,6 +51,7 @@ class SideOptions(TypedDict, total=False):
     map: PathLike
     strip_prefix: str | Sequence[str]
     vocab_size: CountLike | None
+    base: PathLike | None
     model_config: PathLike | None
     src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
@@ -90,7 +92,7 @@ class ApplicationOptions(SideOptions, total=False):
 
 @check_arguments
 def create_delta(
-    base: PathLike, new: PathLike, out: PathLike, **options: Unpack[CreationOptions]
+    before: PathLike, after: PathLike, out: PathLike, **options: Unpack[CreationOptions]
 ) -> Manifest:
     """Writes what changed between two models, in the form that slime writes and SGLang pulls.
 
@@ -98,8 +100,8 @@ def create_delta(
     steps make a delta without a model between.
 
     Args:
-        base: The model before: any path in or above a checkpoint.
-        new: The model after, likewise.
+        before: The model before: any path in or above a checkpoint.
+        after: The model after, likewise.
         out: A directory that does not exist, or is empty.
         **options: See `SideOptions` and `CreationOptions`; they hold for both models.
 
@@ -115,16 +117,16 @@ def create_delta(
     from ckptkit.deltas.create import create_delta as create
     from ckptkit.engine.outcome import ignore
 
-    sources = Sources(base, options.get("src_options"))
+    sources = Sources(before, options.get("src_options"))
     place = place_of(out, options.get("dst_options"))
     request = DeltaRequest.from_options(options)
-    jobs = [make_job(side, place, options) for side in (sources.first, sources.place(new))]
+    jobs = [make_job(side, place, options) for side in (sources.first, sources.place(after))]
     return create(jobs[0], jobs[1], request, options.get("listener") or ignore)
 
 
 @check_arguments
 def apply_delta(
-    base: PathLike,
+    before: PathLike,
     deltas: PathLike | Sequence[PathLike],
     out: PathLike,
     **options: Unpack[ApplicationOptions],
@@ -135,7 +137,7 @@ def apply_delta(
     digest in the manifest of the last one, if it has one, before the output is visible.
 
     Args:
-        base: The model that the first delta was made from: any path in or above a checkpoint.
+        before: The model that the first delta was made from: any path in or above a checkpoint.
         deltas: The deltas, in their order, or one of them.
         out: A directory that does not exist, or is empty.
         **options: See `SideOptions` and `ApplicationOptions`.
@@ -153,7 +155,7 @@ def apply_delta(
     from ckptkit.deltas.patching import apply_deltas
     from ckptkit.engine.outcome import ignore
 
-    sources = Sources(base, options.get("src_options"))
+    sources = Sources(before, options.get("src_options"))
     listed = [deltas] if isinstance(deltas, str) or hasattr(deltas, "__fspath__") else list(deltas)
     job = make_job(sources.first, place_of(out, options.get("dst_options")), options)
     return apply_deltas(job, sources.further(listed), options.get("listener") or ignore)

@@ -69,7 +69,8 @@ class Manifest:
     """What was written, from what, and how it was asked for.
 
     Attributes:
-        kind: `model`, `adapter`, `torch` or `dcp`, or `training` for a step of a run.
+        kind: `model`, `adapter`, `torch` or `dcp`, `delta` for what changed between two models, or
+            `training` for a step of a run.
         source: Where it came from: path, format, step, world size.
         options: The options that differ from their defaults.
         versions: Of ckptkit and what shaped the bytes.

@@ -52,7 +52,8 @@ from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
 from ckptkit.plan.plan import Segment, SegmentRange, TensorSpec, name_order
 from ckptkit.storage.base import Target
 from ckptkit.storage.local.target import LocalTarget, translate_errors
-from ckptkit.storage.places import PathLike, Sources, open_target
+from ckptkit.storage.locations import resolve_places
+from ckptkit.storage.places import PathLike, open_target
 
 _LISTED = 3
 _MOST_VERSION = 999_999_999
@@ -147,9 +148,8 @@ def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> Conver
         out: The output of the command, with the options of its storage.
         options: By their names in `ckptkit.delta_api`.
     """
-    folder = Sources(src, options.get("src_options")).optional(options.get("model_config"))
-    values = {**options, "src": src, "out": out, "base": folder, "also": ()}
-    return ConversionJob.from_options({**values, "model_config": folder}, "hf")
+    values = {"base": None, **options, "also": (), "resume": False}
+    return ConversionJob.from_options(resolve_places(src, out, values), "hf")
 
 
 def create_delta(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import InputError, RefusedError, UsageError
@@ -165,6 +168,43 @@ def test_two_sharded_steps_make_a_delta_without_a_model_between(tmp_path: Path) 
     expected = model_bytes(tmp_path / "whole-b")
     assert model_bytes(tmp_path / "one") == expected
     assert model_bytes(tmp_path / "other") == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("accelerate_fsdp2_tied_with_config", {}),
+        ("verl_fsdp2", {"select": "actor"}),
+        ("zero3_bf16", {}),
+        ("torchtitan_family_llama_tied", {"base": True}),
+        ("megatron_model_llama_tp2_pp2", {"base": True}),
+    ],
+)
+def test_shards_that_a_framework_wrote_are_a_base(
+    case: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    shards = ROOT / "fixtures" / case / "checkpoint"
+    if "base" in options:
+        options = {"base": shards.parent}
+    ckptkit.consolidate(shards, tmp_path / "base", **options)
+    model = load_file(tmp_path / "base" / "model.safetensors")
+    changed = {name: tensor.clone() for name, tensor in model.items()}
+    first = next(name for name, tensor in changed.items() if tensor.dim() > 1)
+    changed[first][0, ::3] *= -1
+    shutil.copytree(tmp_path / "base", tmp_path / "new")
+    (tmp_path / "new" / "ckptkit.json").unlink()
+    save_file(changed, tmp_path / "new" / "model.safetensors", {"format": "pt"})
+
+    if "select" in options:  # of the one side that needs it
+        shards = shards / "global_step_4" / options["select"]
+        options = {}
+    ckptkit.create_delta(shards, tmp_path / "new", tmp_path / "delta", **options)
+    inspection = ckptkit.inspect_delta(tmp_path / "delta")
+    assert [line.name for line in inspection.tensors] == [first]
+    for base in (shards, tmp_path / "base"):
+        out = tmp_path / "out" / base.name
+        ckptkit.apply_delta(base, tmp_path / "delta", out, **options)
+        assert model_bytes(out) == model_bytes(tmp_path / "new")
 
 
 def test_models_and_deltas_are_read_from_a_store_and_written_there(

@@ -25,16 +25,19 @@ from ckptkit_cli._pages import Consolidated, consolidation_page, manifest_json, 
 from ckptkit_cli._progress import Progress
 
 _OF_CONVERSION = {option.name: option for option in CONVERSION}
-_BASE = Argument("base", "BASE", "The model before: a checkpoint, or a folder that contains one.")
+_BEFORE = Argument(
+    "before", "BASE", "The model before: a checkpoint, or a folder that contains one."
+)
 _DTYPES = get_args(DTypeChoice)
 _SIDE = (
     options.SELECT,
     _OF_CONVERSION["include"],
     _OF_CONVERSION["exclude"],
     replace(
-        options.MODEL_CONFIG,
+        options.BASE,
         help="Model folder with configuration and tokenizer, if the checkpoints have none.",
     ),
+    options.MODEL_CONFIG,
     options.OVERWRITE,
     replace(
         options.DTYPE,
@@ -60,8 +63,8 @@ _SIDE = (
 
 
 @command(
-    _BASE,
-    Argument("new", "NEW", "The model after, of any format."),
+    _BEFORE,
+    Argument("after", "NEW", "The model after, of any format."),
     options.OUT,
     Option(
         "--version",
@@ -87,7 +90,7 @@ _SIDE = (
     ),
     *_SIDE,
 )
-def create(output: Output, base: str, new: str, out: str, **values: Any) -> None:
+def create(output: Output, before: str, after: str, out: str, **values: Any) -> None:
     """Write what changed between two models.
 
         ckptkit delta create runs/rl/checkpoint-100 runs/rl/checkpoint-101 deltas/weight_v000001
@@ -96,8 +99,8 @@ def create(output: Output, base: str, new: str, out: str, **values: Any) -> None
     that slime writes and SGLang's /pull_weights receives. OUT appears when it is complete and
     durable, or not at all.
     """
-    sources, place, values = _places(base, out, values)
-    sides = [make_job(side, place, values) for side in (sources.first, sources.place(new))]
+    sources, place, values = _places(before, out, values)
+    sides = [make_job(side, place, values) for side in (sources.first, sources.place(after))]
     began = time.perf_counter()
     with Progress(output, "delta create") as progress:
         manifest = create_delta(
@@ -110,14 +113,14 @@ def create(output: Output, base: str, new: str, out: str, **values: Any) -> None
 
 
 @command(
-    _BASE,
+    _BEFORE,
     Argument("deltas", "DELTA...", "One delta or several, in their order.", repeated=True),
     options.OUT,
     options.MAX_SHARD_SIZE,
     options.ALLOW_CODE,
     *_SIDE,
 )
-def apply(output: Output, base: str, deltas: list[str], out: str, **values: Any) -> None:
+def apply(output: Output, before: str, deltas: list[str], out: str, **values: Any) -> None:
     """Write the model that deltas lead to.
 
         ckptkit delta apply models/base deltas/weight_v000001 deltas/weight_v000002 models/new
@@ -125,7 +128,7 @@ def apply(output: Output, base: str, deltas: list[str], out: str, **values: Any)
     BASE is read once, however many deltas there are. Every changed tensor is proven by the
     checksum in its delta. OUT appears when it is complete and durable, or not at all.
     """
-    sources, place, values = _places(base, out, values)
+    sources, place, values = _places(before, out, values)
     job = make_job(sources.first, place, values)
     began = time.perf_counter()
     with Progress(output, "delta apply") as progress:
@@ -136,10 +139,12 @@ def apply(output: Output, base: str, deltas: list[str], out: str, **values: Any)
     output.lines(consolidation_page(output, done))
 
 
-def _places(base: str, out: str, values: Mapping[str, Any]) -> tuple[Sources, str, dict[str, Any]]:
+def _places(
+    before: str, out: str, values: Mapping[str, Any]
+) -> tuple[Sources, str, dict[str, Any]]:
     stores = {"src_options": values["src_option"], "dst_options": values["dst_option"]}
     return (
-        Sources(base, values["src_option"]),
+        Sources(before, values["src_option"]),
         place_of(out, values["dst_option"]),
         {**values, **stores},
     )
