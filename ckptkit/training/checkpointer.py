@@ -18,11 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self, Unpack
-
-import torch
-from torch._C._dynamo import eval_frame
-from torch.utils import _python_dispatch as dispatch
+from typing import Self, Unpack
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
@@ -40,11 +36,11 @@ from ckptkit.training.session import Session, open_session
 from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state.collect import Binding, BoundState
 from ckptkit.training.tiers.save import open_save_backend
+from ckptkit.training.torch_modes import check_modes, plain_torch
 
 logger = logging.getLogger(__name__)
 
 _MANY_FAILURES = 3  # in a row: one or two may be a file system that was away for a while
-_WITHOUT_DATA = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")
 
 
 def first_of(errors: Sequence[CkptkitError | None]) -> CkptkitError | None:
@@ -59,45 +55,6 @@ def first_of(errors: Sequence[CkptkitError | None]) -> CkptkitError | None:
         where=first.where,
         hint=first.hint,
     )
-
-
-@contextmanager
-def plain_torch() -> Iterator[str]:
-    """Suspends the caller's modes of torch, and disables autograd.
-
-    What lasts from one call to the next must not depend on the modes: a view made under
-    `inference_mode` cannot be written to outside of it, and a default device would allocate tensors
-    elsewhere. The default dtype and deterministic algorithms belong to the whole process and stay.
-
-    Yields:
-        A mode under which the state cannot be read or written; empty for none.
-    """
-    with ExitStack() as undo:
-        active: list[Any] = []
-        if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - disabling them is private, and slow to import
-            active = undo.enter_context(dispatch._disable_current_modes()) or []  # noqa: SLF001
-        # Inside a function under torch.compile, calls from here must not be compiled.
-        undo.callback(eval_frame.set_eval_frame, eval_frame.set_eval_frame(None))
-        while torch._C._len_torch_function_stack():  # noqa: SLF001 - such as of torch.set_default_device
-            mode = torch._C._pop_torch_function_stack()  # noqa: SLF001 - torch.overrides takes off one only
-            undo.callback(torch._C._push_on_torch_function_stack, mode)  # noqa: SLF001
-        undo.enter_context(torch._C._DisableAutocast())  # noqa: SLF001 - for all devices
-        undo.enter_context(torch.inference_mode(mode=False))
-        undo.enter_context(torch.no_grad())
-        kinds = [kind.__name__ for mode in active for kind in type(mode).__mro__]
-        unsuited = next((kind for kind in kinds if kind in _WITHOUT_DATA), "")
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001
-            unsuited = "a transform of torch.func"
-        yield unsuited
-
-
-def _check_modes(unsuited: str, what: str) -> None:
-    if unsuited:
-        raise UsageError(
-            f"{unsuited} is active, under which tensors are not those of the training",
-            where=f"Checkpointer.{what}",
-            hint="make the call outside of it",
-        )
 
 
 class FailedSaves:
@@ -506,7 +463,7 @@ class Checkpointer:
             )
         try:
             with plain_torch() as unsuited:
-                yield partial(_check_modes, unsuited, what)
+                yield partial(check_modes, unsuited, f"Checkpointer.{what}")
         finally:
             self._busy.release()
 

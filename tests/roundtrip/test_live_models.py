@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -317,3 +318,28 @@ def test_tensors_without_elements_have_no_counterpart_on_disk_and_are_not_missed
     load_into(other, tmp_path)
     for name, values in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], values), name
+
+
+def test_modes_of_torch_change_nothing(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(3, 4), bias=torch.randn(3))
+    model = linear(device="meta")
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
+        load_into(model, source)
+    assert same_bits(model.weight, values(source)["weight"])
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+    with FakeTensorMode(), pytest.raises(UsageError, match="FakeTensorMode is active"):
+        load_into(model, source)
+
+
+def test_a_module_that_copies_its_state_gets_it(tmp_path: Path) -> None:
+    class Copying(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {
+                name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()
+            }
+
+    source = save(tmp_path / "a", weight=torch.randn(3, 4), bias=torch.randn(3))
+    model = Copying(4, 3)
+    load_into(model, source)
+    assert same_bits(model.weight.detach(), values(source)["weight"])

@@ -53,6 +53,7 @@ from ckptkit.training.load.tensor_sources import (
 from ckptkit.training.resume.load_pieces import list_first, memory_of
 from ckptkit.training.resume.materialise import is_wide_float
 from ckptkit.training.resume.restore import copied_changes
+from ckptkit.training.torch_modes import check_modes, plain_torch
 
 _MOST_PARTS = 256  # of a record that are kept, as in a resume
 _PROOF_SHARE = 64  # so much of what is needed is read for proofs alone
@@ -127,9 +128,11 @@ def load_into(
         InputError: If the checkpoint cannot be opened, is damaged or incomplete; the model is
             unchanged.
     """
-    with ModelLoad(model, source, dtype=dtype, name_map=map, select=select) as pending:
-        pending.check(strict=strict)
-        return pending.fill()
+    with plain_torch() as unsuited:
+        check_modes(unsuited, "load_into")
+        with ModelLoad(model, source, dtype=dtype, name_map=map, select=select) as pending:
+            pending.check(strict=strict)
+            return pending.fill()
 
 
 class ModelLoad(Closing):
@@ -249,12 +252,10 @@ class _Filling:
             computed = read_spans(origins[1], spans, done=self._note)
             proof_bytes = sum(map(self._prove, origins))
             self._refuse_changes()
-            with torch.no_grad():
-                pieces = [
-                    p for t in self._live.tensors if t.name in sources.parts for p in t.pieces
-                ]
-                for change in copied_changes(self._live.bound, {"": pieces}):
-                    change()
+            filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
+            pieces = [piece for tensor in filled for piece in tensor.pieces]
+            for change in copied_changes(self._live.bound, {"": pieces}):
+                change()
         except CkptkitError as error:
             raise self._partly_filled(error) from error
         except BaseException as error:
