@@ -7,6 +7,7 @@ compared by checksum.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -83,21 +84,18 @@ def by_transformers(source: Path) -> Callable[[Model], dict[str, int]]:
 
 
 def by_accelerate(source: Path) -> Callable[[Model], dict[str, int]]:
-    def load(_: Model) -> dict[str, int]:
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
-        from accelerate.state import AcceleratorState
+    """What it does for FSDP2 with cpu_ram_efficient_loading; by itself on accelerators only."""
 
-        AcceleratorState._reset_state(reset_partial_state=True)
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            cpu_ram_efficient_loading=True,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        )
-        accelerator = Accelerator(fsdp_plugin=plugin)
-        model = AutoModelForCausalLM.from_pretrained(source)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        held.append(accelerator.prepare(model, optimizer)[0])
+    def load(_: Model) -> dict[str, int]:
+        from accelerate import Accelerator
+        from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+
+        accelerator, whole = Accelerator(cpu=True), {}
+        if accelerator.is_main_process:
+            whole = AutoModelForCausalLM.from_pretrained(source).state_dict()
+        model = sharded(source, "meta")
+        fsdp2_load_full_state_dict(accelerator, model, whole)
+        held.append(model)
         return {}
 
     return load
@@ -131,6 +129,7 @@ def measure(load: Callable[[Model], dict[str, int]], model: Model | None) -> dic
     """Loads once, on all ranks at the same time."""
     held.clear()
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed would be taken again, and not be counted
     dist.barrier()
     read, held_bytes = facts_of_process()
     has_memory = model is not None and not any(p.is_meta for p in model.parameters())
