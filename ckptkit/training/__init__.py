@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
-from ckptkit.training.load.load_into import LoadResult, load_into
+from ckptkit.training.load.filling import LoadResult
+from ckptkit.training.load.load_into import load_into
 from ckptkit.training.settings import Options
 from ckptkit.training.state.fsdp import write_flat_layout
 

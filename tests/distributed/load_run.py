@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import pytest
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -34,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, LoadError, PartlyFilledError
 from ckptkit.training import Checkpointer, LoadResult, load_into
+from ckptkit.training.step_names import clean_fqn
 from tests.built_modules import module_like, same_bits
 from tests.distributed.saving_run import WRAPPERS, Net, gathered, make, nobody_talks, train
 
@@ -152,6 +154,13 @@ def wrapped(kind: str) -> nn.Module:
         return WRAPPERS[kind](Net())
     if kind == "one":
         return Net()
+    if kind == "compiled":
+        model: Any = torch.compile(WRAPPERS["fsdp2"](Net()))
+        return cast(nn.Module, model)
+    if kind == "checkpointed":
+        net: Any = Net()
+        net.up = checkpoint_wrapper(net.up)
+        return WRAPPERS["fsdp2"](net)
     if kind == "tp":
         return parallel(Net(), dist.get_world_size())
     strategy, _, orig = kind.partition("+")
@@ -179,7 +188,7 @@ def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
 def wrappers(folder: Path, _: str) -> None:
     """From a step of FSDP2, and from what was made of it, into every wrapper."""
     truth = made(folder, "fsdp2")
-    kinds = ["one", "ddp", "fsdp2", "fsdp1_flat", "fsdp1_orig", "tp"]
+    kinds = ["one", "ddp", "fsdp2", "fsdp1_flat", "fsdp1_orig", "tp", "compiled", "checkpointed"]
     strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
     if dist.get_world_size() == 4:
         strategies += ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
@@ -195,7 +204,8 @@ def wrappers(folder: Path, _: str) -> None:
                 result,
             )
             found = dict(model.state_dict()) if name == "one" else whole_values(model)
-            for key, value in found.items():
+            for name_now, value in found.items():
+                key = clean_fqn(name_now)
                 assert same_bits(value, truth[key]), (name, source, key)
 
 

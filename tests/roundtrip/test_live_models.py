@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -343,3 +345,55 @@ def test_a_module_that_copies_its_state_gets_it(tmp_path: Path) -> None:
     model = Copying(4, 3)
     load_into(model, source)
     assert same_bits(model.weight.detach(), values(source)["weight"])
+
+
+def test_tied_weights_that_differ_in_the_checkpoint_are_said(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    first, second = torch.randn(5, 3), torch.randn(5, 3)
+    tensors = {"embed.weight": first, "head.weight": second}
+    model = Tied()
+    result = load_into(model, save(tmp_path / "a", **tensors))
+    assert same_bits(model.head.weight.detach(), first)
+    assert "'head.weight' differs in the checkpoint from 'embed.weight'" in result.notes[-1]
+    equal = {"embed.weight": second, "head.weight": second.clone()}
+    assert load_into(model, save(tmp_path / "b", **equal)).notes == ()
+    one = {"head.weight": first}
+    assert not load_into(model, save(tmp_path / "c", **one)).missing_keys
+    assert same_bits(model.embed.weight.detach(), first)
+
+
+def test_the_examples_of_the_page_run(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    config = transformers.LlamaConfig(
+        vocab_size=67,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    expected = transformers.LlamaForCausalLM(config)
+    expected.save_pretrained("base")
+    page = (repository / "docs/loading.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=torch._C._distributed_c10d.HashStore())
+    try:
+        exec(first, names)  # noqa: S102  our own page
+        model = names["model"]
+        names["optimizer"] = torch.optim.AdamW(model.parameters())
+        wanted = {name: value.bfloat16() for name, value in expected.state_dict().items()}
+        for name, value in model.state_dict().items():
+            assert same_bits(value.full_tensor(), wanted[name]), name
+        exec(second, names)  # noqa: S102
+    finally:
+        dist.destroy_process_group()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ckptkit.core.dtypes import DType
@@ -67,6 +67,7 @@ class TensorSources:
         parts: What each live tensor is made of, by its first name.
         missing: The live tensors that the checkpoint does not have, by their first names.
         unexpected: The stored tensors that the model does not have.
+        further: Where the checkpoint has a tied tensor once more under another of its names.
         left_alone: Live tensors that no checkpoint of this kind holds, such as those of an adapter
             where a base model is loaded.
         why_live: Why the names on disk are not known, where that may matter; else empty.
@@ -76,7 +77,14 @@ class TensorSources:
     missing: tuple[Fqn, ...] = ()
     unexpected: tuple[Fqn, ...] = ()
     left_alone: tuple[Fqn, ...] = ()
+    further: Mapping[Fqn, tuple[Parts, ...]] = field(default_factory=dict)
     why_live: str = ""
+
+    def all_parts(self) -> Iterator[tuple[Fqn, PartSource]]:
+        """Yields every stored tensor that is read, with the first name of the live one."""
+        for name, parts in self.parts.items():
+            for form in (parts, *self.further.get(name, ())):
+                yield from ((name, part) for part in form)
 
     @property
     def rest(self) -> int:
@@ -167,6 +175,7 @@ class SourceSearch:
     def _match(self, naming: Naming) -> TensorSources:
         """Returns what one way of naming finds."""
         parts: dict[Fqn, Parts] = {}
+        further: dict[Fqn, tuple[Parts, ...]] = {}
         missing: list[LiveTensor] = []
         used = set(naming.empty)
         for tensor in self._model.tensors:
@@ -175,6 +184,8 @@ class SourceSearch:
             used.update(part.name for form in present for part in form)
             if present:
                 parts[tensor.name] = present[0]
+                others = tuple(form for form in present[1:] if form != present[0])
+                further |= {tensor.name: others} if others else {}
             else:
                 missing.append(tensor)
         has_adapter = any(self._model.is_of_adapter(name) for name in parts)
@@ -196,6 +207,7 @@ class SourceSearch:
             tuple(name for name in lost if not self._model.ignores(name, "missing")),
             tuple(name for name in unexpected if not self._is_ignored(name)),
             (*alone, *(name for name in lost if self._model.ignores(name, "missing"))),
+            further,
         )
 
     def _is_ignored(self, name: Fqn) -> bool:
@@ -247,20 +259,18 @@ def refuse_misfits(
         problems.append(f"Missing key(s) in state_dict: {_quoted(sources.missing)}.")
     if strict and sources.unexpected:
         problems.append(f"Unexpected key(s) in state_dict: {_quoted(sources.unexpected)}.")
-    for name, parts in sources.parts.items():
-        for part in parts:
-            entry = stored[part.name]
-            if entry.shape != part.shape:
-                problems.append(
-                    f"size mismatch for {name}: copying a param with shape {list(entry.shape)} from"
-                    f" checkpoint, the shape in current model is {list(part.shape)}."
-                )
-            elif not _is_castable(entry.dtype, dtypes[name]):
-                problems.append(
-                    f"dtype mismatch for {name}: {entry.dtype.name} was found in the checkpoint,"
-                    f" and the model has {dtypes[name].name}: only floats of two bytes and more are"
-                    " cast."
-                )
+    for name, part in sources.all_parts():
+        entry = stored[part.name]
+        if entry.shape != part.shape:
+            problems.append(
+                f"size mismatch for {name}: copying a param with shape {list(entry.shape)} from"
+                f" checkpoint, the shape in current model is {list(part.shape)}."
+            )
+        elif not _is_castable(entry.dtype, dtypes[name]):
+            problems.append(
+                f"dtype mismatch for {name}: {entry.dtype.name} was found in the checkpoint, and"
+                f" the model has {dtypes[name].name}: only floats of two bytes and more are cast."
+            )
     if problems:
         more = len(problems) - _LISTED
         shown = [*problems[:_LISTED], *([f"And {more:,} more."] if more > 0 else [])]

@@ -31,7 +31,8 @@ from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
-from ckptkit.training.load.load_into import LoadResult, ModelLoad
+from ckptkit.training.load.filling import LoadResult
+from ckptkit.training.load.load_into import ModelLoad
 from ckptkit.training.resume.fill import StepLoader, Untied
 from ckptkit.training.resume.load_pieces import (
     FillReport,
