@@ -386,7 +386,8 @@ def test_the_examples_of_the_page_run(
     page = (repository / "docs/loading.md").read_text()
     first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
-    dist.init_process_group("gloo", rank=0, world_size=1, store=torch._C._distributed_c10d.HashStore())
+    store = torch._C._distributed_c10d.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         exec(first, names)  # noqa: S102  our own page
         model = names["model"]

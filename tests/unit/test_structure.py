@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MODULES_IN_A_FOLDER = 15
 LIMITS = {
-    "modules": 359,
-    "modules with one importer": 47,
+    "modules": 361,
+    "modules with one importer": 46,
     "modules in import circles": 0,
     "public class names with several meanings": 3,
     "module names used in two packages": 9,

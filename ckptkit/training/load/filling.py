@@ -203,7 +203,7 @@ class Filling:
     def _notes_on_ties(self) -> Iterator[str]:
         for name, forms in self._sources.further.items():
             for parts in forms:
-                if parts[0].name in self._untied:
+                if parts and parts[0].name in self._untied:
                     yield (
                         f"{parts[0].name!r} differs in the checkpoint from {name!r}, and the model"
                         f" holds them as one tensor: it has the values of {name!r}"
