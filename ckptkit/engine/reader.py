@@ -57,6 +57,8 @@ RUN_BYTES = 4 << 20
 # Where a column of a matrix is wanted, runs below a page are read with what is between them.
 _SHORT_RUN_BYTES = 4 << 10
 _DIRECT_READS = 8  # of `RUN_BYTES` each, that a distant source is asked for together
+# The same of a distant source, where each run is a request.
+_SHORT_DISTANT_RUN_BYTES = 256 << 10
 # Blocks of tensors that are made from others; what they are made from takes up to twice as much.
 _DERIVED_BYTES = 2 << 20
 _LOOKUPS = 16
@@ -228,8 +230,9 @@ class TensorReader:
         targets = read.targets
         if len(targets) > 1:
             targets = tuple(sorted(targets, key=lambda target: target[0].source.offsets))
+        short = _SHORT_DISTANT_RUN_BYTES if self.cache.is_distant else _SHORT_RUN_BYTES
         for overlap, memory in targets:
-            self._read_box(located, read.record, itemsize, overlap, memory)
+            self._read_box(located, read.record, itemsize, overlap, memory, short_bytes=short)
         return located
 
     def byte_runs(self, key: Key, span: Span) -> Sequence[ByteRun]:
@@ -389,12 +392,22 @@ class TensorReader:
             self._gather(located, int(lookup.chunks.record[row]), itemsize, of_chunk)
 
     def _read_box(
-        self, located: Located, record: int, itemsize: int, overlap: Overlap, memory: BoxMemory
+        self,
+        located: Located,
+        record: int,
+        itemsize: int,
+        overlap: Overlap,
+        memory: BoxMemory,
+        *,
+        short_bytes: int = _SHORT_RUN_BYTES,
     ) -> None:
-        """Reads a box of a chunk that is stored row-major, run by run."""
+        """Reads a box of a chunk that is stored row-major, run by run.
+
+        Runs below `short_bytes` are read with what is between them.
+        """
         chunk, box = overlap.chunk, overlap.source
         strides = row_major_strides(chunk)
-        wide = widen(box, chunk, _SHORT_RUN_BYTES // itemsize)
+        wide = widen(box, chunk, short_bytes // itemsize)
         direct_reads: list[tuple[FileRange, memoryview]] = []
         for part in contiguous_parts(wide, chunk, RUN_BYTES // itemsize):
             start = located.origin + flat_offset(part.offsets, strides) * itemsize

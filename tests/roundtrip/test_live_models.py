@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import ckptkit
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import (
     CannotPlanError,
     ChecksumError,
@@ -35,6 +37,9 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UsageError,
 )
+from ckptkit.core.index import Box, Key
+from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
+from ckptkit.engine.reader import ArrayMemory, Origin
 from ckptkit.storage.places import Place
 from ckptkit.training import load_into
 from tests.built_modules import build_module, module_like, same_bits
@@ -126,6 +131,23 @@ def test_a_model_is_filled_from_a_bucket(repository: Path, object_store: ObjectS
     with ckptkit.open(source) as checkpoint:
         for name, value in model.state_dict().items():
             assert same_bits(value, checkpoint[name]), name
+
+
+def test_columns_are_read_from_a_bucket_with_few_requests(
+    object_store: ObjectStore, tmp_path: Path
+) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(300, 4_000))
+    object_store.bucket("columns").put_tree(source, "a")
+    found = np.zeros((300, 2_000), np.uint32)
+    with open_checkpoint(Place("s3://columns/a", object_store.options)) as checkpoint:
+        entry = checkpoint.index.tensors[Key("weight")]
+        wanted = entry, Box((0, 100), (300, 2_000)), ArrayMemory(found)
+        origin = Origin("source", checkpoint.source, checkpoint.index)
+        before = object_store.proxy.requests["GET"]
+        read_chunks(origin, plan_chunk_reads([wanted]))
+    assert object_store.proxy.requests["GET"] - before < 5
+    expected = values(source)["weight"][:, 100:2_100].numpy()
+    assert np.array_equal(found.view(np.float32), expected)
 
 
 ODD = {
