@@ -6,8 +6,11 @@ any bytes of a planned file, so that a plan is a folder that can be read without
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -177,7 +180,10 @@ def _parts_between(file: OutputFile, start: int, stop: int) -> Iterator[SegmentR
 
     What is computed comes in leaves, all else in the elements or bytes that are wanted.
     """
-    for number, segment in enumerate(file.segments):
+    first = max(bisect_right(file.segments, start, key=attrgetter("start")) - 1, 0)
+    for number, segment in enumerate(islice(file.segments, first, None), first):
+        if segment.start >= stop:
+            return
         low, high = max(start, segment.start) - segment.start, min(stop, segment.stop)
         high -= segment.start
         if low >= high:

@@ -21,7 +21,7 @@ from ckptkit.engine.reader import RUN_BYTES
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, OutputFile
 from ckptkit.serving.served_folder import FolderReader, ServedFolder
-from ckptkit.serving.served_objects import BLOCK_BYTES, ReadUnit, cut_into_units
+from ckptkit.serving.served_objects import BLOCK_BYTES, ReadUnit, ServedObject, cut_into_units
 
 # Gather scratch, the memory of kernels, and the leaf that was computed last.
 _READER_BYTES = RUN_BYTES + (4 << 20) + TASK_BYTES
@@ -111,13 +111,13 @@ class SharedReading:
         return len(self._blocks)
 
     async def read(
-        self, folder: ServedFolder, file: OutputFile, start: int, stop: int
+        self, folder: ServedFolder, entry: ServedObject, start: int, stop: int
     ) -> AsyncGenerator[memoryview, None]:
-        """Yields the bytes `[start, stop)` of a file in proven parts; each is valid until the next.
+        """Yields the bytes `[start, stop)` of an object in proven parts, each valid until the next.
 
         Has to be closed where it is not read to its end.
         """
-        units = cut_into_units(file, start, stop)
+        units, file = cut_into_units(entry, start, stop), entry.file
         unit = next(units, None)
         pending: deque[_Filling] = deque()
         try:

@@ -96,10 +96,12 @@ def parse_request(method: str, target: str, headers: Mapping[str, str]) -> Signe
     path, _, query = _ABSOLUTE.sub("", target, count=1).partition("?")
     path = path or "/"
     try:
+        for value in headers.values():
+            value.encode()  # of bytes that are no UTF-8, nothing could be signed
         pairs = [pair.partition("=") for pair in query.split("&") if pair]
         decoded = [(_decode(name), _decode(value)) for name, _, value in pairs]
         return SignedRequest(method, _decode(path), decoded, headers)
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise S3Error("InvalidURI", "Couldn't parse the specified URI.") from error
 
 

@@ -21,12 +21,12 @@ from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy
 from ckptkit.runs.run_paths import hold_at_stores
-from ckptkit.serving.served_objects import ServedObject, make_etag
+from ckptkit.serving.served_objects import ServedObject, list_tasks, make_etag
 from ckptkit.storage.base import Distant, Source, distant
 from ckptkit.storage.places import place_of
 
 _MOST_KERNELS = 16
-_TEMPORARY = (AccessError, StorageError)  # a later request may find the store well again
+TEMPORARY = (AccessError, StorageError)  # a later request may find the store well again
 Refused = Callable[[CkptkitError], None]
 
 
@@ -80,7 +80,7 @@ class WatchedSource:
             planned = self._files[path]
             try:
                 is_same = self._source.stat(path).identity == planned.identity
-            except _TEMPORARY:
+            except TEMPORARY:
                 raise
             except CkptkitError:
                 is_same = False
@@ -105,6 +105,7 @@ class ServedFolder:
         name: The prefix, without a slash at its end.
         objects: Its files, by key.
         failure: Why it is no longer served, or None.
+        is_reported: Whether the user knows of the failure.
         notes: Messages for the user.
         path: Of the source.
     """
@@ -117,6 +118,7 @@ class ServedFolder:
         stack.enter_context(hold_at_stores([place_of(s.location).beside(s.path) for s in saved]))
         self.name = name
         self.failure: CkptkitError | None = None
+        self.is_reported = False
         self.notes = planned.plan.notes
         self.path = planned.checkpoint.path
         self.inputs = _watch(planned)
@@ -172,6 +174,7 @@ class ServedBucket:
         self._lock = threading.Lock()
         self._folders: dict[str, ServedFolder] = {}
         self._objects: tuple[ServedObject, ...] = ()
+        self._is_closed = False
 
     def objects(self) -> Sequence[ServedObject]:
         """Returns all objects in the order of their keys."""
@@ -200,6 +203,9 @@ class ServedBucket:
         return any(folder.is_far() for folder in self._folders.values())
 
     def close(self) -> None:
+        """Removes all folders, and what is added later."""
+        with self._lock:
+            self._is_closed = True
         for name in list(self._folders):
             self.drop(name)
 
@@ -210,8 +216,11 @@ class ServedBucket:
                 self._folders[name] = folder
             listed = (entry for one in self._folders.values() for entry in one.objects.values())
             self._objects = tuple(sorted(listed, key=lambda entry: entry.key))
+            is_late = folder is not None and self._is_closed
         if before is not None:
             before.release()
+        if is_late and folder is not None:
+            self.drop(folder.name)
 
 
 class FolderReader:
@@ -239,7 +248,7 @@ class FolderReader:
                 # Of a file that changed, this is the better message.
                 self._refuse_changes()
         except CkptkitError as error:
-            if not isinstance(error, _TEMPORARY):
+            if not isinstance(error, TEMPORARY):
                 self.folder.refuse(error)
             raise
 
@@ -285,7 +294,7 @@ def _list_objects(
         key, crc = f"{name}/{file.path}", _compute_known_crc(file, folders)
         content = f"{fingerprint}\n{file.path}\n{crc}"
         etag = make_etag(content, file.size_bytes)
-        objects[key] = ServedObject(key, etag, modified, file, crc)
+        objects[key] = ServedObject(key, etag, modified, file, list_tasks(file), crc)
     return objects
 
 

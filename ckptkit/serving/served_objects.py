@@ -10,6 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
+from operator import itemgetter
 
 import xxhash
 
@@ -32,6 +34,7 @@ class ServedObject:
         etag: Its version, with the quotes; not an MD5, which a hyphen shows.
         modified: When the newest file of its source was written.
         file: The planned file.
+        tasks: The byte ranges in which it would be written, and whether each is computed.
         crc32: The CRC-32 of its bytes where they are known without reading tensors, else None.
     """
 
@@ -39,6 +42,7 @@ class ServedObject:
     etag: str
     modified: datetime
     file: OutputFile
+    tasks: tuple[tuple[int, int, bool], ...]
     crc32: int | None = None
 
     @property
@@ -67,18 +71,28 @@ class ReadUnit:
     blocks: int
 
 
-def cut_into_units(file: OutputFile, start: int, stop: int) -> Iterator[ReadUnit]:
-    """Cuts a range of a file.
+def list_tasks(file: OutputFile) -> tuple[tuple[int, int, bool], ...]:
+    """Returns the tasks of a file, in order and without gaps; see `ServedObject`."""
+    return tuple(
+        (
+            task.start,
+            task.stop,
+            any(isinstance(part.segment.body, Compute) for part in task.parts),
+        )
+        for task in cut_into_tasks(0, file)
+    )
+
+
+def cut_into_units(entry: ServedObject, start: int, stop: int) -> Iterator[ReadUnit]:
+    """Cuts a range of an object.
 
     What is computed is computed leaf by leaf, so that no leaf is divided if the range has it whole.
     """
-    for task in cut_into_tasks(0, file):
-        low, high = max(start, task.start), min(stop, task.stop)
-        if task.start >= stop:
+    first = max(bisect_right(entry.tasks, start, key=itemgetter(0)) - 1, 0)
+    for begin, end_of_task, is_computed in islice(entry.tasks, first, None):
+        if begin >= stop:
             return
-        if low >= high:
-            continue
-        is_computed = any(isinstance(part.segment.body, Compute) for part in task.parts)
+        low, high = max(start, begin), min(stop, end_of_task)
         step = high - low if is_computed else BLOCK_BYTES
         for at in range(low, high, step):
             end = min(at + step, high)

@@ -24,7 +24,7 @@ from ckptkit.core.text import Closing
 from ckptkit.serving.reading import ReadingLimits, SharedReading
 from ckptkit.serving.s3_api import Answer, answer_error, answer_request, parse_request
 from ckptkit.serving.s3_errors import S3Error
-from ckptkit.serving.served_folder import ServedBucket, ServedFolder
+from ckptkit.serving.served_folder import TEMPORARY, ServedBucket, ServedFolder
 from ckptkit.serving.served_objects import BUCKET, ServedObject
 from ckptkit.serving.signatures import AccessKeys, check_signature, make_keys
 
@@ -141,7 +141,6 @@ class ModelServer(Closing):
         self._address = address
         self._limits = limits
         self._report = report
-        self._reported: set[int] = set()
         self._began = datetime.now(UTC)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ckptkit-serve", daemon=True)
@@ -232,8 +231,8 @@ class ModelServer(Closing):
 
     def _find_folder(self, entry: ServedObject) -> ServedFolder:
         folder = self.bucket.folder_of(entry.key)
-        if folder is None:
-            raise S3Error("NoSuchKey", "The specified key does not exist.")
+        if folder is None or folder.objects[entry.key] is not entry:
+            raise S3Error("ServiceUnavailable", "The object was replaced just now; try again.")
         if folder.failure is not None:
             raise _as_s3_error(folder.failure)
         return folder
@@ -247,7 +246,7 @@ class ModelServer(Closing):
         with folder.used() as is_open:
             if not is_open:
                 raise S3Error("NoSuchKey", "The specified key does not exist.")
-            parts = self._reading.read(folder, entry.file, answer.start, answer.stop)
+            parts = self._reading.read(folder, entry, answer.start, answer.stop)
             try:
                 async with aclosing(parts):
                     async for view in parts:
@@ -289,8 +288,8 @@ class ModelServer(Closing):
             self.totals.size_bytes += len(part)
 
     def _announce(self, folder: ServedFolder, error: CkptkitError) -> None:
-        if folder.failure is not None and id(folder) not in self._reported:
-            self._reported.add(id(folder))
+        if folder.failure is not None and not folder.is_reported:
+            folder.is_reported = True
             self._report(folder, error)
 
     def __enter__(self) -> Self:
@@ -311,4 +310,5 @@ def _break_off(request: web.BaseRequest) -> None:
 
 def _as_s3_error(error: CkptkitError) -> S3Error:
     """Returns the answer for a source that cannot be read, or is not what it was."""
-    return S3Error("InternalError", f"{error}", {"Reason": error.code})
+    code = "ServiceUnavailable" if isinstance(error, TEMPORARY) else "InternalError"
+    return S3Error(code, f"{error}", {"Reason": error.code})

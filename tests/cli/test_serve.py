@@ -31,6 +31,7 @@ from tests.command_line import run_command
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STEP = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+PEFT = FIXTURES / "peft_fsdp2"
 ANY = "0.0.0.0"  # noqa: S104  what is tested
 ADAPTER = FIXTURES / "peft_qdora_fsdp2_ckptkit" / "checkpoint"
 
@@ -125,9 +126,23 @@ def test_keys_and_port_can_be_chosen() -> None:
         assert "hint: pass another --port" in again.stderr
 
 
-def test_an_adapter_is_served_merged(tmp_path: Path) -> None:
-    ckptkit.merge_adapter(ADAPTER, tmp_path / "out", dtype="bfloat16")
-    with running(ADAPTER, "--name", "m", "--dtype", "bfloat16") as (_, events):
+def peft_folder(tmp_path: Path) -> Path:
+    """Returns an adapter alone, as PEFT saves it."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    shutil.copy(PEFT / "adapter_config.json", folder)
+    shutil.copy(PEFT / "adapter_truth.safetensors", folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("has_base", [True, False])
+def test_an_adapter_is_served_merged(tmp_path: Path, has_base: bool) -> None:
+    words: list[object] = [ADAPTER, "--dtype", "bfloat16"]
+    if has_base:
+        words = [peft_folder(tmp_path), "--base", PEFT / "base"]
+    merged = run_command("adapter", "merge", words[0], tmp_path / "out", *words[1:])
+    assert merged.returncode == 0, merged.stderr
+    with running(*words, "--name", "m") as (_, events):
         client = client_of(events["serving"]["environment"])
         found = {key: client.get_object(Bucket="ckptkit", Key=key) for key in keys_of(client)}
         for key, answer in found.items():

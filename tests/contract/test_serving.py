@@ -11,22 +11,29 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 import requests
+import torch
+from botocore import UNSIGNED
 from botocore.config import Config
 from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.serving.serving import Serving
+from ckptkit.serving.plans import ServePlan
+from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
+from ckptkit.storage.locations import resolve_places
 from tests.object_store import Bucket, ObjectStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,19 +208,73 @@ def stream(serving: Serving, urls: list[str], **more: str) -> dict[str, Any]:
 
 def test_a_model_streamer_loads_what_was_written(served: Served) -> None:
     pytest.importorskip("runai_model_streamer")
-    import torch
-    from safetensors.torch import load_file
-
     serving, out = served
     paths = sorted(out.glob("*.safetensors"))
     found = stream(serving, [f"{serving.location}{path.name}" for path in paths])
+    assert found == tensors_of(paths)
+
+
+def tensors_of(paths: list[Path]) -> dict[str, Any]:
+    """Returns type, shape and bytes of each tensor in some files, as the loaders return them."""
     expected = {}
     for path in paths:
         for name, tensor in load_file(path).items():
             data = tensor.contiguous().flatten().view(torch.uint8)
             shape = [str(tensor.dtype), list(tensor.shape)]
             expected[name] = [*shape, bytes(data.tolist()).hex()]
-    assert found == expected
+    return expected
+
+
+_VLLM = """
+import hashlib, json, sys
+import torch
+from vllm.model_executor.model_loader.weight_utils import runai_safetensors_weights_iterator
+from vllm.transformers_utils.runai_utils import ObjectStorageModel, list_safetensors
+ObjectStorageModel(sys.argv[1]).pull_files(sys.argv[1], allow_pattern=["*config.json"])
+found = {}
+for name, tensor in runai_safetensors_weights_iterator(list_safetensors(sys.argv[1]), False):
+    data = tensor.contiguous().flatten().view(torch.uint8)
+    found[name] = [str(tensor.dtype), list(tensor.shape), bytes(data.tolist()).hex()]
+print("FOUND" + json.dumps(found))
+"""
+_SGLANG = """
+import json, pathlib, sys
+from sglang.srt.connector import create_remote_connector
+connector = create_remote_connector(sys.argv[1])
+connector.pull_files()
+folder = pathlib.Path(connector.get_local_dir())
+print("FOUND" + json.dumps({p.name: p.read_bytes().hex() for p in folder.iterdir()}))
+"""
+
+
+def load_with(program: str, serving: Serving) -> dict[str, Any]:
+    """Returns what the loader of an engine finds below the address of a model."""
+    addressing = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program, serving.location],
+        env=environment_of(serving, **addressing),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND"))
+    return found
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is too large for the test extra")
+def test_the_loader_of_vllm_reads_what_was_written(one: Served) -> None:
+    serving, out = one
+    assert load_with(_VLLM, serving) == tensors_of([out / "model.safetensors"])
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is too large for the test extra")
+def test_the_connector_of_sglang_reads_what_was_written(one: Served) -> None:
+    serving, out = one
+    found = load_with(_SGLANG, serving)
+    same_content({name: bytes.fromhex(data) for name, data in found.items()}, content(out))
 
 
 def test_ckptkit_reads_what_it_serves(one: Served, tmp_path: Path) -> None:
@@ -371,3 +432,31 @@ def test_a_source_at_a_url_is_served(bucket: Bucket, one: Served) -> None:
         client = client_of(serving)
         for name, data in content(one[1]).items():
             assert client.get_object(Bucket="ckptkit", Key=f"m/{name}")["Body"].read() == data
+
+
+def test_a_run_at_a_url_is_followed(bucket: Bucket) -> None:
+    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+    url = bucket.put_tree(source, "steps/checkpoint-1").rpartition("/")[0]
+    options = {"src_options": bucket.store.options}
+    plan = ServePlan.from_options(resolve_places(url, None, options))
+    request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
+    with Serving(request, ignore_events) as serving:
+        client = boto3.client(
+            "s3",
+            endpoint_url=serving.url,
+            region_name="us-east-1",
+            config=Config(signature_version=UNSIGNED),
+        )
+        wait_for(client, "m/checkpoint-1/model.safetensors")
+        bucket.put_tree(source, "steps/checkpoint-2")
+        wait_for(client, "m/checkpoint-2/model.safetensors")
+
+
+def wait_for(client: Any, key: str) -> None:
+    for _ in range(300):
+        listed = client.list_objects_v2(Bucket="ckptkit").get("Contents", ())
+        if key in [entry["Key"] for entry in listed]:
+            client.get_object(Bucket="ckptkit", Key=key)["Body"].read()
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{key} was not served")

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from ckptkit.plan.plan import Literal, lay_out_file
 from ckptkit.serving.s3_api import Answer, answer_error, answer_request, parse_request
 from ckptkit.serving.s3_errors import S3Error, make_xml
-from ckptkit.serving.served_objects import ListRequest, ServedObject, list_page, make_etag
+from ckptkit.serving.served_objects import (
+    ListRequest,
+    ServedObject,
+    list_page,
+    list_tasks,
+    make_etag,
+)
 
 NS = "{http://s3.amazonaws.com/doc/2006-03-01/}"
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -26,7 +32,9 @@ DATA = bytes(range(100))
 
 def made(key: str, data: bytes = DATA) -> ServedObject:
     file = lay_out_file(key, [(len(data), Literal(data), None)])
-    return ServedObject(key, make_etag(key, len(data)), AT, file, zlib.crc32(data))
+    return ServedObject(
+        key, make_etag(key, len(data)), AT, file, list_tasks(file), zlib.crc32(data)
+    )
 
 
 class Shelf:
