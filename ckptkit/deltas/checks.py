@@ -99,8 +99,7 @@ def inspect_delta(place: PathLike) -> DeltaInspection:
     """Describes a delta; reads its index, its manifest and the headers of its files."""
     with open_delta(place) as delta:
         head, manifest = delta.head, delta.manifest
-        counts = delta.facts.get("changed_elements")
-        counts = counts if isinstance(counts, dict) else {}
+        counts = delta.changed_elements
         specs = _specs(delta)
         lines = []
         for name in sorted(delta.tensors, key=name_order):
@@ -125,14 +124,18 @@ def inspect_delta(place: PathLike) -> DeltaInspection:
             checksum=head.checksum,
             files=len(delta.files),
             size_bytes=sum(file.size_bytes for file in delta.files),
-            base=delta.facts.get("base"),
-            source=None if manifest is None else manifest.source.get("path"),
+            base=_text(delta.facts.get("base")),
+            source=None if manifest is None else _text(manifest.source.get("path")),
             tensors=tuple(lines),
             unchanged=len(specs.keys() - delta.tensors.keys()) if known else None,
             model_bytes=sum(spec.size_bytes for spec in specs.values()) if known else None,
             changed_elements=sum(line.changed_elements or 0 for line in lines) if known else None,
             elements=sum(spec.elements for spec in specs.values()) if known else None,
         )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _specs(delta: OpenedDelta) -> dict[str, TensorSpec]:

@@ -40,7 +40,12 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import Manifest
-from ckptkit.formats.parsing import INDEX_ENDING, check_weight_map, read_index_document
+from ckptkit.formats.parsing import (
+    INDEX_ENDING,
+    check_weight_map,
+    is_count,
+    read_index_document,
+)
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
@@ -223,7 +228,15 @@ class OpenedDelta:
     def base_digests(self) -> Mapping[str, str]:
         """The digests of changed tensors before the change, as far as they are known."""
         digests = self.facts.get("base_digests")
-        return digests if isinstance(digests, dict) else {}
+        table = digests if isinstance(digests, dict) else {}
+        return {name: text for name, text in table.items() if isinstance(text, str)}
+
+    @property
+    def changed_elements(self) -> Mapping[str, int]:
+        """How many elements of each changed tensor changed, as far as that is known."""
+        counts = self.facts.get("changed_elements")
+        table = counts if isinstance(counts, dict) else {}
+        return {name: count for name, count in table.items() if is_count(count)}
 
 
 def is_delta(place: PathLike) -> bool:

@@ -239,7 +239,16 @@ class DeltaChain:
                     where=delta.location,
                     hint="name the model that the delta was made from, with the same options",
                 )
-        records = {} if delta.manifest is None else delta.manifest.tensors
+        if delta.manifest is None:
+            return
+        records = delta.manifest.tensors
+        for name in specs:
+            if name not in records:
+                raise RefusedError(
+                    f"is for models without tensor {name!r}, which {base} has",
+                    where=delta.location,
+                    hint="name the model that the delta was made from, with the same options",
+                )
         for name, record in records.items():
             spec = specs[name][1] if name in specs else None
             found = "none" if spec is None else f"{spec.dtype.name} {list(spec.shape)}"

@@ -321,6 +321,36 @@ def test_headers_that_are_not_right_are_refused(tmp_path: Path) -> None:
     assert model_bytes(tmp_path / "out")["w"][:2] == ("F32", (16,))
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        None,
+        [],
+        {"base_digests": 3, "changed_elements": [], "base": {}},
+        {"base_digests": {"mask": None}, "changed_elements": {"count": "many"}},
+        {"base_digests": {"mask": "xxh3"}, "changed_elements": {"count": -1}},
+    ],
+)
+def test_a_manifest_that_says_other_things_is_no_crash(
+    facts: Any, tmp_path: Path, models: list[Model]
+) -> None:
+    path = tmp_path / "d1" / "ckptkit.json"
+    manifest = json.loads(path.read_bytes())
+    manifest["source"] |= {"delta": facts, "path": 3}
+    path.write_text(json.dumps(manifest))
+    assert ckptkit.inspect_delta(tmp_path / "d1").changed_share is None
+    assert ckptkit.verify(tmp_path / "d1")
+    out = tmp_path / "out"
+    with suppress(RefusedError):
+        ckptkit.apply_delta(tmp_path / "s0", tmp_path / "d1", out)
+        assert model_bytes(out) == bytes_of(models[1])
+
+
+def test_a_base_with_another_tensor_is_refused(tmp_path: Path, models: list[Model]) -> None:
+    write_model(tmp_path / "more", {**models[0], "more": np.zeros(3, np.float32)})
+    refuse(RefusedError, "without tensor 'more'", tmp_path / "more", tmp_path / "d1")
+
+
 def test_random_bytes_are_never_a_crash(tmp_path: Path) -> None:
     base = write_model(tmp_path / "base", {"w": np.zeros(16, np.float32)})
     random = np.random.default_rng(1)

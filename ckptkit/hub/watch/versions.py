@@ -264,7 +264,7 @@ class PublishedVersions:
                 try:
                     manifest = read_manifest(source, folder)
                     version = _describe(number, manifest)
-                except (MissingFileError, KeyError) as error:
+                except (MissingFileError, KeyError, TypeError, ValueError) as error:
                     raise OutputError(
                         "was not published by a watch, whose versions have to follow each other",
                         where=f"{self._place.location}/{folder}",
