@@ -9,14 +9,16 @@ threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self, get_args
 
 import numpy as np
+import xxhash
 
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.write import (
@@ -27,7 +29,7 @@ from ckptkit.conversion.write import (
     write_output,
 )
 from ckptkit.core.arrays import aligned_buffer
-from ckptkit.core.checksums import join_leaves, leaf_digest, leaf_ranges
+from ckptkit.core.checksums import join_leaves, leaf_digest, leaf_ranges, tree_digest
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.core.manifest import LEAF_BYTES, FileRecord, Manifest
 from ckptkit.core.threads import Throttle, run_crew
@@ -50,15 +52,20 @@ from ckptkit.engine.reader import RUN_BYTES, same_bytes
 from ckptkit.engine.segment_reader import SegmentReader
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
 from ckptkit.plan.plan import Segment, SegmentRange, TensorSpec, name_order
-from ckptkit.storage.base import Target
+from ckptkit.storage.base import Target, distant
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike, open_target
 
 _LISTED = 3
 _MOST_VERSION = 999_999_999
-_BESIDES_BYTES = LEAF_BYTES + RUN_BYTES + (4 << 20)
-"""What a worker takes in addition to that of an execution: the leaf before, and the encoder."""
+_READ_BYTES = LEAF_BYTES // 2
+"""Of each model at a time; both together are as much as an execution has in memory. From a store,
+where each read costs a round trip, a leaf is read at a time."""
+_FAR_BYTES = LEAF_BYTES + RUN_BYTES
+"""What a worker takes for that in addition."""
+_STEP_BYTES = 512 << 10
+"""What is digested, compared and compressed at a time, so that it stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +238,10 @@ def _segments(planned: PlannedOutput) -> dict[str, tuple[int, Segment, TensorSpe
     }
 
 
+OpenEncoder = Callable[[int, list[tuple[int, int]]], Encoder]
+"""Opens an encoder for a tensor of some bytes, which adds to the list where its change is."""
+
+
 class Spool:
     """Bytes that several threads append, in a file without a name."""
 
@@ -327,7 +338,9 @@ class _DeltaStrategy(SingleProcess):
         return replace(manifest, tensors=tensors, files=self._files)
 
     def _encode_all(self, spool: Spool) -> None:
-        settings = self._after.settings.with_more(_BESIDES_BYTES)
+        settings, block_bytes = self._after.settings, _READ_BYTES
+        if any(distant(source.source) is not None for source in self._planned.sources):
+            settings, block_bytes = settings.with_more(_FAR_BYTES), LEAF_BYTES
         throttle = Throttle(settings.bytes_per_second)
         self._listener(Started(sum(pair.spec.size_bytes for pair in self._pairs)))
         lock = threading.Lock()
@@ -338,8 +351,8 @@ class _DeltaStrategy(SingleProcess):
                     SegmentReader(self._before.inputs, first),
                     SegmentReader(self._after.inputs, second),
                     self._head,
-                    spool,
-                    self._folder,
+                    (aligned_buffer(block_bytes), aligned_buffer(block_bytes)),
+                    partial(self._open_encoder, spool),
                 )
                 for pair in pairs:
                     tensor, leaves = worker.encode(pair, self._listener, throttle)
@@ -349,6 +362,12 @@ class _DeltaStrategy(SingleProcess):
 
             run_crew(settings.workers, iter(self._pairs), work, throttle.stopped)
         self._tensors.sort(key=lambda tensor: name_order(tensor.name))
+
+    def _open_encoder(self, spool: Spool, size: int, extents: list[tuple[int, int]]) -> Encoder:
+        def put(data: bytes) -> None:
+            extents.append(spool.append(data))
+
+        return open_encoder(self._head.encoding, size, put, self._folder)
 
     def _write_files(self, spool: Spool) -> None:
         groups: list[list[EncodedTensor]] = []
@@ -400,29 +419,24 @@ class _Worker:
         before: SegmentReader,
         after: SegmentReader,
         head: DeltaHead,
-        spool: Spool,
-        folder: Path | None,
+        blocks: tuple[memoryview, memoryview],
+        open_encoder: OpenEncoder,
     ) -> None:
         self._before, self._after = before, after
         self._head = head
-        self._spool = spool
-        self._folder = folder
-        self._blocks = aligned_buffer(LEAF_BYTES), aligned_buffer(LEAF_BYTES)
+        self._blocks = blocks
+        self._open_encoder = open_encoder
 
     def encode(
         self, pair: TensorPair, listener: Listener, throttle: Throttle
     ) -> tuple[EncodedTensor, dict[int, bytes]]:
         """Returns what is known of a tensor, and the digests of its leaves after the change."""
         size, extents = pair.spec.size_bytes, list[tuple[int, int]]()
-        encoder = open_encoder(
-            self._head.encoding,
-            size,
-            lambda data: extents.append(self._spool.append(data)),
-            self._folder,
-        )
+        encoder = self._open_encoder(size, extents)
         found = _Found(pair.spec.dtype.itemsize, new_hasher(self._head.checksum))
         try:
-            for start, stop in leaf_ranges(size):
+            for start in range(0, size, len(self._blocks[0])):
+                stop = min(start + len(self._blocks[0]), size)
                 before, after = (block[: stop - start] for block in self._blocks)
                 self._before.fill(SegmentRange(*pair.before, start, stop), before)
                 self._after.fill(SegmentRange(*pair.after, start, stop), after)
@@ -435,33 +449,58 @@ class _Worker:
                 encoder.finish()
         finally:
             encoder.close()
+        found.finish()
         tensor = EncodedTensor(
             str(pair.spec.name),
             tuple(extents) if found.changed_elements else (),
             found.hasher.hexdigest(),
-            join_leaves(found.leaves_before),
+            tree_digest(found.leaves_before),
             found.changed_elements,
         )
-        return tensor, found.leaves_after
+        return tensor, dict(enumerate(found.leaves_after))
 
 
 class _Found:
-    """What the blocks of a tensor add up to."""
+    """What the blocks of a tensor add up to.
+
+    Attributes:
+        hasher: Of the bytes after the change.
+        leaves_before: The digests of the leaves before the change.
+        leaves_after: The same after it.
+        changed_elements: How many elements have other bits.
+    """
 
     def __init__(self, itemsize: int, hasher: Hasher) -> None:
         self.hasher = hasher
-        self.leaves_before: dict[int, bytes] = {}
-        self.leaves_after: dict[int, bytes] = {}
+        self.leaves_before: list[bytes] = []
+        self.leaves_after: list[bytes] = []
         self.changed_elements = 0
         self._kind = np.dtype(f"u{itemsize}")
+        self._leaf = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self._filled = 0
 
     def add(self, before: memoryview, after: memoryview, encoder: Encoder) -> None:
-        """Adds the next block; `before` is of no use afterwards."""
-        leaf = len(self.leaves_after)
-        self.hasher.update(after)
-        self.leaves_after[leaf] = self.leaves_before[leaf] = leaf_digest(after)
-        if not same_bytes(before, after):
-            self.leaves_before[leaf] = leaf_digest(before)
-            unequal = np.frombuffer(before, self._kind) != np.frombuffer(after, self._kind)
-            self.changed_elements += int(np.count_nonzero(unequal))
-        encoder.add(np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8))
+        """Adds the next block, which ends with a leaf or in it; `before` is changed."""
+        for start in range(0, len(after), _STEP_BYTES):
+            one, other = (block[start : start + _STEP_BYTES] for block in (before, after))
+            self.hasher.update(other)
+            self._leaf[0].update(one)
+            self._leaf[1].update(other)
+            if not same_bytes(one, other):
+                unequal = np.frombuffer(one, self._kind) != np.frombuffer(other, self._kind)
+                self.changed_elements += int(np.count_nonzero(unequal))
+            encoder.add(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8))
+        self._filled += len(after)
+        if self._filled == LEAF_BYTES:
+            self._end_leaf()
+
+    def finish(self) -> None:
+        """Ends the last leaf."""
+        if self._filled:
+            self._end_leaf()
+
+    def _end_leaf(self) -> None:
+        self.leaves_before.append(self._leaf[0].digest())
+        self.leaves_after.append(self._leaf[1].digest())
+        self._leaf = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self._filled = 0
