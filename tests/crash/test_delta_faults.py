@@ -466,13 +466,13 @@ def test_a_full_disk_leaves_nothing(
 
 
 PROGRAM = """
-import ckptkit, signal, sys, time
+import ckptkit, os, signal, sys, time
 from ckptkit.engine.outcome import BytesWritten
 from ckptkit_cli._output import Stopped, raise_on_signals
 
 def listener(event):
     if isinstance(event, BytesWritten):
-        print("written", flush=True)
+        os.write(1, b"written\\n")  # at once: several threads call it
         time.sleep(0.2)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
