@@ -420,3 +420,20 @@ def test_the_examples_of_the_page_run(
         exec(second, names)  # noqa: S102
     finally:
         dist.destroy_process_group()
+
+
+def test_tensors_that_are_read_whole_are_compared_with_the_manifest(
+    repository: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    ckptkit.consolidate(repository / "fixtures" / SHARDS / "checkpoint", out)
+    model = like(out)
+    assert load_into(model, out).unverified == ()
+    file = out / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(PartlyFilledError, match=r"digest .* in ckptkit.json; the model is filled"):
+        load_into(model, out)
+    (out / "ckptkit.json").unlink()
+    assert load_into(model, out).unverified

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import (
+    ChecksumError,
     CkptkitError,
     PartlyFilledError,
     SourceChangedError,
@@ -21,6 +23,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.geometry import flat_offset
 from ckptkit.core.index import Box, Fqn, Key, Shape, TensorEntry
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.tiles import Walk, walk_boxes
 from ckptkit.engine.box_reads import (
     CastMemory,
@@ -97,8 +100,12 @@ class Filling:
         self._needed_bytes = 0
         self._untied: set[Fqn] = set()  # stored tensors that differ from the live one of their name
 
-    def run(self) -> LoadResult:
-        """Fills the model."""
+    def run(self, digests: Mapping[str, str]) -> LoadResult:
+        """Fills the model.
+
+        Args:
+            digests: Those that are known of stored tensors, by name.
+        """
         checkpoint, sources = self._checkpoint, self._sources
         chunks, spans = self._plan(self._wanted_of_all())
         origins = [
@@ -110,6 +117,7 @@ class Filling:
             if sources.further:
                 read_bytes += self._read(origins, *self._plan(self._wanted_of_ties()))
             read_bytes += sum(map(self._prove, origins))
+            proven = set(self._compare(digests))
             self._refuse_changes()
             filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
             pieces = [piece for tensor in filled for piece in tensor.pieces]
@@ -122,6 +130,7 @@ class Filling:
             raise
         left_open = {number for origin in origins for number in origin.checksums.open_now()}
         unverified = {key for origin in origins for key in origin.unverified}
+        unverified_names = self._names_of(unverified)
         return LoadResult(
             path=checkpoint.path,
             format=checkpoint.index.format,
@@ -131,7 +140,7 @@ class Filling:
             left_alone=sources.left_alone,
             bytes_read=read_bytes,
             bytes_needed=self._needed_bytes,
-            unverified=self._names_of(unverified),
+            unverified=tuple(name for name in unverified_names if name not in proven),
             unproven=self._names_in(left_open),
             notes=(*checkpoint.notes, *self._notes_on_ties()),
         )
@@ -211,6 +220,26 @@ class Filling:
 
     def _note(self, memory: BoxMemory) -> None:
         self._done.append(id(memory))
+
+    def _compare(self, digests: Mapping[str, str]) -> Iterator[Fqn]:
+        """Yields tensors that are whole on this rank, and have the digest of the stored ones."""
+        for tensor in self._live.tensors if digests else ():
+            parts = self._sources.parts.get(tensor.name, ())
+            data = _whole_bytes(tensor)
+            if data is None or len(parts) != 1 or parts[0].tile is not None:
+                continue
+            stored, digest = self._stored[parts[0].name], digests.get(parts[0].name)
+            if digest is None or stored.derivation is not None or stored.dtype != tensor.dtype:
+                continue
+            found = digest_as(digest, data)
+            if found != digest:
+                raise ChecksumError(
+                    f"has digest {found} against {digest} in {MANIFEST_NAME}",
+                    where=f"{self._checkpoint.path}, tensor {parts[0].name!r}",
+                    hint="the file was damaged or changed after it was written; write it again, or"
+                    f" remove {MANIFEST_NAME} if the change is meant",
+                )
+            yield tensor.name
 
     def _prove(self, origin: Origin) -> int:
         """Reads what little is missing of records that were read in part, and compares them.
@@ -297,6 +326,17 @@ class _Comparison:
         first = self._tensor.storage_offset() + flat_offset(start, strides)
         part = self._tensor.as_strided(sizes, steps, first)
         return _Comparison(part, self._name, self._differing)
+
+
+def _whole_bytes(tensor: LiveTensor) -> memoryview | None:
+    """Returns the bytes of a tensor that is on this rank as a whole, in host memory; else None."""
+    places = list(_places(tensor))
+    if len(places) != 1 or places[0][0].sizes != tensor.shape:
+        return None
+    elements = places[0][1]
+    if elements.device.type != "cpu" or not elements.is_contiguous() or elements.is_conj():
+        return None
+    return elements.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _places(tensor: LiveTensor) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -8,7 +8,8 @@ has to look whether all of them succeeded, as its next collective will.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import posixpath
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 
@@ -19,11 +20,13 @@ from torch.optim import Optimizer
 from ckptkit.conversion.mapped_names import convert_checkpoint
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import FACTOR_DTYPES, ConsolidateRequest, choose_dtype
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.training.load.filling import Filling, LoadResult
 from ckptkit.training.load.live_model import LiveModel, LiveTensor
 from ckptkit.training.load.tensor_sources import (
@@ -100,6 +103,7 @@ class ModelLoad(Closing):
             opened = stack.enter_context(open_checkpoint(source, select=select))
             found = _find_sources(self._live, opened, name_map)
             self._checkpoint, self._stored, self._sources = found
+            self._digests = _read_digests(self._checkpoint)
             self._stack = stack.pop_all()
 
     @property
@@ -123,11 +127,20 @@ class ModelLoad(Closing):
         """
         alone = (*self._sources.missing, *self._sources.left_alone)
         self._live.materialise(self._dtype, alone, optimizers)
-        return Filling(self._live, self._checkpoint, self._stored, self._sources).run()
+        filling = Filling(self._live, self._checkpoint, self._stored, self._sources)
+        return filling.run(self._digests)
 
     def close(self) -> None:
         """Closes the files of the checkpoint."""
         self._stack.close()
+
+
+def _read_digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
+    """Returns the digests of tensors, by name on disk, where ckptkit wrote the folder."""
+    if posixpath.join(checkpoint.folder, MANIFEST_NAME) not in checkpoint.paths:
+        return {}
+    manifest = read_manifest(checkpoint.source, checkpoint.folder)
+    return {name: record.digest for name, record in manifest.tensors.items()}
 
 
 def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
