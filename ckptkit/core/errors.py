@@ -210,7 +210,10 @@ class NotFiniteError(RefusedError):
     """A tensor has NaN or infinities, which the request refuses."""
 
     code = "not-finite"
-    usual_hint = "training diverged before this step: take an earlier one; see `ckptkit stats`"
+    usual_hint = (
+        "`ckptkit stats` of the source shows whether it has them: training diverged then, take an"
+        " earlier step; otherwise a cast or an average made them, pass --dtype float32"
+    )
 
 
 class NoSpaceError(RefusedError):

@@ -29,7 +29,7 @@ from ckptkit.serving.served_objects import (
 from ckptkit.serving.signatures import SignedRequest
 
 REGION = "us-east-1"
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
 _ABSOLUTE = re.compile(r"\Ahttps?://[^/?]*", re.IGNORECASE)
 _MOST_DIGITS = 19
 _TYPES = {".json": "application/json", ".txt": "text/plain", ".jinja": "text/plain"}
@@ -241,7 +241,7 @@ def _names_etag(header: str, entry: ServedObject) -> bool:
 def _is_newer(entry: ServedObject, header: str, *, unreadable: bool = False) -> bool:
     try:
         since = parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):
         return unreadable
     if since.tzinfo is None:
         since = since.replace(tzinfo=UTC)

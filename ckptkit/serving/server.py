@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -103,6 +103,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class _RefusedRequests(logging.LoggerAdapter[logging.Logger]):
+    """Takes what aiohttp logs: requests that are no HTTP, as errors with a traceback.
+
+    Any client could fill the terminal with them. Errors of the server itself are logged by it.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        super().log(min(level, logging.DEBUG), msg, *args, **kwargs)
+
+
 @dataclass(slots=True)
 class ServedTotals:
     """What was served so far: answered requests, and bytes of objects."""
@@ -172,7 +182,7 @@ class ModelServer(Closing):
 
     async def _start(self) -> None:
         host, port = self._address.host, self._address.port
-        server = web.Server(self._handle, access_log=None)
+        server = web.Server(self._handle, access_log=None, logger=_RefusedRequests(logger))
         self._reading = SharedReading(self._limits)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.0)
         await self._runner.setup()
@@ -208,6 +218,9 @@ class ModelServer(Closing):
                     return await self._send_object(request, answer, folder, request_id)
         except S3Error as error:
             answer = answer_error(error, request_id, request.raw_path, is_head=is_head)
+        except Exception:
+            logger.exception("a request for %r failed", request.raw_path)
+            answer = answer_error(_unexpected(), request_id, request.raw_path, is_head=is_head)
         response = _make_response(answer, request_id)
         if request.method not in {"GET", "HEAD"}:
             response.force_close()  # its body is not read
@@ -264,7 +277,7 @@ class ModelServer(Closing):
             except Exception:
                 logger.exception("a request for %r failed", entry.key)
                 if not response.prepared:
-                    raise S3Error("InternalError", "The server failed; see its log.") from None
+                    raise _unexpected() from None
                 _break_off(request)
         if not response.prepared:  # an object without bytes
             await response.prepare(request)
@@ -306,6 +319,10 @@ def _make_response(answer: Answer, request_id: str) -> web.StreamResponse:
 def _break_off(request: web.BaseRequest) -> None:
     if request.transport is not None:
         request.transport.abort()
+
+
+def _unexpected() -> S3Error:
+    return S3Error("InternalError", "The server failed; see its log.")
 
 
 def _as_s3_error(error: CkptkitError) -> S3Error:

@@ -192,7 +192,7 @@ def _check_time(claim: _Claim, now: datetime) -> None:
         raise S3Error(
             "AccessDenied", "A signed request needs a valid Date or x-amz-date header."
         ) from error
-    if claim.lifetime is not None and now > signed_at + claim.lifetime:
+    if claim.lifetime is not None and now - signed_at > claim.lifetime:
         raise S3Error("AccessDenied", "Request has expired")
     is_late = claim.lifetime is None and now - signed_at > MOST_SKEW
     if is_late or signed_at - now > MOST_SKEW:

@@ -188,10 +188,12 @@ def _diff_page(output: Output, difference: Difference) -> Iterator[str]:
     how, tolerance = "equal bit by bit", difference.tolerance
     if tolerance is not None:
         how = f"within a tolerance of {tolerance.atol:g} + {tolerance.rtol:g} x |B|"
+        if not (tolerance.atol or tolerance.rtol):
+            how = "with equal values"
     equal = f"{counted(difference.equal, 'tensor')} {how}"
     if difference.same:
         yield f"{output.styled('same', 'green')}: {paths}: {equal}"
-        yield from _gaps_table(output, difference)
+        yield from _gaps_tables(output, difference)
         return
     yield f"{output.styled('different', 'red')}: {paths}: {equal}"
     yield from _group(output, f"only in {escaped(difference.a)}", difference.only_in_a)
@@ -200,8 +202,9 @@ def _diff_page(output: Output, difference: Difference) -> Iterator[str]:
     yield from _group(
         output, "of another dtype or shape" if tolerance is None else "of another shape", reshaped
     )
-    yield from _group(output, "with other values", [_change(c) for c in difference.changed])
-    yield from _gaps_table(output, difference)
+    if tolerance is None:
+        yield from _group(output, "with other values", [_change(c) for c in difference.changed])
+    yield from _gaps_tables(output, difference)
     if difference.note:
         yield from wrapped(f"note: {difference.note}", width=output.width, first="  ", rest="    ")
 
@@ -221,9 +224,17 @@ def _change(change: TensorDifference) -> str:
     return f"{text}, largest difference {change.largest:.3g}"
 
 
-def _gaps_table(output: Output, difference: Difference) -> Iterator[str]:
-    """Shows the tensors that are the furthest apart as numbers, if they were so compared."""
-    apart = [gaps for gaps in difference.numeric if gaps.unequal]
+def _gaps_tables(output: Output, difference: Difference) -> Iterator[str]:
+    """Shows how far tensors are apart as numbers, if they were so compared."""
+    changed = {change.name for change in difference.changed}
+    unequal = [gaps for gaps in difference.numeric if gaps.unequal]
+    apart = [gaps for gaps in unequal if gaps.name in changed]
+    close = [gaps for gaps in unequal if gaps.name not in changed]
+    yield from _gaps_table(output, "with other values", apart)
+    yield from _gaps_table(output, "with other values that are within the tolerance", close)
+
+
+def _gaps_table(output: Output, title: str, apart: list[NumericDifference]) -> Iterator[str]:
     if not apart:
         return
     apart.sort(key=_by_distance)
@@ -233,7 +244,7 @@ def _gaps_table(output: Output, difference: Difference) -> Iterator[str]:
         dtypes = " ".join(dict.fromkeys(gaps.dtypes))
         cosine = "-" if gaps.cosine is None else f"{gaps.cosine:.9f}"
         rows.append((escaped(gaps.name), dtypes, f"{gaps.unequal:,}", *numbers, cosine))
-    yield f"  {counted(len(apart), 'tensor')} with other values, the furthest apart first:"
+    yield f"  {counted(len(apart), 'tensor')} {title}, the furthest apart first:"
     yield from table(rows, width=output.width, right={2, 3, 4, 5})
     if len(apart) > _LISTED:
         yield f"  and {len(apart) - _LISTED:,} more: --json lists all of them"

@@ -1,4 +1,4 @@
-"""`ckptkit watch`: a sidecar that pushes each committed step of a run to the Hub."""
+"""`ckptkit watch`: a sidecar that publishes each committed step of a run."""
 
 from __future__ import annotations
 
@@ -229,15 +229,16 @@ _OPTIONS = (
 
 @command(*_OPTIONS, parses=False)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
-    """Push each step of a run to the Hub as it is committed, or into a folder that engines pull.
+    """Publish each step of a run, on the Hub or for engines.
 
         ckptkit watch runs/llama --push org/llama
         ckptkit watch runs/llama --push org/llama --best eval_loss --once
         ckptkit watch runs/rl --into /shared/weights --delta 20
 
-    Each step becomes a verified model folder or adapter, and one commit with one tag. A kill
-    neither loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule
-    keeps are removed after the push.
+    Each step is published once it is committed. With --push it becomes a verified model folder or
+    adapter, and one commit with one tag; with --into, a version that engines pull. A kill neither
+    loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule keeps are
+    removed afterwards.
     """
     output.quiet = output.quiet or json_lines
     metrics = WatchMetrics()

@@ -213,6 +213,30 @@ def test_a_tolerance_decides_what_is_the_same(rounded: tuple[Path, Path]) -> Non
     assert run("diff", fine, coarse, "--numeric", "--atol", "much").returncode == 2
 
 
+def test_a_comparison_shows_each_tensor_once_and_whether_it_is_within_the_tolerance(
+    tmp_path: Path,
+) -> None:
+    for name, gap in (("a", 0.0), ("b", 0.25)):
+        (tmp_path / name).mkdir()
+        near, far, equal = (np.full(3, 1 + gap * factor, np.float32) for factor in (1, 4, 0))
+        tensors = {"near": near, "far": far, "equal": equal}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    pages = [
+        run("diff", tmp_path / "a", tmp_path / "b", "--numeric", "--atol", atol).stdout
+        for atol in ("0", "0.5", "5")
+    ]
+    assert all(page.count("near") == page.count("far") == 1 for page in pages)
+    groups = [[line.strip() for line in page.splitlines() if ":" in line] for page in pages]
+    assert groups[0][0].endswith(": 1 tensor with equal values")
+    apart = "with other values, the furthest apart first:"
+    close = "with other values that are within the tolerance, the furthest apart first:"
+    assert [group[1:] for group in groups] == [
+        [f"2 tensors {apart}"],
+        [f"1 tensor {apart}", f"1 tensor {close}"],
+        [f"2 tensors {close}"],
+    ]
+
+
 def test_another_shape_is_a_difference_and_nan_beside_a_number_too(tmp_path: Path) -> None:
     for name, values in (("a", [1.0, np.nan]), ("b", [np.nan, np.nan])):
         (tmp_path / name).mkdir()

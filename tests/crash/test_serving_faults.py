@@ -6,6 +6,7 @@ A body that was begun and cannot be proven is broken off, so that no client take
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -334,7 +335,7 @@ def test_a_server_that_ends_leaves_no_body_that_looks_whole(source: Path, number
     ],
 )
 def test_hostile_requests_are_refused_and_the_server_goes_on(
-    unsigned: Serving, sent: bytes
+    unsigned: Serving, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     split = urlsplit(unsigned.url)
     with socket.create_connection((split.hostname, split.port), timeout=30) as connection:
@@ -342,3 +343,5 @@ def test_hostile_requests_are_refused_and_the_server_goes_on(
         status = int(connection.recv(4096).split(b" ")[1])
     assert 400 <= status < 500
     assert requests.get(f"{unsigned.url}/ckptkit", timeout=60).status_code == 200
+    # No client can fill the terminal.
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

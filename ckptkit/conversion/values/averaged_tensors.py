@@ -36,6 +36,8 @@ from ckptkit.plan.plan import (
 )
 
 _FEWEST = 2  # sources
+_TINIEST = float(np.finfo(np.float32).smallest_subnormal)
+_LARGEST = float(np.finfo(np.float32).max)
 # What a worker reads of all sources for one block; the usual kernel reads as much of one.
 _INPUT_BYTES = 4 << 20
 _LEAST_ELEMENTS = 1 << 14
@@ -82,15 +84,7 @@ class Weighting:
                     where="--weights",
                     hint="leave the source out, or give it a weight such as 0.5",
                 )
-        total = math.fsum(weights)
-        if not 0 < total < math.inf:
-            raise UsageError(
-                f"the sum of all weights is {total:g}, by which they are divided; expected more"
-                " than 0",
-                where="--weights",
-                hint="pass weights such as 0.5,0.3,0.2; some can be negative",
-            )
-        return cls("weights", weights=tuple(weight / total for weight in weights))
+        return cls("weights", weights=_divide_by_sum(weights))
 
     def check_count(self, sources: int) -> None:
         """Refuses weights for another number of sources, and an average of a single one."""
@@ -146,6 +140,31 @@ class Weighting:
             total += widened
         if self.method == "uniform":
             total /= kind(len(values))
+
+
+def _divide_by_sum(weights: Sequence[float]) -> tuple[float, ...]:
+    hint = "pass weights such as 0.5,0.3,0.2; some can be negative"
+    try:
+        total = math.fsum(weights)
+    except OverflowError:
+        total = math.inf
+    if not 0 < total < math.inf:
+        raise UsageError(
+            f"the sum of all weights is {total:g}, by which they are divided; expected more than 0,"
+            " and a finite number",
+            where="--weights",
+            hint=hint,
+        )
+    shares = tuple(weight / total for weight in weights)
+    for weight, share in zip(weights, shares, strict=True):
+        if not _TINIEST <= abs(share) <= _LARGEST:
+            raise UsageError(
+                f"{weight!r}, divided by the sum of all weights, {total:g}, is {share:g}; expected"
+                f" from {_TINIEST:g} to {_LARGEST:g}, so that it is a number in float32 too",
+                where="--weights",
+                hint=hint,
+            )
+    return shares
 
 
 @dataclass(frozen=True, slots=True)

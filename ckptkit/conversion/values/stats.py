@@ -126,7 +126,11 @@ class Statistics:
             for tensor in found[:_LISTED]
         )
         more = f"; and {len(found) - _LISTED:,} more tensors" if len(found) > _LISTED else ""
-        return NotFiniteError(f"tensor {listed}{more}", where=self.path)
+        return NotFiniteError(
+            f"tensor {listed}{more}",
+            where=self.path,
+            hint="if these are weights, training diverged before this step: take an earlier one",
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

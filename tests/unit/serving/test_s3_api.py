@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.plan.plan import Literal, lay_out_file
@@ -99,7 +100,11 @@ def test_a_range_past_the_end_is_refused_with_the_size(header: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", ["bytes=", "bytes=-", "bytes=9-1", "bytes=0-1,3-4", "items=0-1", f"bytes={'1' * 40}-"]
+    "header",
+    [
+        *("bytes=", "bytes=-", "bytes=9-1", "bytes=0-1,3-4", "items=0-1", f"bytes={'1' * 40}-"),
+        "bytes=\N{ARABIC-INDIC DIGIT ONE}-",
+    ],
 )
 def test_what_is_no_single_range_gets_the_whole_object(header: str) -> None:
     answer = ask("/ckptkit/m/a.json", range=header)
@@ -147,6 +152,20 @@ def test_conditions_are_those_of_http() -> None:
     assert ask("/ckptkit/m/a.json", if_unmodified_since=before, if_match=etag).status == 200
     assert ask("/ckptkit/m/a.json", range="bytes=0-1", if_range='"x"').status == 200
     assert ask("/ckptkit/m/a.json", range="bytes=0-1", if_range=etag).status == 206
+
+
+@pytest.mark.parametrize(
+    "name", ["if-match", "if-none-match", "if-modified-since", "if-unmodified-since", "range"]
+)
+@given(
+    text=st.text(max_size=60)
+    | st.from_regex(r"[A-Z][a-z]{2}, \d+ (Jan|Dec) \d+ \d+:\d\d:\d\d ([+-]\d+|GMT)", fullmatch=True)
+)
+@example(text="Thu, 31 Dec 2026 00:00:00 +99999999999999")
+@example(text="Mon, 01 Jan 0001 00:00:00 +2359")
+def test_any_condition_is_answered_or_refused(name: str, text: str) -> None:
+    with suppress(S3Error):
+        ask("/ckptkit/m/a.json", **{name: text})
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,16 @@ def test_a_presigned_url_without_a_valid_end_is_refused(expires: str) -> None:
     assert refused(replace(request, query=query)).code == "AuthorizationQueryParametersError"
 
 
+@pytest.mark.parametrize("year", ["0001", "9999"])
+def test_a_presigned_url_of_any_time_is_refused(year: str) -> None:
+    """Whoever sends it needs no keys for that."""
+    request = presigned("/ckptkit/key")
+    scope = f"{KEYS.access_key}/{year}1231/us-east-1/s3/aws4_request"
+    changed = {"X-Amz-Date": f"{year}1231T235959Z", "X-Amz-Credential": scope}
+    query = [(name, changed.get(name, value)) for name, value in request.query]
+    assert refused(replace(request, query=query)).status == 403
+
+
 def test_a_request_without_a_signature_is_refused() -> None:
     error = refused(parse_request("GET", "/ckptkit", {"host": HOST}))
     assert (error.code, error.status) == ("AccessDenied", 403)
