@@ -157,19 +157,22 @@ class ChecksumTracker:
         """Whether a record was read whole, and has the stored checksum."""
         return bool(self._settled[number]) and number not in self._open
 
-    def settle(self, number: int) -> None:
+    def settle(self, number: int, read_bytes: int = READ_BYTES) -> None:
         """Reads what is missing of a record, if it is still open, and compares it."""
         with self._lock:
             record = self._open.get(number)
             if record is None or self._settled[number]:
                 return
             self._settled[number] = 1
-        self._settle(number, record)
+        self._settle(number, record, read_bytes)
 
-    def prove(self) -> None:
+    def prove(self, read_bytes: int = READ_BYTES) -> None:
         """Settles all open records, and waits for those that other threads settle.
 
         A damaged record is an error in every call; one that could not be read is tried again.
+
+        Args:
+            read_bytes: How much is read at a time of what is missing.
         """
         while True:
             with self._changed:
@@ -179,7 +182,7 @@ class ChecksumTracker:
                         return
                     self._changed.wait()
                     continue
-            self.settle(number)
+            self.settle(number, read_bytes)
 
     def _next_open(self) -> int | None:
         """Returns a record that no thread settles; None if there is none."""
@@ -192,9 +195,9 @@ class ChecksumTracker:
                 return number
         return None
 
-    def _settle(self, number: int, record: TrackedRecord) -> None:
+    def _settle(self, number: int, record: TrackedRecord, read_bytes: int = READ_BYTES) -> None:
         try:
-            _compare(record)
+            _compare(record, read_bytes)
         except BaseException as error:
             with self._changed:
                 record.refusal = error  # it stays open: it is not proven
@@ -237,20 +240,20 @@ class ChecksumTracker:
                 _compare(record)
 
 
-def _compare(record: TrackedRecord) -> None:
+def _compare(record: TrackedRecord, read_bytes: int = READ_BYTES) -> None:
     crc = at = 0
     for start, length, piece in sorted(record.pieces):
         stop = start + length
         if stop <= at:
             continue  # read twice, and counted already
         if start > at:
-            crc, at = _read_on(record, crc, at, start), start
+            crc, at = _read_on(record, crc, at, start, read_bytes), start
         if start < at:
-            crc = _read_on(record, crc, at, stop)
+            crc = _read_on(record, crc, at, stop, read_bytes)
         else:
             crc = crc32_combine(crc, piece, length) if at else piece
         at = stop
-    crc = _read_on(record, crc, at, record.stop - record.start)
+    crc = _read_on(record, crc, at, record.stop - record.start, read_bytes)
     if crc != record.expected:
         raise ChecksumError(
             f"bytes [{record.start:,}, {record.stop:,}) have CRC-32 {crc:08x} against"
@@ -261,9 +264,9 @@ def _compare(record: TrackedRecord) -> None:
         )
 
 
-def _read_on(record: TrackedRecord, crc: int, start: int, stop: int) -> int:
+def _read_on(record: TrackedRecord, crc: int, start: int, stop: int, read_bytes: int) -> int:
     if start < stop:
-        buffer = memoryview(bytearray(min(READ_BYTES, stop - start)))
+        buffer = memoryview(bytearray(min(read_bytes, stop - start)))
         while start < stop:
             view = buffer[: stop - start]
             record.read_into(record.start + start, view)

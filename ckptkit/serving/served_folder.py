@@ -16,7 +16,9 @@ from ckptkit.conversion.write import PlannedOutput, refuse_other_files
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import AccessError, CkptkitError, SourceChangedError, StorageError
 from ckptkit.core.index import FileRange, FileRef
+from ckptkit.engine.checksum_tracker import READ_BYTES
 from ckptkit.engine.kernels import Preparations
+from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy
@@ -255,7 +257,9 @@ class FolderReader:
     def _prove(self) -> None:
         for origin in self.folder.inputs.origins.values():
             origin.decoded.prove()
-            origin.checksums.prove()
+            # What was fetched ahead of a store is freed by then, and leaves as much memory.
+            is_far = distant(origin.source) is not None
+            origin.checksums.prove(READ_AHEAD_BYTES if is_far else READ_BYTES)
 
     def _refuse_changes(self) -> None:
         inputs = self.folder.inputs

@@ -21,6 +21,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 import ckptkit
+from ckptkit import serve_api
+from ckptkit.core.errors import RefusedError
 from ckptkit.serve_api import ServeOptions
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.served_folder import FolderReader
@@ -182,6 +184,15 @@ def test_options_of_conversions_are_refused_with_an_adapter() -> None:
     result = run_command("serve", ADAPTER, "--include", "*.weight")
     assert result.returncode == 2
     assert "--include: cannot be combined with an adapter" in result.stderr
+
+
+def test_an_installation_without_the_extra_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serve_api, "find_spec", lambda name: None if name == "aiohttp" else name)
+    with pytest.raises(RefusedError, match="needs aiohttp, which this installation lacks") as error:
+        ckptkit.serve(STEP)
+    assert error.value.hint == "pip install 'ckptkit-toolkit[serve]'"
 
 
 def test_damaged_headers_are_refused_before_anything_is_served(tmp_path: Path) -> None:

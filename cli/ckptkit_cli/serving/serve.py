@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.errors import UsageError
 from ckptkit.core.text import size_text
 from ckptkit.options import Resources
+from ckptkit.serve_api import refuse_missing_libraries
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Option, command
 from ckptkit_cli._output import Output, counted, escaped, stamped, wrapped
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _PLACE = "Where it is served"
 _MERGE = "Merging an adapter"
-_NEEDED = ("aiohttp", "botocore")
 _MOST_DIGITS = 5
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _NOT_SERVED = {
@@ -137,7 +136,7 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
     bucket 'ckptkit', which cannot be written to. Bytes are made when they are read, and only
     proven ones are sent. Runs until it is stopped.
     """
-    _refuse_missing_libraries()
+    refuse_missing_libraries()
     from ckptkit.serving.serving import Serving
 
     request = _make_request(values, is_quiet=output.quiet)
@@ -149,16 +148,6 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
                 threading.Event().wait(3600)
         finally:
             page.show_totals(serving)
-
-
-def _refuse_missing_libraries() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RefusedError(
-            f"needs {' and '.join(missing)}, which this installation lacks",
-            where="ckptkit serve",
-            hint="pip install 'ckptkit-toolkit[serve]'",
-        )
 
 
 def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
