@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.core.errors import RefusedError
 from ckptkit.options import CountLike, DTypeLike, NameChoice, OutputDType
 from ckptkit.storage.locations import resolve_places
 
@@ -91,8 +89,9 @@ def serve(
         RefusedError: If the request cannot be met, or the extra `serve` is not installed.
         OutputError: If the port is taken.
     """
+    from ckptkit.serving.plans import ServePlan, refuse_missing_libraries
+
     refuse_missing_libraries()
-    from ckptkit.serving.plans import ServePlan
     from ckptkit.serving.server import choose_address
     from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
 
@@ -101,21 +100,3 @@ def serve(
     plan = ServePlan.from_options(resolve_places(src, None, options))
     request = ServeRequest(plan, address, name=name, follow=follow)
     return Serving(request, listener or ignore_events)
-
-
-_NEEDED = ("aiohttp", "botocore")
-
-
-def refuse_missing_libraries() -> None:
-    """Refuses to serve where the libraries of the extra are missing.
-
-    Raises:
-        RefusedError: If one is.
-    """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if missing:
-        raise RefusedError(
-            f"needs {' and '.join(missing)}, which this installation lacks",
-            where="serve",
-            hint="pip install 'ckptkit-toolkit[serve]'",
-        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Self
 
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, list_choices, prepare_merge
@@ -14,7 +15,7 @@ from ckptkit.conversion.source.adapters import describe_adapters
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import PlannedOutput
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.engine.outcome import Listener
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import Resources
@@ -133,3 +134,17 @@ def _list_adapters(options: Mapping[str, Any]) -> list[AdapterChoice]:
         for one in options.get("further", ())
     ]
     return list_choices(options["src"], first, options.get("adapters", ()), further)
+
+
+_NEEDED = ("aiohttp", "botocore")
+
+
+def refuse_missing_libraries() -> None:
+    """Refuses to serve where the libraries of the extra are missing."""
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise RefusedError(
+            f"needs {' and '.join(missing)}, which this installation lacks",
+            where="serve",
+            hint="pip install 'ckptkit-toolkit[serve]'",
+        )

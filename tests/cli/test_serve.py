@@ -21,9 +21,9 @@ import pytest
 from botocore.exceptions import ClientError
 
 import ckptkit
-from ckptkit import serve_api
 from ckptkit.core.errors import RefusedError
 from ckptkit.serve_api import ServeOptions
+from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.served_folder import FolderReader
 from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
@@ -189,7 +189,7 @@ def test_options_of_conversions_are_refused_with_an_adapter() -> None:
 def test_an_installation_without_the_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serve_api, "find_spec", lambda name: None if name == "aiohttp" else name)
+    monkeypatch.setattr(plans, "find_spec", lambda name: None if name == "aiohttp" else name)
     with pytest.raises(RefusedError, match="needs aiohttp, which this installation lacks") as error:
         ckptkit.serve(STEP)
     assert error.value.hint == "pip install 'ckptkit-toolkit[serve]'"

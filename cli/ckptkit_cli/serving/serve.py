@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import size_text
 from ckptkit.options import Resources
-from ckptkit.serve_api import refuse_missing_libraries
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Option, command
 from ckptkit_cli._output import Output, counted, escaped, stamped, wrapped
@@ -136,6 +135,8 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
     bucket 'ckptkit', which cannot be written to. Bytes are made when they are read, and only
     proven ones are sent. Runs until it is stopped.
     """
+    from ckptkit.serving.plans import refuse_missing_libraries
+
     refuse_missing_libraries()
     from ckptkit.serving.serving import Serving
 
