@@ -35,8 +35,8 @@ from ckptkit.training.save.slot import SaveSlot
 from ckptkit.training.session import Session, open_session
 from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state.collect import Binding, BoundState
+from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.tiers.save import open_save_backend
-from ckptkit.training.torch_modes import check_modes, plain_torch
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from ckptkit.training.load.tensor_sources import (
     refuse_misfits,
 )
 from ckptkit.training.resume.materialise import is_wide_float
-from ckptkit.training.torch_modes import check_modes, plain_torch
+from ckptkit.training.state.models import check_modes, plain_torch
 
 
 def load_into(
