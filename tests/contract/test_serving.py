@@ -28,7 +28,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.serving.plans import ServePlan
@@ -58,6 +58,8 @@ CASES = {
     "zero": Case("deepspeed_0_18_zero3", ckptkit.consolidate, {"dtype": "bfloat16"}),
     "flat": Case("accelerate_fsdp1_bf16", ckptkit.consolidate, {}),
     "compressed": Case("dcp_zstd_fsdp2", ckptkit.consolidate, {"names": "live"}),
+    "odd": Case("", ckptkit.consolidate, {"names": "live"}),
+    "odd, cast": Case("", ckptkit.consolidate, {"names": "live", "dtype": "bfloat16"}),
     "merged": Case(
         "peft_fsdp2",
         ckptkit.merge_adapter,
@@ -67,12 +69,32 @@ CASES = {
 }
 
 
+def save_odd_tensors(folder: Path) -> Path:
+    """Writes tensors of all kinds and sizes, under names of all kinds."""
+    torch.manual_seed(0)
+    tensors = {
+        "empty": torch.empty(0, 7),
+        "scalar": torch.tensor(3.5),
+        "bool": torch.tensor([True, False, True]),
+        "float8": torch.randn(9).to(torch.float8_e4m3fn),
+        "int64": torch.arange(5),
+        "größe/../x y%2F+": torch.randn(3, 3, dtype=torch.float64),
+        # Over a leaf of 8 MiB, and not a multiple of a buffer.
+        "large": torch.randn(2_500_001),
+        **{f"many.{number}": torch.randn(2) for number in range(2000)},
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module", params=CASES)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     case = CASES[request.param]
     source, out = FIXTURES / case.fixture / "checkpoint", tmp_path_factory.mktemp("written")
+    if not case.fixture:
+        source = save_odd_tensors(tmp_path_factory.mktemp("odd"))
     case.write(source, out, **case.options)
     with ckptkit.serve(source, name="m", **case.options) as serving:
         yield serving, out
