@@ -222,6 +222,22 @@ def back(folder: Path, kind: str) -> None:
         model(torch.randint(0, 23, (4, 5))).backward()
 
 
+def halves(folder: Path, _: str) -> None:
+    """Records of which each rank needs a part are read in part, and said not to be proven."""
+    torch.manual_seed(5)
+    whole = torch.randn(16, 8_192)
+    if dist.get_rank() == 0:
+        torch.save({"weight": whole}, folder / "model.bin")
+    dist.barrier()
+    model = nn.Module()
+    cut = distribute_tensor(torch.zeros(16, 8_192), mesh_of(dist.get_world_size()), [Shard(1)])
+    model.register_parameter("weight", nn.Parameter(cut))
+    result = load(model, folder / "model.bin")
+    assert result.unproven == ("weight",)
+    assert result.bytes_read == result.bytes_needed
+    check(model, {"weight": whole})
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(
         vocab_size=67,
@@ -390,6 +406,7 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "fixtures": fixtures,
     "wrappers": wrappers,
     "back": back,
+    "halves": halves,
     "pretrained": from_pretrained,
     "resumed": resumed,
     "damaged": damaged,

@@ -41,7 +41,7 @@ from ckptkit.core.index import Box, Key
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.reader import ArrayMemory, Origin
 from ckptkit.storage.places import Place
-from ckptkit.training import load_into
+from ckptkit.training import Checkpointer, load_into
 from tests.built_modules import build_module, module_like, same_bits
 from tests.object_store import ObjectStore
 from tests.small_models import class_named, small_model_config
@@ -437,3 +437,21 @@ def test_tensors_that_are_read_whole_are_compared_with_the_manifest(
         load_into(model, out)
     (out / "ckptkit.json").unlink()
     assert load_into(model, out).unverified
+
+
+@pytest.mark.parametrize("case", ["megatron_model_llama_tp2_pp2", "nanotron_qwen2_moe"])
+def test_a_checkpoint_of_another_framework_is_resumed_from_as_a_model(
+    case: str, repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = repository / "fixtures" / case
+    base = folder if (folder / "config.json").exists() else None
+    ckptkit.consolidate(folder / "checkpoint", tmp_path / "out", base=base)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    model = transformers.AutoModelForCausalLM.from_config(expected.config, dtype=expected.dtype)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.resume(state, folder=folder / "checkpoint")
+    found = model.state_dict()
+    for name, value in expected.state_dict().items():
+        assert same_bits(found[name], value), name
+    assert "only the model was loaded; as before: optimizer" in caplog.text

@@ -185,7 +185,7 @@ def _fill_model(
         agree("whether the model was filled")
     if peers.rank == 0 and result is not None:
         left = [entry.key for entry in (*bound.optimizers, *bound.others)]
-        also = f"; {', '.join(dict.fromkeys(left))} stay as they are" if left else ""
+        also = f"; as before: {', '.join(dict.fromkeys(left))}" if left else ""
         logger.warning("%s: of this %s only the model was loaded%s", folder, result.format, also)
         if result.unproven:
             logger.info("records were read in part of %s", list_first(result.unproven))
