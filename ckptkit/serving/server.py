@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Self
@@ -164,7 +164,8 @@ class ModelServer(Closing):
     def drop(self, name: str) -> None:
         """Removes a folder from the bucket, and frees what was kept for reading it."""
         self.bucket.drop(name)
-        self._loop.call_soon_threadsafe(self._reading.forget)
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._reading.forget)
 
     def close(self) -> None:
         """Ends all connections at once, and frees the port; a second call does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 import threading
@@ -25,7 +26,8 @@ from ckptkit.serving.served_objects import BUCKET
 from ckptkit.serving.server import ModelServer, ServerAddress
 from ckptkit.storage.places import PathLike, is_url, local_path
 
-ServeEventName = Literal["serving", "added", "removed", "waiting", "failed", "warning"]
+logger = logging.getLogger(__name__)
+ServeEventName = Literal["serving", "added", "removed", "skipped", "waiting", "failed", "warning"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
 _DEFAULT_NAME = "model"
 _KEPT_STEPS = 2  # the newest, and the one before for clients that read it already
@@ -192,7 +194,9 @@ class Serving(Closing):
         try:
             followed.look()
         except CkptkitError as error:
-            self._listener(ServeEvent("failed", {"name": self.prefix, "error": error.to_json()}))
+            self._listener(ServeEvent("skipped", {"name": self.prefix, "error": error.to_json()}))
+        except Exception:
+            logger.exception("the run cannot be followed; it is looked at again")
         for name in before - set(followed.served):
             self.server.drop(name)
             self._listener(ServeEvent("removed", {"name": name}))

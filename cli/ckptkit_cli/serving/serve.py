@@ -197,10 +197,13 @@ class _ServePage:
                 output.lines([output.styled(escaped(text), "bold")])
             elif event.name == "removed":
                 output.lines([escaped(f"{facts['name']}/: no longer served")])
-            elif event.name == "failed":
+            elif event.name in {"failed", "skipped"}:
                 error = facts["error"]
                 where = f"{error['where']}: " if error["where"] else ""
-                text = f"{facts['name']}/ is no longer served: {where}{error['message']}"
+                subject = f"{facts['name']}/ is no longer served"
+                if event.name == "skipped":
+                    subject = f"a newer step of {facts['name']}/ is not served"
+                text = f"{subject}: {where}{error['message']}"
                 output.fail(f"error[{error['code']}]", text, error["hint"])
             else:
                 output.warn(facts["message"])
