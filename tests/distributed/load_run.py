@@ -238,6 +238,23 @@ def halves(folder: Path, _: str) -> None:
     check(model, {"weight": whole})
 
 
+def stages(folder: Path, _: str) -> None:
+    """Every rank holds other layers, as in a pipeline, and leaves those of the others."""
+    torch.manual_seed(6)
+    rank = dist.get_rank()
+    whole = {f"layer{number}.weight": torch.randn(4, 3) for number in range(2)}
+    if rank == 0:
+        torch.save(whole, folder / "model.bin")
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))
+    model = nn.Module()
+    model.add_module(f"layer{rank}", nn.Linear(3, 4, bias=False))
+    fully_shard(model, mesh=mesh["shard"])
+    result = load(model, folder / "model.bin")
+    assert result.unexpected_keys == (f"layer{1 - rank}.weight",)
+    check(model, {f"layer{rank}.weight": whole[f"layer{rank}.weight"]})
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(
         vocab_size=67,
@@ -407,6 +424,7 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "wrappers": wrappers,
     "back": back,
     "halves": halves,
+    "stages": stages,
     "pretrained": from_pretrained,
     "resumed": resumed,
     "damaged": damaged,

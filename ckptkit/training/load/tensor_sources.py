@@ -257,7 +257,7 @@ def refuse_misfits(
     problems: list[str] = []
     if strict and sources.missing:
         problems.append(f"Missing key(s) in state_dict: {_quoted(sources.missing)}.")
-    if strict and sources.unexpected:
+    if strict and sources.unexpected and not model.is_stage:  # others may be of other stages
         problems.append(f"Unexpected key(s) in state_dict: {_quoted(sources.unexpected)}.")
     for name, part in sources.all_parts():
         entry = stored[part.name]
