@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import re
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import aclosing, suppress
@@ -34,6 +36,7 @@ STALLED_SECONDS = 60.0
 _WRITE_BYTES = 256 << 10  # what one call copies where the client is slower
 _UNWAITED_BYTES = 64 << 10
 _MOST_PORT = 65_535
+_ACCESS_KEY = re.compile(r"[A-Za-z0-9._+=-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,12 @@ def choose_address(
             )
         return ServerAddress(host, port)
     if access_key and secret_key:
+        if not _ACCESS_KEY.fullmatch(access_key):
+            raise UsageError(
+                f"{access_key!r:.100} has characters that a signature cannot have in it",
+                where="--access-key",
+                hint="pass letters, digits and any of . _ - + =",
+            )
         return ServerAddress(host, port, AccessKeys(access_key, secret_key))
     if access_key is not None or secret_key is not None:
         raise UsageError(
@@ -189,7 +198,14 @@ class ModelServer(Closing):
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, host, port).start()
-        except (OSError, OverflowError, UnicodeError) as error:
+        except (socket.gaierror, UnicodeError) as error:
+            raise OutputError(
+                f"{host!r} is no address of this machine:"
+                f" {getattr(error, 'strerror', None) or error}",
+                where="--host",
+                hint="pass an address such as --host 0.0.0.0, or leave it out for 127.0.0.1",
+            ) from error
+        except (OSError, OverflowError) as error:
             raise OutputError(
                 f"cannot listen on port {port} of {host}:"
                 f" {getattr(error, 'strerror', None) or error}",

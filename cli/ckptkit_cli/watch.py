@@ -307,7 +307,7 @@ def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
     """Returns where versions are published; None if steps are pushed to the Hub."""
     if (values["push"] is None) == (values["into"] is None):
         raise UsageError(
-            "one of --push and --into is needed",
+            "exactly one of --push and --into is needed",
             where="watch",
             hint="pass --push REPO_ID for the Hub, or --into DIR for a folder that engines pull",
         )

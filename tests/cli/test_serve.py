@@ -77,6 +77,7 @@ def keys_of(client: Any) -> list[str]:
 
 def test_what_is_shown_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptkit_cli", "serve", str(STEP), "--name", "llama"]
+    command += ["--access-key", "A+b=", "--secret-key", 'it\'s a $(secret); "quoted"']
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -164,7 +165,9 @@ def test_an_adapter_is_served_merged(tmp_path: Path, has_base: bool) -> None:
         (["--port", "x"], 2, "'x' is not a port"),
         (["--name", "../x"], 2, "'../x' is not a name of letters"),
         (["--interval", "0"], 2, "'0' is not a number from 0.05"),
-        (["--host", "256.1.1.1"], 4, "cannot listen on port 0 of 256.1.1.1"),
+        (["--interval", "3"], 2, "needs --follow"),
+        (["--host", "256.1.1.1"], 4, "--host: '256.1.1.1' is no address of this machine"),
+        (["--access-key", "a/b", "--secret-key", "S"], 2, "'a/b' has characters that"),
         (["--qlora-base", "original"], 4, ""),
         (["--dtype", "int8"], 2, "'int8' is not among"),
         (["--follow"], 3, "is a step, where a run was expected"),

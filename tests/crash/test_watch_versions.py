@@ -166,6 +166,15 @@ def test_a_model_of_another_shape_is_published_whole(run: Path, tmp_path: Path) 
     check_chain(into, run, tmp_path)
 
 
+@pytest.mark.parametrize("below", [".", "weights", "checkpoint-1/weights"])
+def test_a_folder_in_the_run_is_refused(run: Path, tmp_path: Path, below: str) -> None:
+    """Versions there would be checkpoints of the run, or change a step."""
+    before = sorted(tmp_path.rglob("*"))
+    events = watch(run, run / below, "--delta", "2", status=4)
+    assert "where versions would be taken for checkpoints" in events[-1]["error"]["message"]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_folders_that_are_not_its_own_are_refused(run: Path, tmp_path: Path) -> None:
     into = tmp_path / "weights"
     (into / "weight_v000001").mkdir(parents=True)
@@ -184,8 +193,8 @@ def test_folders_that_are_not_its_own_are_refused(run: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--delta", "3"], "one of --push and --into is needed"),
-        (["--push", "org/name", "--into", "x"], "one of --push and --into is needed"),
+        (["--delta", "3"], "exactly one of --push and --into is needed"),
+        (["--push", "org/name", "--into", "x"], "exactly one of --push and --into is needed"),
         (["--push", "org/name", "--delta", "3"], "needs --into"),
         (["--into", "x", "--delta", "0"], "--delta"),
         (["--into", "x", "--revision", "main"], "cannot be combined with --into"),

@@ -41,6 +41,7 @@ from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.workdir import sweep_work_folders
 from ckptkit.storage.locations import WORK_INFIX, is_work_folder
 from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, open_target, place_of
 
 _PUBLISHED = "published"
@@ -66,6 +67,15 @@ class VersionSettings:
                 f"is {self.every}, where a whole number of at least 1 was expected",
                 where="--delta",
                 hint="pass --delta 20 for a whole model and 19 deltas, then the next whole model",
+            )
+
+    def refuse_inside(self, run: PathLike) -> None:
+        """Refuses a folder in the run, whose versions would be found as further checkpoints."""
+        if find_overlap(self.folder, run) in {PlaceRelation.SAME, PlaceRelation.INSIDE}:
+            raise RefusedError(
+                f"is inside {os.fspath(run)}, where versions would be taken for checkpoints",
+                where=f"--into {os.fspath(self.folder)}",
+                hint="choose a place beside the run",
             )
 
 

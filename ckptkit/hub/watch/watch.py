@@ -502,6 +502,8 @@ def run_watch(
         The watch; its `failures` are the steps that could not be pushed.
     """
     check_tag(f"{request.tag_prefix}1")
+    if request.versions is not None:
+        request.versions.refuse_inside(request.run)
     state = state_folder(request)
     with ExitStack() as stack:
         stack.enter_context(_take_lock(request, state, pauses, listener))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -91,7 +92,12 @@ def _parse_seconds(text: str) -> float:
         parse=_parse_port,
     ),
     Option(
-        "--name", _PLACE, "Prefix of the keys; by default the name of SRC.", "NAME", keyword="label"
+        "--name",
+        _PLACE,
+        "Prefix of the keys; by default the name of SRC, such as llama, or llama-checkpoint-500 for"
+        " a step.",
+        "NAME",
+        keyword="label",
     ),
     Option(
         "--follow",
@@ -141,7 +147,7 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
     from ckptkit.serving.serving import Serving
 
     request = _make_request(values, is_quiet=output.quiet)
-    page = _ServePage(output, as_json=json_lines)
+    page = _ServePage(output, as_json=json_lines, follows=request.follow)
     with Serving(request, page.listen) as serving:
         try:
             page.show(serving)
@@ -156,6 +162,12 @@ def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
     from ckptkit.serving.server import choose_address
     from ckptkit.serving.serving import ServeRequest
 
+    if values["interval"] is not None and not values["follow"]:
+        raise UsageError(
+            "needs --follow, without which nothing is looked for",
+            where="--interval",
+            hint="add --follow, or leave it out",
+        )
     access, secret, auth = values["access_key"], values["secret_key"], not values["no_auth"]
     if is_quiet and auth and not access:
         raise UsageError(
@@ -179,9 +191,10 @@ def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
 class _ServePage:
     """Writes what is served, and what happens, as text or as JSON lines."""
 
-    def __init__(self, output: Output, *, as_json: bool) -> None:
+    def __init__(self, output: Output, *, as_json: bool, follows: bool) -> None:
         self._output = output
         self._as_json = as_json
+        self._below = "STEP/" if follows else ""
         self._lock = threading.Lock()
 
     def listen(self, event: ServeEvent) -> None:
@@ -230,9 +243,9 @@ class _ServePage:
         yield f"  objects    {escaped(serving.location)}, which can only be read"
         yield ""
         for name, value in serving.environment.items():
-            yield f"export {name}={value}"
+            yield f"export {name}={shlex.quote(escaped(value))}"
         yield ""
-        place = escaped(serving.location)
+        place = escaped(serving.location + self._below)
         yield f"  read it    {output.styled(f'aws s3 sync {place} FOLDER', 'cyan')}"
         listing = (
             f'boto3.client("s3").list_objects_v2(Bucket="ckptkit", Prefix="{serving.prefix}/")'
