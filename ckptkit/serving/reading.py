@@ -26,7 +26,6 @@ from ckptkit.serving.served_objects import BLOCK_BYTES, ReadUnit, ServedObject, 
 # Gather scratch, the memory of kernels, and the leaf that was computed last.
 _READER_BYTES = RUN_BYTES + (4 << 20) + TASK_BYTES
 _BLOCKS_OF_A_UNIT = TASK_BYTES // BLOCK_BYTES
-_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +98,7 @@ class SharedReading:
 
     def __init__(self, limits: ReadingLimits) -> None:
         self._throttle = Throttle(limits.bytes_per_second)
+        self._ahead = limits.threads + 1  # one is sent while each thread fills another
         self._threads = [_ReaderThread(n, self._throttle) for n in range(limits.threads)]
         self._idle: asyncio.LifoQueue[_ReaderThread] = asyncio.LifoQueue()
         for thread in self._threads:
@@ -122,7 +122,7 @@ class SharedReading:
         pending: deque[_Filling] = deque()
         try:
             while unit is not None or pending:
-                while unit is not None and len(pending) < _AHEAD:
+                while unit is not None and len(pending) < self._ahead:
                     # Who holds a buffer must not wait for another one.
                     blocks = self._take_now(unit) if pending else await self._take(unit)
                     if blocks is None:
