@@ -43,6 +43,7 @@ from ckptkit.deltas.form import (
     Hasher,
     make_header,
     name_files,
+    name_version,
     new_hasher,
     version_of_folder,
 )
@@ -96,14 +97,20 @@ class DeltaRequest:
 
     def head_for(self, out: PathLike) -> DeltaHead:
         """Returns the head of the delta at a place."""
-        version = self.version
-        if version is None:
-            version = version_of_folder(out) or 1
+        named = version_of_folder(out)
+        version = named if self.version is None else self.version
+        version = 1 if version is None else version
         if not 1 <= version <= _MOST_VERSION:
             raise UsageError(
                 f"is {version}, where a number from 1 to {_MOST_VERSION:,} was expected",
                 where="--version",
                 hint="version 0 is the model that the first delta is applied to",
+            )
+        if named is not None and named != version:
+            raise UsageError(
+                f"is {version}, and the name of OUT has {named}, by which engines look for it",
+                where="--version",
+                hint=f"name OUT {name_version(version)}, or leave --version out",
             )
         return DeltaHead(version, version - 1, self.encoding, self.checksum)
 

@@ -284,6 +284,11 @@ def test_options_that_cannot_be_met_are_refused(tmp_path: Path, steps: list[Mode
         ckptkit.create_delta(*sides, tmp_path / "d", encoding="diff")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="--version"):
         ckptkit.create_delta(*sides, tmp_path / "d", version=0)
+    with pytest.raises(UsageError, match="is 5, and the name of OUT has 2"):
+        ckptkit.create_delta(*sides, tmp_path / "weight_v000002", version=5)
+    with pytest.raises(UsageError, match="is 0, where a number from 1"):
+        ckptkit.create_delta(*sides, tmp_path / "weight_v000000")
+    assert not [*tmp_path.glob("weight_v*")]
     with pytest.raises(UsageError, match="at least one delta"):
         ckptkit.apply_delta(tmp_path / "s0", [], tmp_path / "d")
     with pytest.raises(RefusedError, match="inside the source"):
