@@ -1,14 +1,15 @@
 """Reads parts of objects for all clients together, in a few threads and a few buffers.
 
 A body is sent from buffers that all clients share: the client that waits longest gets the next
-one. While one is sent, the next ones are filled, as far as no other client waits for a buffer.
+one. While one is sent, the next ones are filled, as far as no other client waits for a buffer. A
+client that takes too long over a buffer that others wait for loses its connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,9 @@ from ckptkit.serving.served_objects import BLOCK_BYTES, ReadUnit, ServedObject, 
 # Gather scratch, the memory of kernels, and the leaf that was computed last.
 _READER_BYTES = RUN_BYTES + (4 << 20) + TASK_BYTES
 _BLOCKS_OF_A_UNIT = TASK_BYTES // BLOCK_BYTES
+PATIENCE_SECONDS = 10.0
+"""What a client may take over one buffer while others wait: 0.4 MB/s."""
+_LOOKS = 10  # for slow clients, in that time
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,23 @@ class _ReaderThread:
         self._reader = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A client that waits for buffers, since a time of the event loop."""
+
+    count: int
+    future: asyncio.Future[list[memoryview]]
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """A client that sends from a buffer, since a time of the event loop."""
+
+    cut: Callable[[], None]
+    since: float = 0.0
+
+
 @dataclass(slots=True)
 class _Filling:
     """A unit of a body that is being read, and its buffers."""
@@ -104,22 +125,37 @@ class SharedReading:
         for thread in self._threads:
             self._idle.put_nowait(thread)
         self._blocks = [aligned_buffer(BLOCK_BYTES) for _ in range(limits.blocks)]
-        self._waiting: deque[tuple[int, asyncio.Future[list[memoryview]]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._sending: list[_Sending] = []
+        self._is_looking = False  # for slow clients
 
     @property
     def free_blocks(self) -> int:
         return len(self._blocks)
 
     async def read(
-        self, folder: ServedFolder, entry: ServedObject, start: int, stop: int
+        self,
+        folder: ServedFolder,
+        entry: ServedObject,
+        start: int,
+        stop: int,
+        cut: Callable[[], None],
     ) -> AsyncGenerator[memoryview, None]:
         """Yields the bytes `[start, stop)` of an object in proven parts, each valid until the next.
 
         Has to be closed where it is not read to its end.
+
+        Args:
+            folder: What has the object.
+            entry: The object.
+            start: First byte.
+            stop: First byte after them.
+            cut: Breaks the connection off, if the client is too slow while others wait.
         """
         units, file = cut_into_units(entry, start, stop), entry.file
         unit = next(units, None)
         pending: deque[_Filling] = deque()
+        sending = _Sending(cut)
         try:
             while unit is not None or pending:
                 while unit is not None and len(pending) < self._ahead:
@@ -130,10 +166,16 @@ class SharedReading:
                     pending.append(self._begin(folder, file, unit, blocks))
                     unit = next(units, None)
                 await asyncio.shield(pending[0].task)
+                self._sending.append(sending)
                 for view in pending[0].views:
+                    sending.since = asyncio.get_running_loop().time()
                     yield view
-                self._give(pending.popleft().blocks)
+                    self._give([pending[0].blocks.pop(0)])
+                self._sending.remove(sending)
+                pending.popleft()
         finally:
+            if sending in self._sending:
+                self._sending.remove(sending)
             for filling in pending:
                 with suppress(Exception):  # the error of the first one is raised
                     await asyncio.shield(filling.task)
@@ -174,9 +216,28 @@ class SharedReading:
         count = min(unit.blocks, _BLOCKS_OF_A_UNIT)
         if not self._waiting and len(self._blocks) >= count:
             return [self._blocks.pop() for _ in range(count)]
-        future: asyncio.Future[list[memoryview]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, future))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[memoryview]] = loop.create_future()
+        self._waiting.append(_Waiting(count, future, loop.time()))
+        if not self._is_looking:
+            self._is_looking = True
+            loop.call_later(PATIENCE_SECONDS / _LOOKS, self._cut_slow)
         return await future
+
+    def _cut_slow(self) -> None:
+        """Cuts clients that are slow while others wait, and looks again while some do."""
+        while self._waiting and self._waiting[0].future.done():
+            self._waiting.popleft()
+        self._is_looking = bool(self._waiting)
+        if not self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        # Whoever waits is patient too: buffers may come back by themselves.
+        if loop.time() - self._waiting[0].since > PATIENCE_SECONDS / 2:
+            for sending in self._sending:
+                if loop.time() - sending.since > PATIENCE_SECONDS:
+                    sending.cut()
+        loop.call_later(PATIENCE_SECONDS / _LOOKS, self._cut_slow)
 
     def _take_now(self, unit: ReadUnit) -> list[memoryview] | None:
         if self._waiting or len(self._blocks) < unit.blocks:
@@ -185,7 +246,7 @@ class SharedReading:
 
     def _give(self, blocks: list[memoryview]) -> None:
         self._blocks += blocks
-        while self._waiting and len(self._blocks) >= self._waiting[0][0]:
-            count, future = self._waiting.popleft()
-            if not future.done():
-                future.set_result([self._blocks.pop() for _ in range(count)])
+        while self._waiting and len(self._blocks) >= self._waiting[0].count:
+            waiting = self._waiting.popleft()
+            if not waiting.future.done():
+                waiting.future.set_result([self._blocks.pop() for _ in range(waiting.count)])

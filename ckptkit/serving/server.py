@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Self
 
 from aiohttp import web
@@ -32,7 +33,7 @@ from ckptkit.serving.signatures import AccessKeys, check_signature, make_keys
 
 logger = logging.getLogger(__name__)
 STALLED_SECONDS = 60.0
-"""A client that takes nothing for so long loses its connection, and others get its buffers."""
+"""A client that takes nothing for so long loses its connection, even if no other one waits."""
 _WRITE_BYTES = 256 << 10  # what one call copies where the client is slower
 _UNWAITED_BYTES = 64 << 10
 _MOST_PORT = 65_535
@@ -276,7 +277,8 @@ class ModelServer(Closing):
         with folder.used() as is_open:
             if not is_open:
                 raise S3Error("NoSuchKey", "The specified key does not exist.")
-            parts = self._reading.read(folder, entry, answer.start, answer.stop)
+            cut = partial(_break_off, request)
+            parts = self._reading.read(folder, entry, answer.start, answer.stop, cut)
             try:
                 async with aclosing(parts):
                     async for view in parts:
@@ -310,9 +312,13 @@ class ModelServer(Closing):
         transport.set_write_buffer_limits(high=0)  # a write then waits until all of it is sent
         for start in range(0, len(view), _WRITE_BYTES):
             part = view[start : start + _WRITE_BYTES]
-            async with asyncio.timeout(STALLED_SECONDS):
-                # aiohttp does not wait after small ones.
-                await response.write(part if len(part) > _UNWAITED_BYTES else bytes(part))
+            try:
+                async with asyncio.timeout(STALLED_SECONDS):
+                    # aiohttp does not wait after small ones.
+                    await response.write(part if len(part) > _UNWAITED_BYTES else bytes(part))
+            except TimeoutError:
+                transport.abort()  # before others get the buffer, of which it still has a view
+                raise
             if len(part) > _UNWAITED_BYTES and transport.get_write_buffer_size():
                 raise RuntimeError("a part of a buffer that others get next is still to be sent")
             self.totals.size_bytes += len(part)

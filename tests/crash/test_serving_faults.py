@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +34,7 @@ from botocore.exceptions import (
 )
 
 import ckptkit
+from ckptkit.serving import reading as reading_module
 from ckptkit.serving import server as server_module
 from ckptkit.serving.serving import ServeEvent, Serving
 from tests.object_store import Bucket, ObjectStore
@@ -265,6 +267,34 @@ def test_clients_that_take_nothing_lose_their_connection(
     wait_until(lambda: free_blocks(unsigned) == whole)
     for connection in connections:
         connection.close()
+
+
+def test_clients_that_take_little_at_a_time_do_not_keep_buffers_that_others_wait_for(
+    unsigned: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_module, "PATIENCE_SECONDS", 1.0)
+    whole = free_blocks(unsigned)
+    slow = [begin_and_take_nothing(unsigned) for _ in range(20)]
+    stop = threading.Event()
+
+    def take_little(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while not stop.wait(0.2) and connection.recv(64 << 10):
+                pass
+
+    threads = [threading.Thread(target=take_little, args=(one,)) for one in slow]
+    for thread in threads:
+        thread.start()
+    try:
+        answer = requests.get(f"{unsigned.url}/ckptkit/{KEY}", timeout=30)  # waits behind them
+        assert len(answer.content) == int(answer.headers["Content-Length"])
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        for connection in slow:
+            connection.close()
+    wait_until(lambda: free_blocks(unsigned) == whole)
 
 
 def test_more_clients_than_buffers_all_get_their_bytes(source: Path) -> None:
