@@ -12,6 +12,7 @@ import json
 import math
 import posixpath
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -214,10 +215,12 @@ def read_weight_map(source: Source, path: str) -> dict[str, str]:
     """Returns the weight map of an index: by tensor name a file path, relative to the source."""
     metadata, weight_map = read_index_document(source, path)
     if "delta_encoding" in metadata:
+        where = posixpath.join(source.location, posixpath.dirname(path))
         raise NotACheckpointError(
             "is a delta, which says what changed in a model, and no model",
-            where=posixpath.join(source.location, posixpath.dirname(path)),
-            hint="apply it to the model that it was made from: ckptkit delta apply BASE DELTA OUT",
+            where=where,
+            hint="apply it to the model that it was made from: ckptkit delta apply BASE DELTA OUT;"
+            f" to see what is in it, run `ckptkit inspect {shlex.quote(where)}`",
         )
     return weight_map
 
