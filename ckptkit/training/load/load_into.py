@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ckptkit.conversion.mapped_names import convert_checkpoint
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.core.arguments import check_arguments
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
@@ -39,6 +40,7 @@ from ckptkit.training.resume.materialise import is_wide_float
 from ckptkit.training.state.models import check_modes, plain_torch
 
 
+@check_arguments
 def load_into(
     model: nn.Module,
     source: str | PathLike[str],

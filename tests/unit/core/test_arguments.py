@@ -299,7 +299,7 @@ def test_every_result_of_a_public_function_was_decided_about() -> None:
     decided = {Verification, Difference, Inspection, RunListing, Pruned, Pushed, Statistics}
     decided |= {DeltaInspection}
     assert all("__bool__" in vars(kind) for kind in decided)
-    always_true = {"Manifest", "Pulled", "Checkpoint"}
+    always_true = {"Manifest", "Pulled", "Checkpoint", "Serving"}
     assert not hasattr(Manifest, "__bool__")
     returned = {
         name
