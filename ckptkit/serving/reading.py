@@ -232,7 +232,7 @@ class SharedReading:
         if not self._waiting:
             return
         loop = asyncio.get_running_loop()
-        # Whoever waits is patient too: buffers may come back by themselves.
+        # The one that waits is patient too: buffers may come back by themselves.
         if loop.time() - self._waiting[0].since > PATIENCE_SECONDS / 2:
             for sending in self._sending:
                 if loop.time() - sending.since > PATIENCE_SECONDS:
