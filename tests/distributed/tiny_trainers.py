@@ -68,7 +68,7 @@ def trainer(kind: str, out: Path, **changes: Any) -> Trainer:
         "cpu_ram_efficient_loading": False,
         "sync_module_states": False,
         "use_orig_params": True,
-    }
+    } | changes.pop("fsdp_config", {})
     callbacks = changes.pop("callbacks", [])
     made_by = changes.pop("made_by", Trainer)
     net = changes.pop("model", None) or model()

@@ -24,6 +24,7 @@ import torch
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.integrations.accelerate.accelerator_state import check_layout, prepared_model
+from ckptkit.integrations.accelerate.deferred_weights import prepare_and_fill
 from ckptkit.integrations.accelerate.saves import AcceleratorSaves, stock_method
 from ckptkit.integrations.checkpointers import is_sharded
 from ckptkit.training.export.export import ExportOptions
@@ -130,7 +131,8 @@ def save_model(
 def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[Options]) -> None:
     """Makes an accelerator save and load through ckptkit.
 
-    It replaces `save_state`, `load_state`, `save_model` and `get_state_dict`.
+    It replaces `save_state`, `load_state`, `save_model` and `get_state_dict`; and `prepare`, which
+    fills models that were loaded in `ckptkit.integrations.transformers.defer_weights`.
 
     As the stock method, `accelerator.save_state` returns the path of the folder, which appears
     later. An error in the background is logged, and raised by `accelerator.end_training`.
@@ -147,6 +149,8 @@ def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[O
     saves = _saves(accelerator)
     saves.options = options
     saves.waits = wait
+    stock = functools.partial(stock_method("prepare"), accelerator)
+    accelerator.prepare = functools.partial(prepare_and_fill, accelerator, stock)
     accelerator.save_state = functools.partial(save_like_stock, accelerator)
     accelerator.load_state = functools.partial(load_like_stock, accelerator)
     accelerator.save_model = functools.partial(save_model_like_stock, accelerator)

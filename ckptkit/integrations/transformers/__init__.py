@@ -36,6 +36,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import OutputError, UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, secrets_in
+from ckptkit.integrations.accelerate.deferred_weights import fill_when_prepared, refuse_empty
 from ckptkit.integrations.checkpointers import export_into, is_sharded
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.checkpoints import (
@@ -44,11 +45,12 @@ from ckptkit.integrations.transformers.checkpoints import (
     hub_options,
     replaces_save_model,
 )
+from ckptkit.integrations.transformers.pretrained import defer_weights
 from ckptkit.integrations.transformers.trainer_state import agree_on_newest
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.settings import Options
 
-__all__ = ["TrainerCheckpoints", "install"]
+__all__ = ["TrainerCheckpoints", "defer_weights", "install"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +96,8 @@ def install(
     - A PEFT model's adapter is saved as the Trainer saves it, and the base model in
       `base_model_0`.
     - `save_model` writes the whole model, or the adapter, without gathering it on one rank.
+    - A model that was loaded in `defer_weights` is filled once it is sharded, by each rank what
+      it holds.
 
     Args:
         trainer: A Trainer, or an object of a class made from it.
@@ -177,6 +181,18 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
             if resume_from_checkpoint is True:
                 resume_from_checkpoint = str(agree_on_newest(run))
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        reads = not self._ckptkit.has_whole_model(resume_from_checkpoint)
+        with fill_when_prepared(self.accelerator, reads=reads):
+            prepared = super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+        if not reads:
+            refuse_empty(self.model)
+        return prepared
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002  as Trainer has it
         is_search = self.hp_search_backend is not None or trial is not None

@@ -283,6 +283,12 @@ class TrainerCheckpoints:
         self._loaded = folder, "optimizer" in state
         return True
 
+    def has_whole_model(self, checkpoint: object) -> bool:
+        """Whether `load` reads all weights from a checkpoint; of a PEFT model it may not."""
+        if not isinstance(checkpoint, str | Path) or not holds_shards(Path(checkpoint)):
+            return False
+        return not hasattr(self._trainer.model, "peft_config")
+
     def load_rest(self, checkpoint: str | None) -> bool:
         """Loads the optimizer, scheduler and scaler, which did not exist yet in `load`.
 

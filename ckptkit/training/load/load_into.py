@@ -9,7 +9,7 @@ has to look whether all of them succeeded, as its next collective will.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from os import PathLike
 
@@ -21,6 +21,7 @@ from ckptkit.conversion.mapped_names import convert_checkpoint
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.known_models import recognise_framework
@@ -96,8 +97,18 @@ class ModelLoad(Closing):
         dtype: str | torch.dtype | None = None,
         name_map: str | PathLike[str] | None = None,
         select: str | None = None,
+        kept: Collection[Fqn] = (),
     ) -> None:
-        """Opens the checkpoint, and finds the tensors of the model in it; see `load_into`."""
+        """Opens the checkpoint, and finds the tensors of the model in it; see `load_into`.
+
+        Args:
+            model: The model.
+            source: The checkpoint.
+            dtype: What floats on the meta device become.
+            name_map: The map of names of another framework.
+            select: Which of several checkpoints to take.
+            kept: Names of tensors of the model that stay as they are.
+        """
         self._live, self._dtype = LiveModel(model), _parse_dtype(dtype)
         if self._dtype is not None:
             self._live.refuse_other(self._dtype)
@@ -105,6 +116,8 @@ class ModelLoad(Closing):
             opened = stack.enter_context(open_checkpoint(source, select=select))
             found = _find_sources(self._live, opened, name_map)
             self._checkpoint, self._stored, self._sources = found
+            if kept:
+                self._sources = self._sources.without(self._live.tensors, kept)
             self._digests = _read_digests(self._checkpoint)
             self._stack = stack.pop_all()
 
@@ -112,6 +125,21 @@ class ModelLoad(Closing):
     def step(self) -> int | None:
         """The training step of the checkpoint, or None."""
         return self._checkpoint.index.run.step
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The paths of the files that hold tensors of the checkpoint."""
+        index = self._checkpoint.index
+        records = {record for entry in self._stored.values() for record in entry.chunks.record}
+        numbers = sorted({int(index.records.file[record]) for record in records})
+        return tuple(
+            posixpath.join(self._checkpoint.location, index.files[n].path) for n in numbers
+        )
+
+    @property
+    def unfilled(self) -> tuple[Fqn, ...]:
+        """Tensors of the model that the checkpoint does not have, but for those that are kept."""
+        return self._sources.missing + self._sources.left_alone
 
     def check(self, *, strict: bool) -> None:
         """Refuses a checkpoint that does not fit, or is not complete; nothing is written yet."""

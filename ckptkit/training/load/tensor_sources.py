@@ -8,7 +8,7 @@ that leave nothing over are taken, else those that leave the least.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -85,6 +85,22 @@ class TensorSources:
         for name, parts in self.parts.items():
             for form in (parts, *self.further.get(name, ())):
                 yield from ((name, part) for part in form)
+
+    def without(self, tensors: Sequence[LiveTensor], kept: Collection[Fqn]) -> TensorSources:
+        """Returns the sources of all tensors but some.
+
+        Args:
+            tensors: Those of the model.
+            kept: Names of tensors that are not loaded.
+        """
+        gone = {tensor.name for tensor in tensors if any(name in kept for name in tensor.names)}
+        return replace(
+            self,
+            parts={name: parts for name, parts in self.parts.items() if name not in gone},
+            missing=tuple(name for name in self.missing if name not in gone),
+            left_alone=tuple(name for name in self.left_alone if name not in gone),
+            further={name: forms for name, forms in self.further.items() if name not in gone},
+        )
 
     @property
     def rest(self) -> int:

@@ -93,16 +93,16 @@ def _give_memory(
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Returns the device of the model: that of its real tensors, or of its mesh."""
-    devices = {tensor.device for tensor in _tensors(module) if not tensor.is_meta}
-    if len(devices) == 1:
-        return devices.pop()
+    """Returns the device of the parameters: that of real tensors, or of the mesh."""
     # No public property says that FSDP2 keeps the parameters on the CPU.
     states = (state for _, state in fsdp2_states(module.modules()))
     groups = (getattr(state, "_fsdp_param_group", None) for state in states)
     group = next((group for group in groups if group is not None), None)
     if group is not None and getattr(group.fsdp_params[0], "offload_to_cpu", False):
         return torch.device("cpu")
+    devices = {tensor.device for tensor in _tensors(module) if not tensor.is_meta}
+    if len(devices) == 1:
+        return devices.pop()
     sharded = (tensor for tensor in module.parameters() if isinstance(tensor, DTensor))
     first = next(sharded, None)
     if first is None:

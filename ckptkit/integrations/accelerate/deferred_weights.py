@@ -1,0 +1,367 @@
+"""Models on the meta device that each rank fills itself once accelerate has sharded them.
+
+`defer_weights` of `ckptkit.integrations.transformers` makes such models, and keeps here where their
+weights are. Without it accelerate shards a model that is in memory: each rank has the whole of it,
+or the first has, and sends it to the others (`cpu_ram_efficient_loading`).
+
+Source: accelerate 1.15, `Accelerator.prepare`, `fsdp2_prepare_model` and `prepare_model`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.core.errors import (
+    CkptkitError,
+    LoadError,
+    SourceChangedError,
+    UnsupportedError,
+    error_from_json,
+)
+from ckptkit.core.index import Fqn
+from ckptkit.training.load.load_into import ModelLoad
+from ckptkit.training.resume.load_pieces import list_first
+from ckptkit.training.resume.materialise import is_wide_float
+from ckptkit.training.resume.unsaved_buffers import find_unsaved
+from ckptkit.training.state.bound import unwrap_optimizer
+from ckptkit.training.state.dtensors import DTensor
+from ckptkit.training.state.models import check_modes, plain_torch
+from ckptkit.training.step_names import clean_fqn
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = ("cpu_ram_efficient_loading", "sync_module_states", "param_init_fn")
+_NO_MODEL = "has no model on the meta device"
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredWeights:
+    """The files of the weights of a model, as they were when it was made.
+
+    Attributes:
+        folder: That holds them.
+        files: Path, size in bytes and time of the last change in nanoseconds of each.
+    """
+
+    folder: Path
+    files: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def look(cls, paths: Sequence[str]) -> DeferredWeights:
+        """Looks at files that are in one folder."""
+        states = [Path(path).stat() for path in paths]
+        files = tuple(
+            (path, state.st_size, state.st_mtime_ns)
+            for path, state in zip(paths, states, strict=True)
+        )
+        return cls(Path(paths[0]).parent, files)
+
+    def refuse_changes(self) -> None:
+        """Refuses files that are others than when the model was made."""
+        for path, size, time in self.files:
+            try:
+                state = Path(path).stat()
+            except OSError as error:
+                raise SourceChangedError(f"{error.strerror or error}", where=path) from error
+            if (state.st_size, state.st_mtime_ns) != (size, time):
+                raise SourceChangedError(
+                    "changed after from_pretrained had read its header", where=path
+                )
+
+
+_DEFERRED: weakref.WeakKeyDictionary[nn.Module, DeferredWeights] = weakref.WeakKeyDictionary()
+
+
+def keep_deferred(model: nn.Module, weights: DeferredWeights) -> None:
+    """Remembers where the weights of a model are that is on the meta device."""
+    _DEFERRED[model] = weights
+
+
+@contextmanager
+def fill_when_prepared(accelerator: Any, *, reads: bool) -> Iterator[None]:
+    """Makes `accelerator.prepare` fill models, until the block ends.
+
+    Args:
+        accelerator: The accelerator.
+        reads: Whether to read the weights; else a checkpoint follows that has all of them.
+    """
+    before = vars(accelerator).get("prepare")
+    stock = accelerator.prepare
+    accelerator.prepare = partial(prepare_and_fill, accelerator, stock, reads=reads)
+    try:
+        yield
+    finally:
+        if before is None:
+            del accelerator.prepare
+        else:
+            accelerator.prepare = before
+
+
+def prepare_and_fill(
+    accelerator: Any,
+    prepare: Callable[..., Any],
+    *objects: Any,
+    reads: bool = True,
+    **options: Any,
+) -> Any:
+    """Calls `prepare`, and then fills the model if its weights were deferred on every rank.
+
+    All ranks have to call it. What they communicate is whether they can do so, whether tensors that
+    have values already are equal, and whether they succeeded; weights are not sent.
+
+    Args:
+        accelerator: The accelerator.
+        prepare: Its own method.
+        *objects: What it prepares.
+        reads: Whether to read the weights.
+        **options: For `prepare`.
+
+    Raises:
+        LoadError: If the files do not fit the model, on every rank, and nothing is prepared.
+        PartlyFilledError: If reading failed on any rank, on every rank.
+    """
+    models = [value for value in objects if isinstance(value, nn.Module)]
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    if len(models) != 1 or kind != "FSDP":
+        return prepare(*objects, **options)
+    optimizers = [value for value in objects if isinstance(value, Optimizer)]
+    filling = _Filling(accelerator, models[0], optimizers)
+    if not filling.is_possible():
+        return prepare(*objects, **options)
+    if reads:
+        filling.check()
+    with _kept_on_meta(accelerator):
+        prepared = prepare(*objects, **options)
+    results = prepared if isinstance(prepared, tuple | list) else (prepared,)
+    filling.finish(next(v for v in results if isinstance(v, nn.Module)), reads=reads)
+    return prepared
+
+
+class _Filling:
+    """One model between its preparation and its filling."""
+
+    def __init__(self, accelerator: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._accelerator = accelerator
+        self._model = model
+        self._is_fsdp2 = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) != 1
+        self._optimizers = [unwrap_optimizer(optimizer) for optimizer in optimizers]
+        found = (_DEFERRED[module] for module in model.modules() if module in _DEFERRED)
+        self._weights = next(found, None)
+        tensors = model.state_dict(keep_vars=True)
+        self._valued: Mapping[str, torch.Tensor] = {
+            name: tensor.detach()
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta
+        }
+        self._is_on_meta = any(tensor.is_meta for tensor in model.parameters())
+        self._dtypes = {name: tensor.dtype for name, tensor in model.named_parameters()}
+        names = {id(tensor): name for name, tensor in model.named_parameters()}
+        self._groups = [
+            [names.get(id(parameter)) for parameter in group["params"]]
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def is_possible(self) -> bool:
+        """Returns whether the model is to be filled, in which all ranks agree.
+
+        Tensors that have values already, such as a new head, become those of rank 0 where ranks
+        have drawn others.
+        """
+        own = (self._obstacle(), self._weights is not None and self._is_on_meta, {})
+        if not own[0]:
+            own[2].update((name, _digest(tensor)) for name, tensor in self._valued.items())
+        every = _gather(own)
+        reasons = sorted({reason for reason, *_ in every if reason})
+        if reasons and any(is_deferred for _, is_deferred, _ in every):
+            raise LoadError(
+                f"weights were deferred, and a rank {reasons[0]}",
+                where=type(self._model).__name__,
+                hint="use defer_weights on all ranks, and FSDP1 before the optimizer is made",
+            )
+        if reasons:
+            if reasons != [_NO_MODEL]:
+                self._warn("the model is prepared as without ckptkit: a rank %s", reasons[-1])
+            return False
+        if any(digests.keys() != own[2].keys() for *_, digests in every):
+            raise LoadError("ranks have models with other tensors on the meta device")
+        unlike = [name for name in own[2] if len({found[name] for *_, found in every}) > 1]
+        for name in unlike:
+            sent = self._valued[name].to(self._accelerator.device, copy=True).contiguous()
+            dist.broadcast(sent, src=0)
+            self._valued[name].copy_(sent)
+        if unlike:
+            self._warn("ranks had drawn other values, and have those of rank 0 now: %s", unlike)
+        return True
+
+    def _obstacle(self) -> str:
+        """Returns why this rank does not fill the model; empty where it does."""
+        if not self._is_on_meta:
+            return _NO_MODEL
+        if self._weights is None:
+            return (
+                "has a model on the meta device, and it is not known where its weights are:"
+                " call from_pretrained in a block `with defer_weights():` of"
+                " ckptkit.integrations.transformers"
+            )
+        if not self._is_fsdp2 and self._optimizers:
+            return "has an optimizer of a model that FSDP1 has not wrapped yet"
+        return ""
+
+    def check(self) -> None:
+        """Refuses files that do not fit the model, on every rank if they do not on one."""
+        _together(lambda: self._load(self._model, fills=False))
+
+    def finish(self, prepared: nn.Module, *, reads: bool) -> None:
+        """Fills the model, and puts its parameters into the optimizers."""
+        if self._is_fsdp2:
+            self._exchange(prepared)
+        if reads:
+            _together(lambda: self._load(prepared, fills=True))
+
+    def _exchange(self, prepared: nn.Module) -> None:
+        # accelerate finds parameters by their addresses, which are equal on the meta device.
+        new = {clean_fqn(name): tensor for name, tensor in prepared.named_parameters()}
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        for group, names in zip(groups, self._groups, strict=True):
+            group["params"] = [
+                old if name is None else new[name]
+                for old, name in zip(group["params"], names, strict=True)
+            ]
+
+    def _load(self, model: nn.Module, *, fills: bool) -> None:
+        assert self._weights is not None  # noqa: S101  see _obstacle
+        self._weights.refuse_changes()
+        with plain_torch() as unsuited:
+            check_modes(unsuited, "prepare")
+            kept = frozenset(map(Fqn, self._valued))
+            with ModelLoad(model, self._weights.folder, kept=kept) as load:
+                load.check(strict=False)
+                _refuse_unfilled(model, load.unfilled)
+                if not fills:
+                    return
+                result = load.fill(self._optimizers)
+        self._round(model)
+        self._weights.refuse_changes()
+        left = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+        _refuse_unfilled(model, left)
+        if self._accelerator.is_main_process:
+            logger.info("read %s bytes of %s", f"{result.bytes_read:,}", self._weights.folder)
+
+    def _round(self, model: nn.Module) -> None:
+        """Rounds parameters that accelerate has widened to what from_pretrained makes of them."""
+        first, *others = {t for t in self._dtypes.values() if is_wide_float(t)} or {torch.float32}
+        for name, parameter in model.named_parameters():
+            dtype = self._dtypes.get(clean_fqn(name))
+            if not is_wide_float(parameter.dtype):
+                continue
+            if dtype is None and others and parameter.dtype not in {first, *others}:
+                raise UnsupportedError("has elements of several types", where=name)
+            dtype = first if dtype is None else dtype
+            if dtype != parameter.dtype:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                with torch.no_grad():
+                    local.copy_(local.to(dtype))
+
+    def _warn(self, text: str, *arguments: object) -> None:
+        if self._accelerator.is_main_process:
+            logger.warning(text, *arguments)
+
+
+def refuse_empty(model: nn.Module) -> None:
+    """Refuses a model that still has parameters on the meta device, on this rank."""
+    _refuse_unfilled(model, [name for name, tensor in model.named_parameters() if tensor.is_meta])
+
+
+def _refuse_unfilled(model: nn.Module, names: Collection[str]) -> None:
+    unsaved = [f"{group.path}.{name}" for group in find_unsaved(model) for name in group.names]
+    left = [*names, *unsaved]
+    if left:
+        raise LoadError(
+            f"{len(left):,} tensors on the meta device are not in the files: {list_first(left)}",
+            where=type(model).__name__,
+            hint="make what from_pretrained does not read, such as adapters and larger embeddings,"
+            " from a model that was loaded without defer_weights",
+        )
+
+
+@contextmanager
+def _kept_on_meta(accelerator: Any) -> Iterator[None]:
+    """Makes accelerate shard a model without values, instead of sending those of rank 0."""
+    plugin = accelerator.state.fsdp_plugin
+    before = {name: getattr(plugin, name) for name in _SETTINGS}
+    memory: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    plugin.cpu_ram_efficient_loading = False
+    plugin.sync_module_states = False
+    plugin.param_init_fn = partial(_give_memory, accelerator.device, memory)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(plugin, name, value)
+
+
+def _give_memory(
+    device: torch.device, memory: dict[int, tuple[nn.Parameter, nn.Parameter]], module: nn.Module
+) -> nn.Module:
+    """Gives the tensors of one module memory on a device, as FSDP1 asks for it.
+
+    Args:
+        device: The device.
+        memory: The old and the new parameters, by the identity of the old ones.
+        module: The module.
+    """
+    for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        if id(old) not in memory:
+            empty = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
+            memory[id(old)] = old, nn.Parameter(empty.detach(), requires_grad=old.requires_grad)
+        setattr(module, name, memory[id(old)][1])
+    for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+        is_meta = buffer.is_meta
+        setattr(
+            module, name, torch.empty_like(buffer, device=device) if is_meta else buffer.to(device)
+        )
+    return module
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(content.data, digest_size=16).hexdigest()
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def _together(work: Callable[[], None]) -> None:
+    """Does something on all ranks; if it fails on one, it raises on all."""
+    own: CkptkitError | None = None
+    try:
+        work()
+    except CkptkitError as error:
+        own = error
+    every = _gather(None if own is None else own.to_json())
+    if own is not None:
+        raise own
+    for rank, document in enumerate(every):
+        if document is not None:
+            error = error_from_json(document)
+            error.add_note(f"on rank {rank}")
+            raise error

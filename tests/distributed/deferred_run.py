@@ -1,0 +1,337 @@
+"""Runs under torchrun: models of `defer_weights` beside those that are loaded as usual.
+
+Usage: deferred_run.py FOLDER CHECK… Each line that rank 0 prints is one thing that was found.
+Everything that communicates raises while a model is filled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+)
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.integrations.accelerate import install as install_accelerator
+from ckptkit.integrations.transformers import defer_weights, install
+from ckptkit.training.load.load_into import ModelLoad
+from tests.distributed.saving_run import nobody_talks
+from tests.distributed.tiny_trainers import (
+    WORDS,
+    Tensors,
+    differing,
+    local_part,
+    say,
+    trained,
+    trainer,
+)
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+SHORT: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
+STARTED = {"fills": 0}
+
+
+def base(folder: Path, kind: str = "plain") -> Path:
+    """Returns the folder of a saved model, which rank 0 writes."""
+    made = folder / f"base-{kind}"
+    if dist.get_rank() == 0 and not made.exists():
+        torch.manual_seed(3)
+        if kind == "experts":
+            experts = MixtralConfig(**SIZES, num_local_experts=4)
+            MixtralForCausalLM(experts).save_pretrained(made)
+        else:
+            config = LlamaConfig(**SIZES, tie_word_embeddings=kind == "tied")
+            LlamaForCausalLM(config).save_pretrained(made, max_shard_size="20KB")
+    dist.barrier()
+    return made
+
+
+def load(source: Path, *, deferred: bool, auto: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    torch.manual_seed(options.pop("seed", 11))
+    with defer_weights() if deferred else nullcontext():
+        return auto.from_pretrained(source, **options)
+
+
+class Looking(TrainerCallback):  # type: ignore[misc]
+    """Keeps what a model is before the first step."""
+
+    def __init__(self) -> None:
+        self.found: Tensors = {}
+
+    def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.found[f"first/{name}"] = local_part(tensor)
+
+
+def compare(kind: str, name: str, source: Path, folder: Path, **options: Any) -> None:
+    """Trains by the stock Trainer, and with deferred weights."""
+    loads = {key: options.pop(key) for key in ("dtype",) if key in options}
+    found = []
+    for deferred in (False, True):
+        is_efficient = options.get("fsdp_config", {}).get("cpu_ram_efficient_loading", False)
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(is_efficient).lower()
+        model = load(source, deferred=deferred, **loads)
+        looking = Looking()
+        made = trainer(kind, folder / "out", model=model, callbacks=[looking], **SHORT | options)
+        before, plugin = STARTED["fills"], made.accelerator.state.fsdp_plugin
+        if deferred:
+            install(made)
+            assert all(tensor.is_meta for tensor in model.parameters())
+            assert not any(buffer.is_meta for buffer in model.buffers())
+        found.append(trained(made) | looking.found)
+        assert STARTED["fills"] - before == int(deferred)
+        assert "prepare" not in vars(made.accelerator)
+        assert plugin.cpu_ram_efficient_loading == is_efficient
+    say(kind, name, differing(found[1], found[0]), len(found[0]) > 10)
+
+
+def check_models(kind: str, folder: Path) -> None:
+    """Weights are those of the stock way, and so is what is trained from them."""
+    plain = base(folder)
+    compare(kind, "plain", plain, folder)
+    compare(kind, "tied", base(folder, "tied"), folder)
+    compare(kind, "half", plain, folder, dtype=torch.bfloat16)
+    compare(kind, "mixed", plain, folder, dtype=torch.bfloat16, bf16=True)
+    compare(kind, "fused", plain, folder, optim="adamw_torch_fused")
+    wrapped = {"transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}
+    compare(kind, "experts", base(folder, "experts"), folder, fsdp_config=wrapped)
+    if kind == "fsdp2":  # with FSDP1 it needs an accelerator
+        efficient = {"cpu_ram_efficient_loading": True}
+        compare(kind, "efficient", plain, folder, fsdp_config=efficient)
+
+
+def check_heads(kind: str, folder: Path) -> None:
+    """A new head is that of the stock way, and that of rank 0 where ranks drew others."""
+    source = base(folder)
+
+    def make(deferred: bool, **options: Any) -> Any:
+        auto = AutoModelForSequenceClassification
+        return load(source, deferred=deferred, auto=auto, num_labels=3, **options)
+
+    whole = make(False)
+    own = make(True)
+    assert not own.score.weight.is_meta
+    assert torch.equal(whole.score.weight, own.score.weight)
+    assert own.model.embed_tokens.weight.is_meta
+    truth = prepared(kind, whole)
+    say(kind, "head", differing(prepared(kind, own), truth), len(truth) > 10)
+    other = make(True, seed=11 + dist.get_rank())
+    say(kind, "unlike heads", differing(prepared(kind, other), truth))
+    sizes = {"num_labels": 3, "ignore_mismatched_sizes": True, "vocab_size": WORDS + 8}
+    larger = [load(source, deferred=d, **sizes) for d in (False, True)]
+    assert not larger[1].lm_head.weight.is_meta
+    truth, ours = (prepared(kind, model) for model in larger)
+    say(kind, "other sizes", differing(ours, truth))
+
+
+def prepared(kind: str, model: nn.Module) -> Tensors:
+    """Returns this rank's part of a model that accelerate has prepared, with `install`."""
+    accelerator, made, _ = prepare(kind, model)
+    found = {name: local_part(tensor) for name, tensor in made.named_parameters()}
+    accelerator.free_memory()
+    return found
+
+
+def prepare(kind: str, model: nn.Module, **settings: Any) -> tuple[Accelerator, Any, Any]:
+    version = int(kind[-1])
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        reshard_after_forward=True if version == 2 else "FULL_SHARD",
+        **({"use_orig_params": settings.pop("orig", True)} if version == 1 else {}),
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **settings)
+    install_accelerator(accelerator)
+    if version == 1:
+        made = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(made.parameters(), 1e-2))
+    else:
+        made, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    return accelerator, made, optimizer
+
+
+def check_accelerate(kind: str, folder: Path) -> None:
+    """The optimizer has the parameters of the model, in its order."""
+    source = base(folder)
+    found = []
+    for deferred in (False, True):
+        accelerator, made, optimizer = prepare(kind, load(source, deferred=deferred))
+        own = {id(parameter) for parameter in made.parameters()}
+        assert own == {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for step in range(2):
+            torch.manual_seed(step)
+            ids = torch.randint(3, WORDS, (2, 8))
+            accelerator.backward(made(input_ids=ids, labels=ids).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: local_part(tensor) for name, tensor in made.named_parameters()})
+        accelerator.free_memory()
+    say(kind, "accelerate", differing(found[1], found[0]), len(found[0]) > 3)
+    if kind == "fsdp1":
+        models = [load(source, deferred=deferred) for deferred in (False, True)]
+        flat = []
+        for model in models:
+            accelerator, made, _ = prepare(kind, model, orig=False)
+            flat.append({name: local_part(tensor) for name, tensor in made.named_parameters()})
+            accelerator.free_memory()
+        say(kind, "flat", differing(flat[1], flat[0]))
+
+
+def check_resuming(kind: str, folder: Path) -> None:
+    """A step is resumed without the base, which is not there any more."""
+    source = base(folder)
+    out = folder / f"{kind}-resumed"
+    made = trainer(kind, out, model=load(source, deferred=True), save_steps=2, max_steps=4)
+    install(made)
+    truth = trained(made)
+    copy = folder / f"copy-{kind}"
+    if dist.get_rank() == 0:
+        shutil.copytree(source, copy)
+        shutil.rmtree(out / "checkpoint-4")
+    dist.barrier()
+    model = load(copy, deferred=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(copy)
+    dist.barrier()
+    before = STARTED["fills"]
+    again = trainer(kind, out, model=model, save_steps=2, max_steps=4)
+    install(again)
+    say(kind, "resumed", differing(trained(again, True), truth), STARTED["fills"] - before)
+
+
+def refusal(kind: str, model: Any, folder: Path) -> str:
+    made = trainer(kind, folder / "refused", model=model, **SHORT)
+    install(made)
+    try:
+        made.train()
+    except CkptkitError as error:
+        assert "prepare" not in vars(made.accelerator)
+        return f"{type(error).__name__} {error}".replace("\n", " ")
+    return "nothing"
+
+
+def check_refusing(kind: str, folder: Path) -> None:
+    """What does not fit is refused on all ranks, before the model is sharded."""
+    source = base(folder)
+    model = load(source, deferred=True)
+    model.resize_token_embeddings(WORDS + 8, mean_resizing=False)
+    say(kind, "resized", refusal(kind, model, folder))
+    model = get_peft_model(load(source, deferred=True), LoraConfig(target_modules=["q_proj"]))
+    say(kind, "adapter", refusal(kind, model, folder))
+    copy = folder / f"changed-{kind}-{dist.get_rank()}"
+    shutil.copytree(source, copy)
+    model = load(copy, deferred=True)
+    if dist.get_rank() == 1:
+        file = min(copy.glob("*.safetensors"))
+        tensors = load_file(file)
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, file)
+    say(kind, "changed", refusal(kind, model, folder))
+    dist.barrier()
+
+
+def check_leaving(kind: str, folder: Path) -> None:
+    """What cannot be deferred is loaded as usual."""
+    source = base(folder)
+    stock = AutoModelForCausalLM.from_pretrained
+    other = folder / f"bin-{kind}"
+    two = folder / f"two-{kind}"
+    if dist.get_rank() == 0:
+        other.mkdir()
+        shutil.copy(source / "config.json", other)
+        torch.save(stock(source).state_dict(), other / "pytorch_model.bin")
+        shutil.copytree(source, two)
+        stock(source, dtype=torch.bfloat16).save_pretrained(two, variant="half")
+    dist.barrier()
+    renamed = {"key_mapping": {"^nothing": "other"}}
+    for name, path, options in (
+        ("bin", other, {}),
+        ("variant", two, {"variant": "half"}),
+        ("renamed", source, renamed),
+        ("placed", source, {"device_map": "cpu"}),
+    ):
+        model = load(path, deferred=True, **options)
+        truth = load(path, deferred=False, **options)
+        own, same = model.state_dict(), truth.state_dict()
+        say(kind, name, all(torch.equal(own[key], same[key]) for key in same))
+    dist.barrier()
+    say(kind, "one", refusal(kind, load(source, deferred=dist.get_rank() == 1), folder))
+    bare = load(source, deferred=False, device_map="meta")
+    try:
+        prepared(kind, bare)
+    except (CkptkitError, RuntimeError, NotImplementedError) as error:
+        say(kind, "bare", type(error).__name__)
+    assert load(source, deferred=False).lm_head.weight.is_cpu
+
+
+def silence_fills() -> None:
+    """Makes everything that communicates raise while a model is filled, and counts fills."""
+    stock = ModelLoad.fill
+
+    def fill(self: ModelLoad, *arguments: Any, **options: Any) -> Any:
+        STARTED["fills"] = STARTED["fills"] + 1
+        with nobody_talks():
+            return stock(self, *arguments, **options)
+
+    ModelLoad.fill = fill  # type: ignore[method-assign]
+
+
+CHECKS = {
+    "models": check_models,
+    "heads": check_heads,
+    "accelerate": check_accelerate,
+    "resuming": check_resuming,
+    "refusing": check_refusing,
+    "leaving": check_leaving,
+}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("ckptkit").setLevel(logging.INFO)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    silence_fills()
+    kind = sys.argv[2]
+    for check in sys.argv[3:]:
+        CHECKS[check](kind, Path(sys.argv[1]))
+        say(kind, check, "done")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Models of `defer_weights`: filled by each rank under the Trainer and accelerate, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+HERE = Path(__file__).parent
+SCRIPT = HERE / "deferred_run.py"
+CHECKS = ("models", "heads", "accelerate", "resuming", "refusing", "leaving")
+KINDS = ("fsdp1", "fsdp2")
+Found = dict[str, list[str]]
+
+
+@pytest.fixture(scope="module")
+def found(run_ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What all checks found, by the kind of FSDP; the log is at `log`."""
+    by_kind: Found = {"log": []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{HERE / 'pretending'}:{HERE.parents[1]}")
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        for kind in KINDS:
+            folder = tmp_path_factory.mktemp(kind)
+            done = run_ranks(SCRIPT, 2, folder, kind, *CHECKS, status=None)
+            output = f"{done.stdout}{done.stderr}"  # type: ignore[attr-defined]
+            by_kind[kind] = re.findall(rf"^FOUND {kind} (.*?) *$", output, re.MULTILINE)
+            by_kind["log"].append(output)
+            missing = [check for check in CHECKS if f"{check} done" not in by_kind[kind]]
+            assert not missing, f"{kind} {missing}: {output[-8_000:]}"
+    return by_kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["plain", "tied", "half", "mixed", "fused", "experts"])
+def test_training_begins_and_ends_as_without_deferring(kind: str, case: str, found: Found) -> None:
+    assert f"{case} [] True" in found[kind]
+
+
+def test_it_equals_loading_on_one_rank_and_sending_it(found: Found) -> None:
+    assert "efficient [] True" in found["fsdp2"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_heads_are_those_of_the_stock_way_and_of_rank_0(kind: str, found: Found) -> None:
+    assert "head [] True" in found[kind]
+    assert "unlike heads []" in found[kind]
+    assert "other sizes []" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accelerate_prepares_a_deferred_model_with_its_optimizer(kind: str, found: Found) -> None:
+    assert "accelerate [] True" in found[kind]
+    assert kind == "fsdp2" or "flat []" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_resumed_without_reading_the_base(kind: str, found: Found) -> None:
+    assert "resumed [] 0" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_was_changed_is_refused(kind: str, found: Found) -> None:
+    lines = "\n".join(found[kind])
+    assert re.search(r"resized LoadError .*size mismatch for \S+embed_tokens.weight", lines)
+    assert re.search(r"adapter LoadError .*lora_A", lines)
+    assert re.search(r"changed SourceChangedError .*changed after from_pretrained", lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_deferred_is_loaded_as_usual(kind: str, found: Found) -> None:
+    for case in ("bin", "variant", "renamed", "placed"):
+        assert f"{case} True" in found[kind]
+    log = "\n".join(found["log"])
+    assert "loaded as without ckptkit: its files are not safetensors" in log
+    assert "loaded as without ckptkit: key_mapping is given" in log
+    assert "it is not known where its weights are" in log
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_deferred_on_one_rank_only_are_refused(kind: str, found: Found) -> None:
+    lines = "\n".join(found[kind])
+    assert re.search(r"one LoadError .*a rank has no model on the meta device", lines)
