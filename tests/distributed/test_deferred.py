@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 SCRIPT = HERE / "deferred_run.py"
-CHECKS = ("models", "heads", "accelerate", "resuming", "refusing", "leaving")
+CHECKS = ("models", "heads", "accelerate", "adapters", "page", "resuming", "refusing", "leaving")
 KINDS = ("fsdp1", "fsdp2")
 Found = dict[str, list[str]]
 
@@ -57,6 +57,17 @@ def test_new_heads_are_those_of_the_stock_way_and_of_rank_0(kind: str, found: Fo
 def test_accelerate_prepares_a_deferred_model_with_its_optimizer(kind: str, found: Found) -> None:
     assert "accelerate [] True" in found[kind]
     assert kind == "fsdp2" or "flat []" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_that_are_added_in_the_block_keep_their_values(kind: str, found: Found) -> None:
+    assert "adapters [] True" in found[kind]
+    assert "adapters resumed []" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_example_of_the_documentation_runs(kind: str, found: Found) -> None:
+    assert "page 1 2" in found[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -406,7 +406,7 @@ def test_the_examples_of_the_page_run(
     expected = transformers.LlamaForCausalLM(config)
     expected.save_pretrained("base")
     page = (repository / "docs/loading.md").read_text()
-    first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, _, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)

@@ -62,12 +62,13 @@ class DeferredWeights:
     @classmethod
     def look(cls, paths: Sequence[str]) -> DeferredWeights:
         """Looks at files that are in one folder."""
-        states = [Path(path).stat() for path in paths]
+        whole = [Path(path).absolute() for path in paths]
+        states = [path.stat() for path in whole]
         files = tuple(
-            (path, state.st_size, state.st_mtime_ns)
-            for path, state in zip(paths, states, strict=True)
+            (str(path), state.st_size, state.st_mtime_ns)
+            for path, state in zip(whole, states, strict=True)
         )
-        return cls(Path(paths[0]).parent, files)
+        return cls(whole[0].parent, files)
 
     def refuse_changes(self) -> None:
         """Refuses files that are others than when the model was made."""
@@ -181,10 +182,10 @@ class _Filling:
         Tensors that have values already, such as a new head, become those of rank 0 where ranks
         have drawn others.
         """
-        own = (self._obstacle(), self._weights is not None and self._is_on_meta, {})
-        if not own[0]:
-            own[2].update((name, _digest(tensor)) for name, tensor in self._valued.items())
-        every = _gather(own)
+        obstacle, digests = self._obstacle(), dict[str, str]()
+        if not obstacle:
+            digests = {name: _digest(tensor) for name, tensor in self._valued.items()}
+        every = _gather((obstacle, self._weights is not None and self._is_on_meta, digests))
         reasons = sorted({reason for reason, *_ in every if reason})
         if reasons and any(is_deferred for _, is_deferred, _ in every):
             raise LoadError(
@@ -196,9 +197,9 @@ class _Filling:
             if reasons != [_NO_MODEL]:
                 self._warn("the model is prepared as without ckptkit: a rank %s", reasons[-1])
             return False
-        if any(digests.keys() != own[2].keys() for *_, digests in every):
+        if any(found.keys() != digests.keys() for *_, found in every):
             raise LoadError("ranks have models with other tensors on the meta device")
-        unlike = [name for name in own[2] if len({found[name] for *_, found in every}) > 1]
+        unlike = [name for name in digests if len({found[name] for *_, found in every}) > 1]
         for name in unlike:
             sent = self._valued[name].to(self._accelerator.device, copy=True).contiguous()
             dist.broadcast(sent, src=0)
@@ -293,8 +294,8 @@ def _refuse_unfilled(model: nn.Module, names: Collection[str]) -> None:
         raise LoadError(
             f"{len(left):,} tensors on the meta device are not in the files: {list_first(left)}",
             where=type(model).__name__,
-            hint="make what from_pretrained does not read, such as adapters and larger embeddings,"
-            " from a model that was loaded without defer_weights",
+            hint="add adapters in the block with defer_weights too; for other changes, such as"
+            " larger embeddings, load the model without it",
         )
 
 
@@ -306,7 +307,8 @@ def _kept_on_meta(accelerator: Any) -> Iterator[None]:
     memory: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     plugin.cpu_ram_efficient_loading = False
     plugin.sync_module_states = False
-    plugin.param_init_fn = partial(_give_memory, accelerator.device, memory)
+    widens = accelerator.mixed_precision != "no"
+    plugin.param_init_fn = partial(_give_memory, accelerator.device, memory, widens=widens)
     try:
         yield
     finally:
@@ -315,7 +317,11 @@ def _kept_on_meta(accelerator: Any) -> Iterator[None]:
 
 
 def _give_memory(
-    device: torch.device, memory: dict[int, tuple[nn.Parameter, nn.Parameter]], module: nn.Module
+    device: torch.device,
+    memory: dict[int, tuple[nn.Parameter, nn.Parameter]],
+    module: nn.Module,
+    *,
+    widens: bool,
 ) -> nn.Module:
     """Gives the tensors of one module memory on a device, as FSDP1 asks for it.
 
@@ -323,18 +329,25 @@ def _give_memory(
         device: The device.
         memory: The old and the new parameters, by the identity of the old ones.
         module: The module.
+        widens: Whether trained floats become float32. accelerate does that later, in the memory of
+            flat parameters alone; FSDP1 then copies the narrow ones over it once more.
     """
     for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if id(old) not in memory:
-            empty = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
-            memory[id(old)] = old, nn.Parameter(empty.detach(), requires_grad=old.requires_grad)
+            is_wider = widens and old.requires_grad and is_wide_float(old.dtype)
+            dtype = torch.float32 if is_wider else old.dtype
+            new = _filled(old.detach(), device, dtype)
+            memory[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad)
         setattr(module, name, memory[id(old)][1])
     for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-        is_meta = buffer.is_meta
-        setattr(
-            module, name, torch.empty_like(buffer, device=device) if is_meta else buffer.to(device)
-        )
+        setattr(module, name, _filled(buffer, device, buffer.dtype))
     return module
+
+
+def _filled(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device, dtype=dtype)
+    return tensor.to(device, dtype)
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -362,6 +375,6 @@ def _together(work: Callable[[], None]) -> None:
         raise own
     for rank, document in enumerate(every):
         if document is not None:
-            error = error_from_json(document)
-            error.add_note(f"on rank {rank}")
-            raise error
+            failure = error_from_json(document)
+            failure.add_note(f"on rank {rank}")
+            raise failure

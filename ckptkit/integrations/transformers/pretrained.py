@@ -5,6 +5,7 @@ Source: transformers 5.23, `PreTrainedModel.from_pretrained` and `_load_pretrain
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import load_state_dict
@@ -48,6 +50,8 @@ def defer_weights() -> Iterator[None]:
     on all ranks, and set the same seed on them. What the files do not hold, such as a new head or
     the frequencies of a rotary embedding, is computed as without it.
 
+    Adapters of PEFT are added in the block too, for which a trainer of TRL may be made in it.
+
     A model that cannot be read this way is loaded as usual, and the log says why: one that is
     quantized, is in other files than safetensors, goes to devices by `device_map`, or has names
     or values that are computed while it is loaded.
@@ -55,16 +59,7 @@ def defer_weights() -> Iterator[None]:
     Raises:
         UnsupportedError: If this version of Transformers loads in another way.
     """
-    stock = vars(PreTrainedModel).get(_METHOD)
-    function = getattr(stock, "__func__", None)
-    found = () if function is None else tuple(inspect.signature(function).parameters)
-    if not isinstance(stock, staticmethod) or found != _PARAMETERS:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__}: {_METHOD} takes {found}, expected"
-            f" {_PARAMETERS}",
-            where="defer_weights",
-            hint="without it the model is loaded as usual",
-        )
+    stock = _stock_method()
 
     def load(
         model: Any,
@@ -75,20 +70,63 @@ def defer_weights() -> Iterator[None]:
         **more: Any,
     ) -> Any:
         arguments = (model, state_dict, checkpoint_files, load_config, *rest)
-        return _load_headers(function, *arguments, **more)
+        return _load_headers(stock.__func__, *arguments, **more)
 
     before = os.environ.get(_EFFICIENT)
     setattr(PreTrainedModel, _METHOD, staticmethod(load))
     # With it, all ranks but the first leave new heads without values.
     os.environ[_EFFICIENT] = "false"
     try:
-        yield
+        with _adapters_with_values():
+            yield
     finally:
         setattr(PreTrainedModel, _METHOD, stock)
         if before is None:
             os.environ.pop(_EFFICIENT, None)
         else:
             os.environ[_EFFICIENT] = before
+
+
+def _stock_method() -> Any:
+    """Returns the method that loads a model; refuses another than is known."""
+    stock = vars(PreTrainedModel).get(_METHOD)
+    function = getattr(stock, "__func__", None)
+    found = () if function is None else tuple(inspect.signature(function).parameters)
+    if not isinstance(stock, staticmethod) or found != _PARAMETERS:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__}: {_METHOD} takes {found}, expected"
+            f" {_PARAMETERS}",
+            where="defer_weights",
+            hint="without it the model is loaded as usual",
+        )
+    return stock
+
+
+@contextmanager
+def _adapters_with_values() -> Iterator[None]:
+    """Keeps modules with values where they are, which would lose them on the meta device.
+
+    PEFT initialises an adapter on the CPU, and moves it to the device of its layer, more than once.
+
+    Source: peft 0.21, `BaseTunerLayer` and `BaseTuner._replace_module`.
+    """
+    stock = nn.Module.to
+
+    @functools.wraps(stock)
+    def move(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+        device = options.get("device", arguments[0] if arguments else None)
+        is_meta = isinstance(device, str | torch.device) and torch.device(device).type == "meta"
+        if not is_meta or any(tensor.is_meta for tensor in module.parameters()):
+            return stock(module, *arguments, **options)
+        rest = {key: value for key, value in options.items() if key != "device"}
+        further = arguments[1:] if "device" not in options else arguments
+        return stock(module, *further, **rest) if further or rest else module
+
+    setattr(nn.Module, "to", move)  # noqa: B010  mypy refuses an assignment to a method
+    try:
+        yield
+    finally:
+        setattr(nn.Module, "to", stock)  # noqa: B010
 
 
 def _load_headers(
