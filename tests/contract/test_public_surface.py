@@ -42,7 +42,7 @@ ALPHA = ("--lora-alpha", "16", "--no-use-rslora")
 PUBLIC = {
     "ckptkit.integrations.accelerate": ("install", "save_state", "load_state", "save_model"),
     "ckptkit.integrations.scalars": ("scalars",),
-    "ckptkit.integrations.transformers": ("install",),
+    "ckptkit.integrations.transformers": ("defer_weights", "install"),
 }
 METHODS: Mapping[Any, tuple[str, ...]] = {
     ckptkit.training.Checkpointer: (

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,31 @@ def refusal(kind: str, model: Any, folder: Path) -> str:
     return "nothing"
 
 
+def add_words(model: Any) -> None:
+    model.get_input_embeddings().weight.data[-4:] = 0.5
+
+
+def void(_: object) -> None: ...
+
+
+def merge(model: Any) -> Any:
+    with defer_weights():
+        adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    return adapted.merge_and_unload()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "rows": add_words,
+    "merged": merge,
+    "drawn": lambda model: void(nn.init.normal_(model.lm_head.weight)),
+    "scaled": lambda model: void(model.model.norm.weight.detach().mul_(2)),
+    "cast": lambda model: model.to(torch.bfloat16),
+    "replaced": lambda model: setattr(
+        model.lm_head, "weight", nn.Parameter(torch.empty(WORDS, 24, device="meta"))
+    ),
+}
+
+
 def check_refusing(kind: str, folder: Path) -> None:
     """What does not fit is refused on all ranks, before the model is sharded."""
     source = base(folder)
@@ -301,6 +327,11 @@ def check_refusing(kind: str, folder: Path) -> None:
     say(kind, "resized", refusal(kind, model, folder))
     model = get_peft_model(load(source, deferred=True), LoraConfig(target_modules=["q_proj"]))
     say(kind, "adapter", refusal(kind, model, folder))
+    for name, change in CHANGES.items():
+        model = load(source, deferred=True)
+        with torch.no_grad():
+            model = change(model) or model
+        say(kind, f"edited {name}", refusal(kind, model, folder))
     copy = folder / f"changed-{kind}-{dist.get_rank()}"
     shutil.copytree(source, copy)
     model = load(copy, deferred=True)

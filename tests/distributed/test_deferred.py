@@ -78,9 +78,18 @@ def test_a_step_is_resumed_without_reading_the_base(kind: str, found: Found) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_was_changed_is_refused(kind: str, found: Found) -> None:
     lines = "\n".join(found[kind])
-    assert re.search(r"resized LoadError .*size mismatch for \S+embed_tokens.weight", lines)
+    assert re.search(r"resized LoadError .*(changed|size mismatch).*embed_tokens.weight", lines)
     assert re.search(r"adapter LoadError .*lora_A", lines)
     assert re.search(r"changed SourceChangedError .*changed after from_pretrained", lines)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("edit", ["rows", "merged", "drawn", "scaled", "cast", "replaced"])
+def test_an_edit_of_weights_that_are_not_there_is_refused(
+    kind: str, edit: str, found: Found
+) -> None:
+    pattern = rf"edited {edit} LoadError .*parameters were changed while their weights"
+    assert any(re.match(pattern, line) for line in found[kind]), found[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)

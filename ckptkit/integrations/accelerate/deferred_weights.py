@@ -32,6 +32,7 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import Fqn
+from ckptkit.integrations.accelerate.watched_parameters import find_changed, release
 from ckptkit.training.load.load_into import ModelLoad
 from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.resume.materialise import is_wide_float
@@ -45,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 _SETTINGS = ("cpu_ram_efficient_loading", "sync_module_states", "param_init_fn")
 _NO_MODEL = "has no model on the meta device"
+_HINT = (
+    "add adapters in the block with defer_weights too, and pass dtype to from_pretrained instead of"
+    " casting later; a model whose weights are changed before training is loaded without it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ _DEFERRED: weakref.WeakKeyDictionary[nn.Module, DeferredWeights] = weakref.WeakK
 
 
 def keep_deferred(model: nn.Module, weights: DeferredWeights) -> None:
-    """Remembers where the weights of a model are that is on the meta device."""
+    """Remembers where the weights of a model on the meta device are."""
     _DEFERRED[model] = weights
 
 
@@ -144,6 +149,7 @@ def prepare_and_fill(
         return prepare(*objects, **options)
     if reads:
         filling.check()
+    release(filling.parameters)
     with _kept_on_meta(accelerator):
         prepared = prepare(*objects, **options)
     results = prepared if isinstance(prepared, tuple | list) else (prepared,)
@@ -224,7 +230,24 @@ class _Filling:
 
     def check(self) -> None:
         """Refuses files that do not fit the model, on every rank if they do not on one."""
-        _together(lambda: self._load(self._model, fills=False))
+        _together(self._check)
+
+    def _check(self) -> None:
+        changed = dict(find_changed(self._model.named_parameters()))
+        if changed:
+            name, change = next(iter(changed.items()))
+            raise LoadError(
+                f"{len(changed):,} parameters were changed while their weights were deferred, such"
+                f" as {name!r} by {change}",
+                where=type(self._model).__name__,
+                hint=_HINT,
+            )
+        release(self.parameters)
+        self._load(self._model, fills=False)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._model.parameters())
 
     def finish(self, prepared: nn.Module, *, reads: bool) -> None:
         """Fills the model, and puts its parameters into the optimizers."""
@@ -294,8 +317,7 @@ def _refuse_unfilled(model: nn.Module, names: Collection[str]) -> None:
         raise LoadError(
             f"{len(left):,} tensors on the meta device are not in the files: {list_first(left)}",
             where=type(model).__name__,
-            hint="add adapters in the block with defer_weights too; for other changes, such as"
-            " larger embeddings, load the model without it",
+            hint=_HINT,
         )
 
 

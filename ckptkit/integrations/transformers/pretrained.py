@@ -18,23 +18,24 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_utils import load_state_dict
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.index import Fqn
 from ckptkit.integrations.accelerate.deferred_weights import DeferredWeights, keep_deferred
+from ckptkit.integrations.accelerate.watched_parameters import watch
 from ckptkit.training.load.load_into import ModelLoad
 
 logger = logging.getLogger(__name__)
 
-_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _METHOD = "_load_pretrained_model"
 _PARAMETERS = ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys")
 
 
 @contextmanager
+@check_names
 def defer_weights() -> Iterator[None]:
     """Makes `from_pretrained` leave weights on the meta device, until the block ends.
 
@@ -72,19 +73,20 @@ def defer_weights() -> Iterator[None]:
         arguments = (model, state_dict, checkpoint_files, load_config, *rest)
         return _load_headers(stock.__func__, *arguments, **more)
 
-    before = os.environ.get(_EFFICIENT)
+    # Where Transformers sees that FSDP is used, all ranks but the first leave new heads empty.
+    sees = modeling_utils.is_fsdp_enabled
     setattr(PreTrainedModel, _METHOD, staticmethod(load))
-    # With it, all ranks but the first leave new heads without values.
-    os.environ[_EFFICIENT] = "false"
+    modeling_utils.is_fsdp_enabled = _sees_no_fsdp
     try:
         with _adapters_with_values():
             yield
     finally:
         setattr(PreTrainedModel, _METHOD, stock)
-        if before is None:
-            os.environ.pop(_EFFICIENT, None)
-        else:
-            os.environ[_EFFICIENT] = before
+        modeling_utils.is_fsdp_enabled = sees
+
+
+def _sees_no_fsdp() -> bool:
+    return False
 
 
 def _stock_method() -> Any:
@@ -145,12 +147,13 @@ def _load_headers(
         weights = DeferredWeights.look(files)
         headers: dict[str, torch.Tensor] = {}
         for path in files:
-            headers |= load_state_dict(path, map_location="meta")
+            headers |= modeling_utils.load_state_dict(path, map_location="meta")
         on_meta = replace(config, device_map={"": "meta"})
         loaded = stock(model, headers, None, on_meta, *rest, **more)
         why = _doubt(model, weights, loaded[0])
         if not why:
             keep_deferred(model, weights)
+            watch(model.parameters())
             return loaded
     logger.warning("%s is loaded as without ckptkit: %s", type(model).__name__, why)
     return stock(model, state_dict, files, config, *rest, **more)
