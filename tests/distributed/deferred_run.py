@@ -407,6 +407,8 @@ def main() -> None:
     silence_fills()
     kind = sys.argv[2]
     for check in sys.argv[3:]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # which a check may have set
         CHECKS[check](kind, Path(sys.argv[1]))
         say(kind, check, "done")
     dist.barrier()
