@@ -39,7 +39,7 @@ HASHES = {
 
 
 def make_model(seed: int = 0, *, large: int = 3 * LEAF // 2 + 10) -> Model:
-    """Returns tensors of many kinds, one of which has several leaves of bfloat16."""
+    """Returns tensors of many kinds; one has several leaves of bfloat16."""
     random = np.random.default_rng(seed)
     return {
         "model.layers.0.mlp.weight": random.standard_normal((33, 17)).astype(ml_dtypes.bfloat16),

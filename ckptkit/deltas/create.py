@@ -1,9 +1,9 @@
 """Makes a delta from two models, each read from whatever it is stored in.
 
-Tensors are read leaf by leaf by several threads, each of which takes whole tensors: a change is one
-zstd frame. What they make goes to a nameless file on the disk first, since the header of a file of
-a delta has the compressed sizes of all its tensors. The files then are the same for any number of
-threads.
+Several threads read tensors leaf by leaf. Each thread takes whole tensors, since the change of a
+tensor is one zstd frame. The frames go to a nameless file on the disk first: the header of a data
+file has the compressed sizes of all its tensors, and is written before them. The files are the same
+for any number of threads.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class PatchKernel:
 
 
 class DeltaChain:
-    """Deltas of which each begins with the version that the one before leads to."""
+    """Deltas in a chain: each begins with the version that the one before leads to."""
 
     def __init__(self, stack: ExitStack, places: Sequence[PathLike]) -> None:
         """Opens the deltas, in their order, and proves the files of those with a manifest."""

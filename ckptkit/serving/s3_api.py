@@ -34,7 +34,7 @@ _ABSOLUTE = re.compile(r"\Ahttps?://[^/?]*", re.IGNORECASE)
 _MOST_DIGITS = 19
 _TYPES = {".json": "application/json", ".txt": "text/plain", ".jinja": "text/plain"}
 _OTHER_TYPE = "application/octet-stream"
-# Parameters that name another operation, all of which are not served.
+# Each of these parameters names another operation; none of them is served.
 _OPERATIONS = frozenset(
     {
         *("accelerate", "acl", "analytics", "attributes", "cors", "encryption", "inventory"),
@@ -149,7 +149,7 @@ def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> A
 
 
 def _find_target(request: SignedRequest) -> tuple[str, str]:
-    """Returns bucket and key, of which the bucket may be in the name of the host."""
+    """Returns bucket and key; the bucket may be in the name of the host."""
     path = request.path.removeprefix("/")
     if request.headers.get("host", "").startswith(f"{BUCKET}."):
         return BUCKET, path

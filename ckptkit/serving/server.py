@@ -317,7 +317,7 @@ class ModelServer(Closing):
                     # aiohttp does not wait after small ones.
                     await response.write(part if len(part) > _UNWAITED_BYTES else bytes(part))
             except TimeoutError:
-                transport.abort()  # before others get the buffer, of which it still has a view
+                transport.abort()  # it still has a view of the buffer, which others get next
                 raise
             if len(part) > _UNWAITED_BYTES and transport.get_write_buffer_size():
                 raise RuntimeError("a part of a buffer that others get next is still to be sent")

@@ -223,7 +223,7 @@ def back(folder: Path, kind: str) -> None:
 
 
 def halves(folder: Path, _: str) -> None:
-    """Records of which each rank needs a part are read in part, and said not to be proven."""
+    """Each rank reads only its part of a record, and reports that the record is not proven."""
     torch.manual_seed(5)
     whole = torch.randn(16, 8_192)
     if dist.get_rank() == 0:

@@ -294,7 +294,7 @@ def _operand_of(product: Product, reading: Reading | None = None) -> Operand:
 
 @dataclass(frozen=True, slots=True)
 class _PreparableAverage:
-    """An average of tensors of which some are made by kernels that are prepared first."""
+    """An average of tensors; the kernels of some of them are prepared first."""
 
     products: tuple[Product, ...]
     weighting: Weighting

@@ -277,7 +277,7 @@ class Filling:
             yield from (key,) if derivation is None else (k for _, k in derivation.reads)
 
     def _names_in(self, records: Collection[int]) -> tuple[str, ...]:
-        """Returns the live tensors of which something is in some records."""
+        """Returns the live tensors that have elements in some records."""
         tensors = self._checkpoint.index.tensors
         wanted = np.array(sorted(records), np.int64)
         keys = {k for k in self._stored_keys() if np.isin(tensors[k].chunks.record, wanted).any()}
