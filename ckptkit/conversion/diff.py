@@ -83,7 +83,7 @@ def make_tolerance(*, numeric: bool, rtol: float | None, atol: float | None) -> 
             raise UsageError(
                 "applies to a comparison of numbers, and bits are compared",
                 where=f"--{name} {value}",
-                hint="pass --numeric, numeric=True, with it",
+                hint="pass --numeric with it (in Python, numeric=True)",
             )
     return None
 

@@ -323,7 +323,7 @@ def test_packed_numbers_are_not_averaged(tmp_path: Path) -> None:
 def test_options_without_a_meaning_are_refused(steps: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     wrong: Sequence[tuple[dict[str, Any], str]] = [
-        ({"weights": [1]}, "1 weights were found for 5 sources"),
+        ({"weights": [1]}, "number of weights is 1 against 5 sources"),
         ({"weights": [1, 0, 1, 1, 1]}, "no weight that changes anything"),
         ({"weights": [1, -1, 1, -1, -5]}, "the sum of all weights is -5"),
         ({"weights": [1e308] * 5}, "the sum of all weights is inf"),

@@ -90,7 +90,7 @@ class Weighting:
         """Refuses weights for another number of sources, and an average of a single one."""
         if self.method == "weights" and len(self.weights) != sources:
             raise UsageError(
-                f"{len(self.weights)} weights were found for {sources} sources",
+                f"number of weights is {len(self.weights)} against {sources} sources",
                 where="--weights",
                 hint="pass one weight for each source, in the same order",
             )
