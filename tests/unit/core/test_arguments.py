@@ -57,8 +57,8 @@ def public_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{kind.__name__}.{method}", function
 
 
-def documented_functions(module: str) -> set[str]:
-    """Returns what the documentation imports from a module, and what the module calls public."""
+def documented_functions(module: str) -> list[str]:
+    """Returns the names that the documentation imports from a module, in one order in every run."""
     text = "".join(path.read_text() for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md"))
     found = {
         name.strip()
@@ -67,7 +67,7 @@ def documented_functions(module: str) -> set[str]:
         for name in line.partition(" import ")[2].split(",")
     }
     assert found
-    return found
+    return sorted(found)
 
 
 def takes_options(function: Callable[..., Any]) -> bool:
