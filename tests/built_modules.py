@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def build_module(
@@ -48,3 +49,15 @@ def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
         torch.equal(*(side.contiguous().reshape(-1).view(torch.uint8) for side in (a, b)))
         for a, b in [(found.detach(), expected.detach())]
     )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns what of a tensor belongs to this rank, as torch cuts it."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()

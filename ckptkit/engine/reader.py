@@ -57,8 +57,8 @@ RUN_BYTES = 4 << 20
 # Where a column of a matrix is wanted, runs below a page are read with what is between them.
 _SHORT_RUN_BYTES = 4 << 10
 _DIRECT_READS = 8  # of `RUN_BYTES` each, that a distant source is asked for together
-# The same of a distant source, where each run is a request.
-_SHORT_DISTANT_RUN_BYTES = 256 << 10
+SHORT_DISTANT_RUN_BYTES = 256 << 10
+"""The same of a distant source, where each run is a request."""
 # Blocks of tensors that are made from others; what they are made from takes up to twice as much.
 _DERIVED_BYTES = 2 << 20
 _LOOKUPS = 16
@@ -230,7 +230,7 @@ class TensorReader:
         targets = read.targets
         if len(targets) > 1:
             targets = tuple(sorted(targets, key=lambda target: target[0].source.offsets))
-        short = _SHORT_DISTANT_RUN_BYTES if self.cache.is_distant else _SHORT_RUN_BYTES
+        short = SHORT_DISTANT_RUN_BYTES if self.cache.is_distant else _SHORT_RUN_BYTES
         for overlap, memory in targets:
             self._read_box(located, read.record, itemsize, overlap, memory, short_bytes=short)
         return located

@@ -25,7 +25,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -36,7 +36,7 @@ import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, LoadError, PartlyFilledError
 from ckptkit.training import Checkpointer, LoadResult, load_into
 from ckptkit.training.step_names import clean_fqn
-from tests.built_modules import module_like, same_bits
+from tests.built_modules import local, module_like, part_of, same_bits
 from tests.distributed.saving_run import WRAPPERS, Net, gathered, make, nobody_talks, train
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -55,18 +55,6 @@ TWO = (
 def load(model: nn.Module, source: Path, **options: Any) -> LoadResult:
     with nobody_talks():
         return load_into(model, source, **options)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def part_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns what of a tensor belongs to this rank, as torch cuts it."""
-    if not isinstance(like, DTensor):
-        return whole
-    mesh, placements = like.device_mesh, like.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
 def check(model: nn.Module, truth: Mapping[str, torch.Tensor]) -> None:

@@ -36,6 +36,7 @@ from ckptkit.engine.box_reads import (
 )
 from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin, slices_of
 from ckptkit.training.load.live_model import LiveModel, LiveTensor
+from ckptkit.training.load.shared_source import SharedSource
 from ckptkit.training.load.tensor_sources import (
     Parts,
     PartSource,
@@ -63,6 +64,7 @@ class LoadResult:
         left_alone: Tensors of the model that such a checkpoint does not hold, as those of an
             adapter where it is a base model; they are unchanged.
         bytes_read: By this rank, from files of tensors.
+        bytes_shared: Taken from other ranks of the node, which have read them from the URL.
         bytes_needed: What this rank holds of the tensors, in the element types of the files.
         unverified: Tensors with bytes for which the checkpoint has no checksum.
         unproven: Tensors with bytes whose checksum is that of more than this rank has read.
@@ -76,6 +78,7 @@ class LoadResult:
     unexpected_keys: tuple[str, ...]
     left_alone: tuple[str, ...]
     bytes_read: int
+    bytes_shared: int
     bytes_needed: int
     unverified: tuple[str, ...]
     unproven: tuple[str, ...]
@@ -86,9 +89,15 @@ class Filling:
     """Reads what this rank needs, and says how far it came if that fails."""
 
     def __init__(
-        self, live: LiveModel, checkpoint: OpenedCheckpoint, stored: Stored, sources: TensorSources
+        self,
+        live: LiveModel,
+        checkpoint: OpenedCheckpoint,
+        stored: Stored,
+        sources: TensorSources,
+        files: SharedSource,
     ) -> None:
         self._live = live
+        self._files = files
         self._checkpoint = checkpoint
         self._stored = stored
         self._sources = sources
@@ -109,10 +118,11 @@ class Filling:
         checkpoint, sources = self._checkpoint, self._sources
         chunks, spans = self._plan(self._wanted_of_all())
         origins = [
-            Origin("source", checkpoint.source, checkpoint.index, most_pieces=_MOST_PARTS)
+            Origin("source", self._files, checkpoint.index, most_pieces=_MOST_PARTS)
             for _ in range(2)
         ]
         try:
+            self._files.announce(checkpoint.index, chunks, spans)
             read_bytes = self._read(origins, chunks, spans)
             if sources.further:
                 read_bytes += self._read(origins, *self._plan(self._wanted_of_ties()))
@@ -138,7 +148,8 @@ class Filling:
             missing_keys=sources.missing,
             unexpected_keys=sources.unexpected,
             left_alone=sources.left_alone,
-            bytes_read=read_bytes,
+            bytes_read=read_bytes - self._files.bytes_shared,
+            bytes_shared=self._files.bytes_shared,
             bytes_needed=self._needed_bytes,
             unverified=tuple(name for name in unverified_names if name not in proven),
             unproven=self._names_in(left_open),

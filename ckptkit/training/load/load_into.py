@@ -8,6 +8,7 @@ has to look whether all of them succeeded, as its next collective will.
 
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,8 +30,12 @@ from ckptkit.options import FACTOR_DTYPES, ConsolidateRequest, choose_dtype
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
 from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import is_url, place_of
+from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.load.filling import Filling, LoadResult
 from ckptkit.training.load.live_model import LiveModel, LiveTensor
+from ckptkit.training.load.node_memory import HEAP_BYTES, NodeMemory, join_node
+from ckptkit.training.load.shared_source import SharedSource
 from ckptkit.training.load.tensor_sources import (
     SourceSearch,
     Stored,
@@ -38,7 +43,10 @@ from ckptkit.training.load.tensor_sources import (
     refuse_misfits,
 )
 from ckptkit.training.resume.materialise import is_wide_float
+from ckptkit.training.save.shared_memory import available_bytes
 from ckptkit.training.state.models import check_modes, plain_torch
+
+_MEMORY_SHARE = 8  # at most one of so many available bytes is shared on the node
 
 
 @check_arguments
@@ -113,6 +121,7 @@ class ModelLoad(Closing):
         if self._dtype is not None:
             self._live.refuse_other(self._dtype)
         with ExitStack() as stack:
+            self._node = _join_node(stack, source)  # before, so that other ranks know of this one
             opened = stack.enter_context(open_checkpoint(source, select=select))
             found = _find_sources(self._live, opened, name_map)
             self._checkpoint, self._stored, self._sources = found
@@ -157,12 +166,26 @@ class ModelLoad(Closing):
         """
         alone = (*self._sources.missing, *self._sources.left_alone)
         self._live.materialise(self._dtype, alone, optimizers)
-        filling = Filling(self._live, self._checkpoint, self._stored, self._sources)
+        files = SharedSource(self._checkpoint.source, self._node)
+        filling = Filling(self._live, self._checkpoint, self._stored, self._sources, files)
         return filling.run(self._digests)
 
     def close(self) -> None:
         """Closes the files of the checkpoint."""
         self._stack.close()
+
+
+def _join_node(stack: ExitStack, source: PathLike[str] | str) -> NodeMemory | None:
+    """Returns what ranks of this node share of a distant source; None if that is nothing."""
+    place = place_of(source)
+    if not is_url(place) or ranks_of_this_machine() == 1:
+        return None
+    available = available_bytes()
+    if available is not None and available < _MEMORY_SHARE * HEAP_BYTES:
+        return None
+    options = json.dumps(place.options, sort_keys=True, default=repr)
+    node = join_node(f"{place.location} {options}")
+    return None if node is None else stack.enter_context(node)
 
 
 def _read_digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:

@@ -1,0 +1,125 @@
+"""Runs under torchrun: fills live models from a bucket, of which ranks share what they download.
+
+Usage: share_run.py FOLDER CASE. FOLDER/store.json has the URL and the options of the bucket,
+FOLDER/model.safetensors the values. Each rank leaves FOLDER/result_RANK.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.core.errors import PartlyFilledError
+from ckptkit.storage.places import Place
+from ckptkit.training import load_into
+from ckptkit.training.load import shared_source
+from tests.built_modules import local, part_of, same_bits
+
+WIDTH, LAYERS = 1024, 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def make_model(layers: int = LAYERS) -> nn.Sequential:
+    return nn.Sequential(*(Layer() for _ in range(layers)))
+
+
+def ddp(model: nn.Sequential) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp(model: nn.Sequential) -> nn.Module:
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def hsdp(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tp(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+WRAP: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "tp": tp,
+}
+
+
+def check(model: nn.Module, truth: dict[str, torch.Tensor]) -> None:
+    plain = model.module if isinstance(model, DistributedDataParallel) else model
+    own = plain.state_dict()
+    assert set(own) == set(truth)
+    for name, value in own.items():
+        assert same_bits(local(value), part_of(truth[name], value)), name
+
+
+def main() -> None:
+    folder, case = Path(sys.argv[1]), sys.argv[2]
+    kind, _, fault = case.partition(":")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    shared_source._ROOM_SECONDS, shared_source._OWNER_SECONDS = 1.0, 2.0
+    torch.manual_seed(1)
+    store: dict[str, Any] = json.loads((folder / "store.json").read_text())
+    model = WRAP[kind](make_model(store["layers"]))
+    truth: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    (folder / f"pid_{rank}").write_text(str(os.getpid()))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which ranks get after another was killed
+    dist.barrier()
+    if fault == "late" and rank == 1:
+        time.sleep(1)
+    place = Place(store["url"], store["options"])
+    if fault == "changed":
+        with pytest.raises(PartlyFilledError, match="filled"):
+            load_into(model, place)
+        (folder / f"result_{rank}.json").write_text("{}")
+        os._exit(0)
+    began = time.monotonic()
+    result = load_into(model, place)
+    seconds = time.monotonic() - began
+    check(model, truth)
+    again = {"read": result.bytes_read, "shared": result.bytes_shared, "seconds": seconds}
+    (folder / f"result_{rank}.json").write_text(json.dumps(again))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

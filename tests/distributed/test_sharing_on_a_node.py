@@ -1,0 +1,175 @@
+"""What the ranks of a node download together when they load from a bucket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.distributed.share_run import LAYERS, make_model
+from tests.object_store import Bucket, Fault, ObjectStore
+
+pytestmark = pytest.mark.distributed
+SCRIPT = Path(__file__).with_name("share_run.py")
+KEY = "model/model.safetensors"
+READS = rf"^GET /[^?]*/{KEY}"
+Results = dict[int, dict[str, float]]
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore, tmp_path: Path) -> Bucket:
+    bucket = object_store.bucket("shared")
+    put_model(bucket, tmp_path, LAYERS)
+    return bucket
+
+
+def put_model(bucket: Bucket, folder: Path, layers: int) -> None:
+    torch.manual_seed(2)
+    state = make_model(layers).state_dict()
+    save_file(
+        {name: torch.randn_like(value) for name, value in state.items()},
+        folder / "model.safetensors",
+    )
+    bucket.put(KEY, (folder / "model.safetensors").read_bytes())
+    store = {"url": f"{bucket.url}/model", "options": bucket.store.options, "layers": layers}
+    (folder / "store.json").write_text(json.dumps(store))
+
+
+def size_of(folder: Path) -> int:
+    return (folder / "model.safetensors").stat().st_size
+
+
+def results(folder: Path) -> Results:
+    return {
+        int(path.stem.partition("_")[2]): json.loads(path.read_text())
+        for path in folder.glob("result_*.json")
+    }
+
+
+def addresses() -> list[str]:
+    """Returns the abstract sockets that ckptkit has left."""
+    return [line for line in Path("/proc/net/unix").read_text().splitlines() if "@ckptkit" in line]
+
+
+def entries_in_memory() -> set[str]:
+    folder = Path("/dev/shm")  # noqa: S108  where Linux has it
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return {path.name for path in paths if "ckptkit" in path.name}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Any:
+    before = entries_in_memory()
+    yield
+    assert addresses() == []
+    assert entries_in_memory() <= before
+
+
+def test_replicas_download_a_model_once_together(
+    bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 4, tmp_path, "ddp")
+    sent, size = bucket.store.proxy.sent["GET"], size_of(tmp_path)
+    found = results(tmp_path)
+    assert len(found) == 4
+    assert sent < 1.1 * size, (sent / size, found)
+    assert sum(one["read"] for one in found.values()) < 1.05 * size
+    assert all(one["read"] + one["shared"] > 0.99 * size for one in found.values())
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "tp", "fsdp"])
+def test_each_byte_is_downloaded_once_however_a_model_is_cut(
+    kind: str, bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 4, tmp_path, kind)
+    found = results(tmp_path)
+    assert len(found) == 4
+    sent, size = bucket.store.proxy.sent["GET"], size_of(tmp_path)
+    assert sent < 1.1 * size, (sent / size, found)
+
+
+def test_a_rank_that_is_killed_in_the_middle_stops_no_other(
+    bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    proxy = bucket.store.proxy
+    proxy.slow(READS, 0.05)
+    seen = []
+
+    def kill() -> None:
+        seen.append(1)
+        if len(seen) == 12:
+            os.kill(int((tmp_path / "pid_1").read_text()), signal.SIGKILL)
+
+    proxy.add(Fault(READS, None, before=kill))
+    run_ranks(SCRIPT, 4, tmp_path, "ddp", status=None)
+    found = results(tmp_path)
+    assert set(found) == {0, 2, 3}, found
+    assert proxy.sent["GET"] < 2 * size_of(tmp_path)
+    assert max(one["seconds"] for one in found.values()) < 20
+
+
+def end_the_stopped_one(folder: Path) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not {0, 2} <= set(results(folder)):
+        time.sleep(0.1)
+    os.kill(int((folder / "pid_1").read_text()), signal.SIGKILL)
+
+
+def test_a_rank_that_is_stopped_is_waited_for_in_vain_once(
+    bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    proxy = bucket.store.proxy
+    proxy.slow(READS, 0.05)
+    seen = []
+
+    def stop() -> None:
+        seen.append(1)
+        if len(seen) == 12:
+            os.kill(int((tmp_path / "pid_1").read_text()), signal.SIGSTOP)
+
+    proxy.add(Fault(READS, None, before=stop))
+    ender = threading.Thread(target=end_the_stopped_one, args=(tmp_path,))
+    ender.start()
+    run_ranks(SCRIPT, 3, tmp_path, "ddp", status=None)
+    ender.join()
+    found = results(tmp_path)
+    assert set(found) == {0, 2}, found
+    assert max(one["seconds"] for one in found.values()) < 30
+
+
+def test_a_rank_that_comes_late_takes_what_is_still_downloaded(
+    bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    put_model(bucket, tmp_path, 2 * LAYERS)
+    bucket.store.proxy.slow(READS, 1)
+    run_ranks(SCRIPT, 2, tmp_path, "ddp:late")
+    found = results(tmp_path)
+    assert len(found) == 2
+    assert found[1]["shared"] > 0, found
+    assert bucket.store.proxy.sent["GET"] < 1.9 * size_of(tmp_path)
+
+
+def test_an_object_that_is_replaced_meanwhile_is_taken_by_no_rank(
+    bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    seen = []
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+
+    def replace() -> None:
+        seen.append(1)
+        if len(seen) == 20:
+            bucket.put(KEY, bytes(data))
+
+    bucket.store.proxy.add(Fault(READS, None, before=replace))
+    run_ranks(SCRIPT, 4, tmp_path, "ddp:changed")
+    assert len(results(tmp_path)) == 4
