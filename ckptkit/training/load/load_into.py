@@ -1,4 +1,4 @@
-"""Fills a live model from any checkpoint: each rank reads what it needs, and waits for no other.
+"""Fills a live model from any checkpoint: each rank reads what it needs, and depends on no other.
 
 Everything that can be compared is compared before the first element is written: names, shapes,
 element types, the sizes of files, and that each element is stored once. There is no communication,
@@ -62,9 +62,9 @@ def load_into(
     """Fills a model from a checkpoint of any format, sharded alike, otherwise, or not at all.
 
     Each rank reads the byte ranges of its own shards, straight into their memory where the element
-    types are equal. Nothing is communicated; ranks may call it at different times, or alone. Name
-    a step, not a run, where another one may be saved meanwhile: each rank takes the newest that it
-    sees.
+    types are equal. No collective is issued; ranks may call it at different times, or alone. Those
+    of one node that load from the same URL at a time share what they download. Name a step, not a
+    run, where another one may be saved meanwhile: each rank takes the newest that it sees.
 
     Args:
         model: Plain, or wrapped already by DDP, FSDP, FSDP2 or tensor parallelism. Tensors on the

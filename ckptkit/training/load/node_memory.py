@@ -111,6 +111,7 @@ class NodeMemory(Closing):
         self._distrusted: set[int] = set()
         self._sender: threading.Thread | None = None
         memory = mmap.mmap(descriptor, _SIZE_BYTES)
+        self._changes = np.frombuffer(memory, "<u8", 1)
         self._members = np.frombuffer(memory, _MEMBER, _MOST_MEMBERS, _MEMBERS_AT)
         self._blocks = np.frombuffer(memory, _BLOCK, _MOST_BLOCKS, _BLOCKS_AT)
         lists = np.frombuffer(memory, "<u8", _MOST_MEMBERS * 2 * _MOST_LISTED, _LISTS_AT)
@@ -121,6 +122,11 @@ class NodeMemory(Closing):
                 target=_send_to_all, args=(listener, descriptor), name="ckptkit-node", daemon=True
             )
             self._sender.start()
+
+    @property
+    def changes(self) -> int:
+        """Grows when a block is there, or makes room."""
+        return int(self._changes[0])
 
     def enter(self) -> bool:
         """Becomes a member; returns whether there was a place."""
@@ -172,26 +178,36 @@ class NodeMemory(Closing):
                 found.append(number)
         return found
 
-    def ask(self, block: BlockKey, *, may_claim: bool) -> BlockStatus:
-        """Says what becomes of a block; a member that claims one has to `publish` or `give_up`."""
+    def ask(self, blocks: Sequence[BlockKey], *, most_claims: int) -> list[BlockStatus]:
+        """Says what becomes of blocks; those that are `OWN` have to be published or given up.
+
+        Args:
+            blocks: What this member needs.
+            most_claims: How many it is willing to download for all.
+        """
+        statuses: list[BlockStatus] = []
         with self._table() as is_locked:
-            if not is_locked:
-                return BlockStatus.UNSHARED
-            row = self._find(block)
-            if row is not None:
-                state, owner = int(self._blocks["state"][row]), int(self._blocks["owner"][row])
-                if state == _FULL:
-                    return BlockStatus.THERE
-                if not self._is_absent(owner):
-                    return (
-                        BlockStatus.UNSHARED if owner in self._distrusted else BlockStatus.AWAITED
-                    )
-                self._blocks["state"][row] = _FREE
-            if not self._missing(block):
-                return BlockStatus.UNSHARED
-            if not may_claim:
-                return BlockStatus.AWAITED
-            return BlockStatus.OWN if self._claim(block) else BlockStatus.NO_ROOM
+            for block in blocks:
+                status = self._ask_for(block, most_claims) if is_locked else BlockStatus.UNSHARED
+                most_claims -= status is BlockStatus.OWN
+                statuses.append(status)
+        return statuses
+
+    def _ask_for(self, block: BlockKey, most_claims: int) -> BlockStatus:
+        row = self._find(block)
+        if row is not None:
+            if self._blocks["state"][row] == _FULL:
+                return BlockStatus.THERE
+            owner = int(self._blocks["owner"][row])
+            if not self._is_absent(owner):
+                is_trusted = owner not in self._distrusted
+                return BlockStatus.AWAITED if is_trusted else BlockStatus.UNSHARED
+            self._blocks["state"][row] = _FREE
+        if not self._missing(block):
+            return BlockStatus.UNSHARED
+        if most_claims < 1:
+            return BlockStatus.AWAITED
+        return BlockStatus.OWN if self._claim(block) else BlockStatus.NO_ROOM
 
     def take(self, block: BlockKey, target: memoryview) -> bool:
         """Copies a block; returns whether its checksum is that of the process that read it."""
@@ -217,12 +233,14 @@ class NodeMemory(Closing):
                 self._blocks["takers"][row] = sum(1 << number for number in takers)
                 self._blocks["crc"][row] = crc
                 self._blocks["state"][row] = _FULL if takers else _FREE
+                self._changes += np.uint64(1)
 
     def give_up(self, block: BlockKey) -> None:
         """Leaves a claimed block to the others."""
         row = self._row_of_own(block)
         if row is not None:
             self._blocks["state"][row] = _FREE
+            self._changes += np.uint64(1)
 
     def finish(self, blocks: Sequence[BlockKey]) -> None:
         """Says that this process has blocks, so that they are not kept for it."""
@@ -294,12 +312,14 @@ class NodeMemory(Closing):
         for row in np.flatnonzero(blocks["state"] == _FULL).tolist():
             self._drop_taker(row, number)
         self._members["state"][number] = _ABSENT
+        self._changes += np.uint64(1)
 
     def _drop_taker(self, row: int, number: int) -> None:
         left = int(self._blocks["takers"][row]) & ~(1 << number)
         self._blocks["takers"][row] = left
         if not left:
             self._blocks["state"][row] = _FREE
+            self._changes += np.uint64(1)
 
     def _find(self, block: BlockKey) -> int | None:
         blocks = self._blocks

@@ -28,6 +28,7 @@ _START_SECONDS = 2.0  # in which ranks that have opened the source say what they
 _ROOM_SECONDS = 5.0  # without progress, after which a rank does not wait for room any more
 _OWNER_SECONDS = 15.0  # after which it does not wait any more for a rank that downloads
 _PAUSE_SECONDS = 0.002
+_LOOK_SECONDS = 0.1  # after which it looks whether a rank that it waits for has ended
 
 Wants = Mapping[str, Sequence[tuple[int, int, int]]]
 """By file, the records that something is read of: start, stop, and a digest of what."""
@@ -106,14 +107,20 @@ class SharedSource:
             else:
                 shared.append((block, wanted, view))
         self._download(own)
+        if self._node is not None and shared:
+            self._fill_shared(self._node, shared)
+
+    def _fill_shared(self, node: NodeMemory, reads: list[_Read]) -> None:
         progress = time.monotonic()
-        while shared:
-            count = len(shared)
-            shared = self._advance(shared)
-            if len(shared) < count:
-                progress = time.monotonic()
-            else:
-                self._lose_patience(shared, time.monotonic() - progress)
+        while reads:
+            count, seen = len(reads), node.changes
+            reads = self._advance(node, reads)
+            now = time.monotonic()
+            if len(reads) < count:
+                progress = now
+                continue
+            self._lose_patience(node, reads, now - progress)
+            while node.changes == seen and time.monotonic() < now + _LOOK_SECONDS:
                 time.sleep(_PAUSE_SECONDS)
 
     def _block_of(self, wanted: FileRange) -> BlockKey | None:
@@ -138,33 +145,30 @@ class SharedSource:
         is_spare = len(digests) > 1 or wanted.size_bytes < _SPARE_BYTES
         return BlockKey(key, wanted.size_bytes, tuple(digests), is_spare)
 
-    def _advance(self, reads: Sequence[_Read]) -> list[_Read]:
+    def _advance(self, node: NodeMemory, reads: Sequence[_Read]) -> list[_Read]:
         """Takes or downloads some of the blocks, and returns those that are left."""
-        node = self._node
-        assert node is not None  # noqa: S101  else there are no blocks
         claimed: list[_Read] = []
         own: list[_Read] = []
         left: list[_Read] = []
         taken: list[BlockKey] = []
-        for read in reads:
+        takers = min(len(node.find_takers(block)) for block, _, _ in reads)
+        blocks = [block for block, _, _ in reads]
+        statuses = node.ask(blocks, most_claims=-(-len(reads) // (takers + 1)))
+        for read, status in zip(reads, statuses, strict=True):
             block, _, view = read
-            takers = len(node.find_takers(block))
-            most = -(-len(reads) // (takers + 1))
-            answer = (
-                node.ask(block, may_claim=len(claimed) < most) if takers else BlockStatus.UNSHARED
-            )
-            if answer is BlockStatus.THERE and node.take(block, view):
+            if status is BlockStatus.THERE and node.take(block, view):
                 taken.append(block)
-            elif answer is BlockStatus.OWN:
+            elif status is BlockStatus.OWN:
                 claimed.append(read)
-            elif answer is BlockStatus.AWAITED or (
-                answer is BlockStatus.NO_ROOM and self._waits_for_room
+            elif status is BlockStatus.AWAITED or (
+                status is BlockStatus.NO_ROOM and self._waits_for_room
             ):
                 left.append(read)
             else:
                 own.append(read)
         self._taken.extend(block.size_bytes for block in taken)
-        node.finish(taken)
+        if taken:
+            node.finish(taken)
         self._download_blocks(node, claimed, own)
         return left
 
@@ -179,7 +183,8 @@ class SharedSource:
             raise
         for block, _, view in claimed:
             node.publish(block, view)
-        node.finish([block for block, _, _ in (*claimed, *own)])
+        if claimed or own:
+            node.finish([block for block, _, _ in (*claimed, *own)])
 
     def _download(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
         if self._distant is not None and reads:
@@ -188,13 +193,13 @@ class SharedSource:
         for wanted, view in reads:
             self._source.read_into(wanted.path, wanted.start, view)
 
-    def _lose_patience(self, left: Sequence[_Read], seconds: float) -> None:
+    def _lose_patience(self, node: NodeMemory, left: Sequence[_Read], seconds: float) -> None:
         """Ends waiting after so many seconds without progress; what it waited for is left out."""
         if seconds > _ROOM_SECONDS:
             self._waits_for_room = False
-        if seconds > _OWNER_SECONDS and self._node is not None:
+        if seconds > _OWNER_SECONDS:
             for block, _, _ in left:
-                self._node.distrust_owner(block)
+                node.distrust_owner(block)
 
 
 def _list_wants(

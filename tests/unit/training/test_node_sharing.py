@@ -76,6 +76,10 @@ def key_of(number: int, size_bytes: int = MIB, *, is_spare: bool = False) -> Blo
     return BlockKey(digest, size_bytes, (1,), is_spare)
 
 
+def ask(member: NodeMemory, block: BlockKey) -> BlockStatus:
+    return member.ask([block], most_claims=1)[0]
+
+
 def announced(join: Join, count: int) -> list[NodeMemory]:
     members = [join() for _ in range(count)]
     for member in members:
@@ -86,17 +90,17 @@ def announced(join: Join, count: int) -> list[NodeMemory]:
 def test_a_block_is_taken_by_each_member_and_then_makes_room(join: Join) -> None:
     first, second, third = announced(join, 3)
     block, data = key_of(1), np.random.default_rng(1).bytes(MIB)
-    assert first.ask(block, may_claim=True) is BlockStatus.OWN
-    assert second.ask(block, may_claim=True) is BlockStatus.AWAITED
+    assert ask(first, block) is BlockStatus.OWN
+    assert ask(second, block) is BlockStatus.AWAITED
     first.publish(block, memoryview(data))
     first.finish([block])
     for member in (second, third):
-        assert member.ask(block, may_claim=True) is BlockStatus.THERE
+        assert ask(member, block) is BlockStatus.THERE
         target = memoryview(bytearray(MIB))
         assert member.take(block, target)
         assert target == data
         member.finish([block])
-    assert first.ask(block, may_claim=True) is BlockStatus.UNSHARED  # all have it
+    assert ask(first, block) is BlockStatus.UNSHARED  # all have it
 
 
 def test_no_more_is_shared_than_there_is_room_for(join: Join) -> None:
@@ -105,36 +109,36 @@ def test_no_more_is_shared_than_there_is_room_for(join: Join) -> None:
     data = memoryview(bytearray(4 * MIB))
     for number in range(count):
         block = key_of(number, 4 * MIB)
-        assert first.ask(block, may_claim=True) is BlockStatus.OWN
+        assert ask(first, block) is BlockStatus.OWN
         first.publish(block, data)
-    assert first.ask(key_of(count, 4 * MIB), may_claim=True) is BlockStatus.NO_ROOM
+    assert ask(first, key_of(count, 4 * MIB)) is BlockStatus.NO_ROOM
     second.close()
-    assert first.ask(key_of(count, 4 * MIB), may_claim=True) is BlockStatus.UNSHARED
+    assert ask(first, key_of(count, 4 * MIB)) is BlockStatus.UNSHARED
     announced(join, 1)
-    assert first.ask(key_of(count, 4 * MIB), may_claim=True) is BlockStatus.OWN
+    assert ask(first, key_of(count, 4 * MIB)) is BlockStatus.OWN
 
 
 def test_spare_blocks_make_room(join: Join) -> None:
     first, _ = announced(join, 2)
     for number in range(HEAP_BYTES // (16 * MIB)):
         block = key_of(number, 16 * MIB, is_spare=True)
-        assert first.ask(block, may_claim=True) is BlockStatus.OWN
+        assert ask(first, block) is BlockStatus.OWN
         first.publish(block, memoryview(bytearray(16 * MIB)))
-    assert first.ask(key_of(99), may_claim=True) is BlockStatus.OWN
+    assert ask(first, key_of(99)) is BlockStatus.OWN
 
 
 def test_what_a_member_claimed_and_left_is_claimed_by_another(join: Join) -> None:
     first, second, third = announced(join, 3)
-    assert first.ask(key_of(1), may_claim=True) is BlockStatus.OWN
+    assert ask(first, key_of(1)) is BlockStatus.OWN
     first.give_up(key_of(1))
-    assert second.ask(key_of(1), may_claim=True) is BlockStatus.OWN
+    assert ask(second, key_of(1)) is BlockStatus.OWN
     second.close()
-    assert third.ask(key_of(1), may_claim=True) is BlockStatus.OWN
+    assert ask(third, key_of(1)) is BlockStatus.OWN
 
 
 def test_a_damaged_block_is_not_taken(join: Join) -> None:
     first, second = announced(join, 2)
-    assert first.ask(key_of(1), may_claim=True) is BlockStatus.OWN
+    assert ask(first, key_of(1)) is BlockStatus.OWN
     first.publish(key_of(1), memoryview(bytes(MIB)))
     second._heap[5_000] ^= 1
     assert not second.take(key_of(1), memoryview(bytearray(MIB)))
@@ -231,7 +235,7 @@ def test_a_member_that_downloads_for_ever_is_waited_for_once(
     for start in range(0, 8 * MIB, MIB):
         block = source._block_of(FileRange("file", start, start + MIB))
         assert block is not None
-        assert stuck.ask(block, may_claim=True) is BlockStatus.OWN
+        assert ask(stuck, block) is BlockStatus.OWN
     read_all(source, 8 * MIB, MIB, bytearray(8 * MIB))
     assert store.bytes_read == 8 * MIB
 
