@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tests.distributed.share_run import LAYERS, make_model
@@ -32,14 +34,22 @@ def bucket(object_store: ObjectStore, tmp_path: Path) -> Bucket:
     return bucket
 
 
-def put_model(bucket: Bucket, folder: Path, layers: int) -> None:
+def put_model(bucket: Bucket, folder: Path, layers: int, kind: str = "safetensors") -> None:
+    """Puts a model into a bucket, as one file or as DCP stores it, and its values into a folder."""
+    bucket.clear()
     torch.manual_seed(2)
     state = make_model(layers).state_dict()
-    save_file(
-        {name: torch.randn_like(value) for name, value in state.items()},
-        folder / "model.safetensors",
-    )
-    bucket.put(KEY, (folder / "model.safetensors").read_bytes())
+    truth = {name: torch.randn_like(value) for name, value in state.items()}
+    save_file(truth, folder / "model.safetensors")
+    source = folder / kind
+    source.mkdir()
+    if kind == "safetensors":
+        shutil.copy(folder / "model.safetensors", source)
+    elif kind == "torch":
+        torch.save(truth, source / "pytorch_model.bin")
+    else:
+        dcp.save(truth, checkpoint_id=source, no_dist=True)
+    bucket.put_tree(source, "model")
     store = {"url": f"{bucket.url}/model", "options": bucket.store.options, "layers": layers}
     (folder / "store.json").write_text(json.dumps(store))
 
@@ -74,9 +84,14 @@ def _nothing_is_left() -> Any:
     assert entries_in_memory() <= before
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
 def test_replicas_download_a_model_once_together(
-    bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
+    kind: str, bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
+    if kind != "safetensors":
+        put_model(bucket, tmp_path, LAYERS, kind)
+    bucket.store.proxy.reset()
     run_ranks(SCRIPT, 4, tmp_path, "ddp")
     sent, size = bucket.store.proxy.sent["GET"], size_of(tmp_path)
     found = results(tmp_path)
@@ -149,6 +164,7 @@ def test_a_rank_that_is_stopped_is_waited_for_in_vain_once(
 def test_a_rank_that_comes_late_takes_what_is_still_downloaded(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
+    shutil.rmtree(tmp_path / "safetensors")
     put_model(bucket, tmp_path, 2 * LAYERS)
     bucket.store.proxy.slow(READS, 1)
     run_ranks(SCRIPT, 2, tmp_path, "ddp:late")
