@@ -1,6 +1,8 @@
 """What the ranks of a node download when all load one model from S3, and how long they take.
 
 Each round loads twice, in turns: with what the ranks share, and without (`LOCAL_WORLD_SIZE=1`).
+With `--link`, all runs in a network namespace of its own, with a loopback device that passes no
+more than so many megabytes a second, as the network card of a node does (Linux, as root).
 """
 
 from __future__ import annotations
@@ -59,11 +61,31 @@ def load(layers: int, url: str, options: Mapping[str, Any], start: float) -> Non
     print(json.dumps(found | {"read": result.bytes_read, "shared": result.bytes_shared}))
 
 
-def run_ranks(store: ObjectStore, ranks: int, layers: int, *, share: bool) -> dict[str, float]:
+def limit_link(megabytes_per_second: int) -> None:
+    """Starts this benchmark again, in a network namespace with a slow loopback device."""
+    rate = f"rate {8 * megabytes_per_second}mbit burst 4mb latency 100ms"
+    words = "ip link set lo up && tc qdisc add dev lo root tbf " + rate + ' && exec "$@"'
+    again = [sys.executable, *sys.argv, "--limited"]
+    subprocess.run(["unshare", "--net", "sh", "-c", words, "sh", *again], check=True)
+
+
+def sent_bytes() -> int:
+    """Returns how much the loopback device of this network namespace has passed."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            return int(counts.split()[0])
+    raise OSError("no loopback device")
+
+
+def run_ranks(
+    store: ObjectStore, ranks: int, layers: int, *, share: bool, limited: bool
+) -> dict[str, float]:
     """Starts all ranks; returns figures of the slowest or largest of them."""
     store.proxy.reset()
-    start = time.time() + _START_SECONDS
-    words = [str(layers), "s3://sharing/model", json.dumps(store.options), str(start)]
+    start, passed = time.time() + _START_SECONDS, sent_bytes()
+    options = store.direct_options if limited else store.options  # the proxy sends all once more
+    words = [str(layers), "s3://sharing/model", json.dumps(options), str(start)]
     settings = environment() | {"OMP_NUM_THREADS": "1"}
     settings["LOCAL_WORLD_SIZE"] = str(ranks if share else 1)
     command = [sys.executable, __file__, "--rank", *words]
@@ -78,7 +100,7 @@ def run_ranks(store: ObjectStore, ranks: int, layers: int, *, share: bool) -> di
         "seconds": max(one["seconds"] for one in found),
         "late": max(one["late"] for one in found),
         "beyond": max(one["beyond"] for one in found),
-        "sent": store.proxy.sent["GET"],
+        "sent": sent_bytes() - passed if limited else store.proxy.sent["GET"],
         "requests": store.proxy.requests["GET"],
     }
 
@@ -106,6 +128,8 @@ def main() -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", nargs=4, metavar=("LAYERS", "URL", "OPTIONS", "START"))
+    parser.add_argument("--link", type=int, metavar="MEGABYTES_PER_SECOND")
+    parser.add_argument("--limited", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
@@ -114,22 +138,28 @@ def main() -> None:
         layers, url, options, start = arguments.rank
         load(int(layers), url, json.loads(options), float(start))
         return
+    limited = arguments.limited
+    if arguments.link and not limited:
+        limit_link(arguments.link)
+        return
     layers = max(round(arguments.gigabytes * 1e9 / (4 * _WIDTH * (_WIDTH + 1))), 1)
     with running_object_store() as store:
         size = put_model(store, layers)
-        print(f"{size / MB:.0f} MB, {arguments.ranks} ranks, load {os.getloadavg()[0]:.1f}\n")
+        link = f"link of {arguments.link} MB/s, " if limited else ""
+        print(f"{size / MB:.0f} MB, {arguments.ranks} ranks, {link}load {os.getloadavg()[0]:.1f}\n")
         print("| | downloaded / model | requests | seconds | rounds | beyond the model MB |")
         print("|:--|--:|--:|--:|:--|--:|")
         found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
         for number in range(arguments.rounds):
             for share in (False, True) if number % 2 else (True, False):
-                found[share].append(run_ranks(store, arguments.ranks, layers, share=share))
+                figures = run_ranks(store, arguments.ranks, layers, share=share, limited=limited)
+                found[share].append(figures)
     for share, rounds in found.items():
         columns = {name: [one[name] for one in rounds] for name in rounds[0]}
         print(
             f"| {'shared' if share else 'each for itself'} |"
             f" {statistics.median(columns['sent']) / size:.3f} |"
-            f" {statistics.median(columns['requests']):.0f} |"
+            f" {'' if limited else format(statistics.median(columns['requests']), '.0f')} |"
             f" {statistics.median(columns['seconds']):.2f} |"
             f" {', '.join(f'{seconds:.1f}' for seconds in columns['seconds'])} |"
             f" {max(columns['beyond']) / MB:.0f} |"

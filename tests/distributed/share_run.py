@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.core.errors import PartlyFilledError
 from ckptkit.storage.places import Place
 from ckptkit.training import load_into
-from ckptkit.training.load import shared_source
+from ckptkit.training.load import node_memory, shared_source
 from tests.built_modules import local, part_of, same_bits
 
 WIDTH, LAYERS = 1024, 6
@@ -97,6 +97,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     shared_source._ROOM_SECONDS, shared_source._OWNER_SECONDS = 1.0, 2.0
+    # On a busy machine ranks take longer; what they wait for is bounded in the same way.
+    shared_source._START_SECONDS, node_memory._LOCK_SECONDS = 10.0, 5.0
     torch.manual_seed(1)
     store: dict[str, Any] = json.loads((folder / "store.json").read_text())
     model = WRAP[kind](make_model(store["layers"]))

@@ -417,7 +417,7 @@ def _receive(address: str) -> NodeMemory | None:
             # Memory that its maker can shorten would end this process with a signal.
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if seals & fcntl.F_SEAL_SHRINK and os.fstat(descriptor).st_size == _SIZE_BYTES:
-                return NodeMemory(_reopen(descriptor), None)
+                return _open(descriptor, None)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -439,7 +439,7 @@ def _make(address: str) -> NodeMemory | None:
             except OSError:
                 return None
             listener.listen(_MOST_MEMBERS)
-            memory = NodeMemory(_reopen(descriptor), listener)
+            memory = _open(descriptor, listener)
         stack.pop_all()
         return memory
 
@@ -464,9 +464,14 @@ def _user_of(connection: socket.socket) -> int:
     return int(user)
 
 
-def _reopen(descriptor: int) -> int:
+def _open(descriptor: int, listener: socket.socket | None) -> NodeMemory:
     """Opens memory once more: locks of a descriptor that was sent are those of its sender too."""
-    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return NodeMemory(own, listener)
+    except BaseException:
+        os.close(own)
+        raise
 
 
 def _try_lock(descriptor: int, byte: int) -> bool:
