@@ -330,18 +330,19 @@ def measure_gaps(first: Array, second: Array, *, rtol: float, atol: float) -> Ga
 
 def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float) -> Gaps:
     sides = [_in_doubles(first), _in_doubles(second)]
-    # Large integers differ where float64 has one value for both.
-    is_equal = first == second if first.dtype == second.dtype else sides[0] == sides[1]
+    gaps, is_equal = np.abs(sides[0] - sides[1]), sides[0] == sides[1]
+    if _are_integers(first, second):
+        gaps, is_equal = _integer_gaps(first, second)
     is_equal |= np.isnan(sides[0]) & np.isnan(sides[1])
     is_finite = np.isfinite(sides[0]) & np.isfinite(sides[1])
     lone = int(np.count_nonzero(~is_finite & ~is_equal))
     if not is_finite.all():
-        is_equal = is_equal[is_finite]
+        is_equal, gaps = is_equal[is_finite], gaps[is_finite]
         sides = [side[is_finite] for side in sides]
     if not is_finite.any():
         return Gaps(first.size, lone, lone, lone=lone)
-    gaps, sizes = np.abs(sides[0] - sides[1]), np.abs(sides[1])
-    is_beyond = ~is_equal & ~((gaps <= atol + rtol * sizes) & (gaps > 0))
+    sizes = np.abs(sides[1])
+    is_beyond = ~is_equal & ~(gaps <= atol + rtol * sizes)
     is_other = sizes > 0
     relative = float((gaps[is_other] / sizes[is_other]).max()) if is_other.any() else 0.0
     dot = float(np.sum(sides[0] * np.conj(sides[1])).real)
@@ -356,6 +357,21 @@ def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float
         norms=(_norm_of(parts[0]), _norm_of(parts[1])),
         lone=lone,
     )
+
+
+def _are_integers(first: Array, second: Array) -> bool:
+    """Whether two arrays are of integers or bool, and one type holds the elements of both."""
+    kinds = {first.dtype.kind, second.dtype.kind}
+    return kinds <= {"i", "u", "b"} and np.result_type(first, second).kind != "f"
+
+
+def _integer_gaps(first: Array, second: Array) -> tuple[Array, Array]:
+    """Returns the absolute differences in float64, each rounded once, and where there is none."""
+    wide = np.uint64 if np.result_type(first, second).kind == "u" else np.int64
+    sides = first.astype(wide), second.astype(wide)
+    one, other = (side.view(np.uint64) for side in sides)  # whose differences do not overflow
+    gaps = np.where(sides[0] > sides[1], one - other, other - one)
+    return gaps.astype(np.float64), gaps == 0
 
 
 def _in_doubles(values: Array) -> Array:

@@ -139,6 +139,30 @@ def test_integers_beyond_the_precision_of_float64_still_differ() -> None:
     assert (gaps.unequal, gaps.beyond) == (2, 2)
 
 
+INTEGERS = [np.int8, np.int32, np.int64, np.uint8, np.uint32, np.uint64, np.bool_]
+
+
+def integers(kinds: st.DataObject) -> NDArray[Any]:
+    kind = kinds.draw(st.sampled_from(INTEGERS))
+    bounds = (0, 1) if kind is np.bool_ else (np.iinfo(kind).min, np.iinfo(kind).max)
+    near = st.sampled_from([*bounds, bounds[1] // 2, bounds[1] // 2 + 1, bounds[1] - 1])
+    elements = near | st.integers(int(bounds[0]), int(bounds[1]))
+    return np.array(kinds.draw(st.lists(elements, min_size=5, max_size=5)), kind)
+
+
+@given(st.data(), st.sampled_from([0, 1, 10, 2**61]), st.sampled_from([0, 0.5]))
+def test_integers_are_compared_exactly(kinds: st.DataObject, atol: int, rtol: float) -> None:
+    first, second = integers(kinds), integers(kinds)
+    if np.result_type(first, second).kind == "f":
+        return  # no type of numpy holds both
+    gaps = measure_gaps(first, second, rtol=rtol, atol=atol)
+    pairs = [(int(a), int(b)) for a, b in zip(first, second, strict=True)]
+    assert gaps.unequal == sum(a != b for a, b in pairs)
+    allowed = [float(abs(a - b)) <= atol + rtol * float(abs(b)) for a, b in pairs]
+    assert gaps.beyond == len(pairs) - sum(allowed)
+    assert gaps.largest == float(max(abs(a - b) for a, b in pairs))
+
+
 def test_nothing_has_an_angle_to_zero() -> None:
     zeros, ones = np.zeros(3, np.float32), np.ones(3, np.float32)
     assert measure_gaps(zeros, ones, rtol=0, atol=0).cosine is None
