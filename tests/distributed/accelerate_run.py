@@ -70,6 +70,14 @@ class Averaging(Net):
         return super().forward(x + mean)
 
 
+class Narrow(Net):
+    """In bfloat16 before it is prepared, as `from_pretrained` loads most models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+
 class Counter:
     def __init__(self) -> None:
         self.batches = 0
@@ -428,6 +436,36 @@ def in_low_precision(folder: Path, version: int) -> None:
     say("a job in bfloat16 was loaded before its first forward pass")
 
 
+def in_narrow_weights(folder: Path, version: int) -> None:
+    """accelerate widens weights in bfloat16, with FSDP1 in the memory of the flat ones alone."""
+
+    def started() -> Training:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Training(folder, version, Narrow, mixed_precision="bf16")
+
+    first = started()
+    first.accelerator.project_configuration.automatic_checkpoint_naming = False
+    save_state(first.accelerator, folder / "untrained").result()
+    with ckptkit.open(folder / "untrained" / "pytorch_model_fsdp_0") as step:
+        torch.manual_seed(3)
+        for name, value in Narrow().state_dict().items():
+            assert torch.equal(step[name], value.to(step[name].dtype)), name
+    first.train(3)
+    save_state(first.accelerator, folder / "trained").result()
+    truth = first.snapshot()
+    close(first.accelerator)
+    again = started()
+    load_state(again.accelerator, folder / "trained")
+    compare(again, truth, "weights that accelerate has widened were loaded")
+    again.model.eval()
+    with torch.no_grad():
+        again.model(torch.zeros(2, WIDTH))
+    if version == 2:  # whose root module stays whole
+        again.model.reshard()
+    compare(again, truth, "the first forward pass left them as they were")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def failing(training: Training, folder: Path) -> None:
     """A save that fails in the background costs no other one, and the end of training tells it."""
     accelerator, run, rank = training.accelerator, folder / "checkpoints", dist.get_rank()
@@ -459,6 +497,7 @@ def failing(training: Training, folder: Path) -> None:
 def main() -> None:
     folder = Path(sys.argv[1]).absolute()
     in_low_precision(folder / "bf16", int(sys.argv[2]))
+    in_narrow_weights(folder / "narrow", int(sys.argv[2]))
     training = Training(folder, int(sys.argv[2]))
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     automatic_names(training, folder / "checkpoints")

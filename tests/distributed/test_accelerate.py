@@ -27,6 +27,8 @@ def test_saves_and_loads_mean_what_they_mean_in_accelerate(
     done = run_ranks(SCRIPT, 2, tmp_path, version)
     assert done.stdout.splitlines() == [
         "a job in bfloat16 was loaded before its first forward pass",
+        "weights that accelerate has widened were loaded",
+        "the first forward pass left them as they were",
         "the newest was loaded after its save",
         "the oldest went",
         "accelerate loaded what ckptkit wrote",

@@ -25,7 +25,7 @@ OPTIONS = (
     "native",
     "nothing",
 )
-EDGES = ("asked", "skipping", "adding", "uploading", "adapters")
+EDGES = ("narrow", "asked", "skipping", "adding", "uploading", "adapters")
 Found = dict[str, list[str]]  # by check
 
 
@@ -84,6 +84,12 @@ def test_the_frozen_base_is_linked_into_later_steps(kind: str, files: int, found
 def test_the_newest_complete_step_resumes_bit_for_bit(kind: str, found: Found) -> None:
     assert "ours from ours []" in found[kind]
     assert "losses True" in found[kind]
+
+
+def test_a_model_in_bfloat16_that_accelerate_widens_is_resumed_bit_for_bit(found: Found) -> None:
+    assert "undisturbed []" in found["narrow"]
+    assert "ours from ours []" in found["narrow"]
+    assert "losses True" in found["narrow"]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "lora2"])

@@ -18,7 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from transformers import Trainer
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.integrations.transformers import install
@@ -27,6 +29,7 @@ from tests.distributed.tiny_trainers import (
     LAST,
     Tensors,
     differing,
+    model,
     say,
     steps_in,
     trained,
@@ -70,7 +73,8 @@ def check_resuming(kind: str, folder: Path) -> None:
     say(kind, "linked", len(shared))
     states = [(run / half / "trainer_state.json").read_text() for run in (stock, ours)]
     say(kind, "own state as stock's", states[0] == states[1])
-    go_on(kind, ours, truth, [row.get("loss") for row in made.state.log_history])
+    losses = [row.get("loss") for row in made.state.log_history]
+    go_on(kind, ours, trainer(kind, ours), truth, losses)
     again = trainer(kind, folder / "other")
     install(again)
     try:
@@ -86,16 +90,29 @@ def check_resuming(kind: str, folder: Path) -> None:
     say(kind, "stock from ours", differing(from_ours, expected))
 
 
-def go_on(kind: str, run: Path, truth: Tensors, losses: list[Any]) -> None:
+def go_on(kind: str, run: Path, again: Trainer, truth: Tensors, losses: list[Any]) -> None:
     """Resumes from the newest complete step."""
     if dist.get_rank() == 0:
         shutil.rmtree(run / f"checkpoint-{LAST}")
         (run / "checkpoint-9/optimizer_0").mkdir(parents=True)  # of a stock save that was killed
     dist.barrier()
-    again = trainer(kind, run)
     install(again)
     say(kind, "ours from ours", differing(trained(again, True), truth))
     say(kind, "losses", [row.get("loss") for row in again.state.log_history] == losses)
+
+
+def check_narrow(check: str, folder: Path) -> None:
+    """A model in bfloat16 that is trained in mixed precision, so that accelerate widens it."""
+
+    def make(out: str) -> Trainer:
+        return trainer("fsdp1", folder / out, model=model().to(torch.bfloat16), bf16=True)
+
+    truth = trained(make("narrow-stock"))
+    made = make(check)
+    install(made)
+    say(check, "undisturbed", differing(trained(made), truth))
+    losses = [row.get("loss") for row in made.state.log_history]
+    go_on(check, folder / check, make(check), truth, losses)
 
 
 CHECKS: dict[str, Callable[[str, Path], None]] = {
@@ -103,6 +120,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "fsdp2": check_resuming,
     "lora1": check_resuming,
     "lora2": check_resuming,
+    "narrow": check_narrow,
     "keeping": check_keeping,
     "only_model": check_only_model,
     "failing": check_failing,

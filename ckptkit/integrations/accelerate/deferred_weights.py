@@ -329,8 +329,7 @@ def _kept_on_meta(accelerator: Any) -> Iterator[None]:
     memory: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     plugin.cpu_ram_efficient_loading = False
     plugin.sync_module_states = False
-    widens = accelerator.mixed_precision != "no"
-    plugin.param_init_fn = partial(_give_memory, accelerator.device, memory, widens=widens)
+    plugin.param_init_fn = partial(_give_memory, accelerator.device, memory)
     try:
         yield
     finally:
@@ -342,8 +341,6 @@ def _give_memory(
     device: torch.device,
     memory: dict[int, tuple[nn.Parameter, nn.Parameter]],
     module: nn.Module,
-    *,
-    widens: bool,
 ) -> nn.Module:
     """Gives the tensors of one module memory on a device, as FSDP1 asks for it.
 
@@ -351,25 +348,19 @@ def _give_memory(
         device: The device.
         memory: The old and the new parameters, by the identity of the old ones.
         module: The module.
-        widens: Whether trained floats become float32. accelerate does that later, in the memory of
-            flat parameters alone; FSDP1 then copies the narrow ones over it once more.
     """
     for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
         if id(old) not in memory:
-            is_wider = widens and old.requires_grad and is_wide_float(old.dtype)
-            dtype = torch.float32 if is_wider else old.dtype
-            new = _filled(old.detach(), device, dtype)
-            memory[id(old)] = old, nn.Parameter(new, requires_grad=old.requires_grad)
+            new = nn.Parameter(_filled(old.detach(), device), requires_grad=old.requires_grad)
+            memory[id(old)] = old, new
         setattr(module, name, memory[id(old)][1])
     for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-        setattr(module, name, _filled(buffer, device, buffer.dtype))
+        setattr(module, name, _filled(buffer, device))
     return module
 
 
-def _filled(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.is_meta:
-        return torch.empty_like(tensor, device=device, dtype=dtype)
-    return tensor.to(device, dtype)
+def _filled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -234,6 +234,8 @@ def managed_parameters(units: Sequence[FlatUnit]) -> frozenset[int]:
 def flat_units(model: nn.Module, parallel: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
     """Returns all flat parameters of a model, as they are on this rank now.
 
+    Where a flat parameter alone was widened, its original ones are widened too.
+
     Args:
         model: With FSDP1 somewhere inside.
         parallel: What `names.parallel_prefixes` returned for it.
@@ -243,6 +245,8 @@ def flat_units(model: nn.Module, parallel: Sequence[str] = ()) -> tuple[FlatUnit
         handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
         if handle is not None:
             named.setdefault(id(handle), (module, []))[1].append(clean_fqn(raw, parallel))
+    for module, _ in named.values():
+        _widen_originals(module._handle)
     shared: dict[tuple[Any, ...], Replicas] = {}
     return tuple(_unit(module, prefixes, shared) for module, prefixes in named.values())
 
@@ -272,6 +276,28 @@ def flat_shards(model: nn.Module) -> list[torch.Tensor]:
     shards = [_shard(handle.flat_param) for handle in handles]
     assigned = (_assigned(h, index) for h in handles for index in range(len(h.flat_param._fqns)))
     return [*shards, *(tensor for tensor in assigned if tensor is not None)]
+
+
+@torch.no_grad()
+def _widen_originals(handle: Any) -> None:
+    """Makes original parameters parts of a flat one that was given another element type.
+
+    accelerate gives float32 to flat parameters that are trained in mixed precision. The original
+    ones are then what they were, until FSDP1's first forward pass copies them over the flat one;
+    what is loaded meanwhile would be lost, or rounded. So that copy is made here.
+
+    Source: `Accelerator.prepare_model` of accelerate 1.15, `FlatParamHandle._writeback_orig_params`
+    and `_use_sharded_views`.
+    """
+    flat = handle.flat_param
+    if flat._params is None or flat.is_meta or hasattr(flat, "_local_shard"):
+        return
+    pairs = zip(flat._params, flat._shard_param_infos, strict=True)
+    held = [(parameter, info.numel_in_shard) for parameter, info in pairs if info.in_shard]
+    is_narrow = all(p.dtype != flat.dtype and p.numel() == count for p, count in held)
+    if is_narrow and len({_memory(p) for p, _ in held}) == 1:  # no one was replaced
+        handle._writeback_orig_params()
+        handle._use_sharded_views()
 
 
 def _shard(flat: Any) -> torch.Tensor:
@@ -312,7 +338,11 @@ def _is_between_passes(handle: Any) -> bool:
 
 
 def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return _memory(tensor) == _memory(other)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _check_assigned(tensor: torch.Tensor, handle: Any, index: int, fqn: str) -> nn.Parameter:
