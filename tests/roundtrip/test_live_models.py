@@ -42,6 +42,7 @@ from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.reader import ArrayMemory, Origin
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer, load_into
+from ckptkit.training.save.staging import Stager
 from tests.built_modules import build_module, module_like, same_bits
 from tests.object_store import ObjectStore
 from tests.small_models import class_named, small_model_config
@@ -354,6 +355,40 @@ def test_modes_of_torch_change_nothing(tmp_path: Path) -> None:
     assert model.weight.grad is not None
     with FakeTensorMode(), pytest.raises(UsageError, match="FakeTensorMode is active"):
         load_into(model, source)
+
+
+def test_a_save_after_it_does_not_link_what_frozen_weights_were_before(tmp_path: Path) -> None:
+    """One element differs, which a save that compares a hundredth of the bytes would not find."""
+    frozen = nn.Linear(1024, 1024, bias=False).requires_grad_(requires_grad=False)
+    model = nn.Sequential(frozen, nn.Linear(1024, 4))
+    changed = frozen.weight.detach().clone()
+    changed.view(-1)[777_777] += 1
+    source, state = save(tmp_path / "a", weight=changed), {"model": model}
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state).result(60)
+        load_into(frozen, source)  # has no hooks of the save, which are those of the whole model
+        step = checkpointer.save(2, state).result(60)
+    with ckptkit.open(step) as saved:
+        assert same_bits(saved["0.weight"], changed)
+
+
+def test_a_load_waits_for_the_copies_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, joined = linear(), list[str]()
+    source = save(tmp_path / "a", **{f"0.{k}": v + 1 for k, v in model.state_dict().items()})
+    stock = Stager.join
+
+    def join(stager: Stager) -> None:
+        joined.append("")
+        stock(stager)
+
+    monkeypatch.setattr(Stager, "join", join)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": model}).result(60)
+        joined.clear()
+        load_into(nn.Sequential(model), source)
+        assert joined
 
 
 def test_a_module_that_copies_its_state_gets_it(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from ckptkit.training.load.tensor_sources import (
 )
 from ckptkit.training.resume.load_pieces import list_first, memory_of
 from ckptkit.training.resume.restore import copied_changes
+from ckptkit.training.state.memory_changes import count_changes
 
 _MOST_PARTS = 256  # of a record that are kept, as in a resume
 _PROOF_SHARE = 64  # so much of what is needed is read for proofs alone
@@ -121,6 +122,8 @@ class Filling:
             Origin("source", self._files, checkpoint.index, most_pieces=_MOST_PARTS)
             for _ in range(2)
         ]
+        filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
+        pieces = [piece for tensor in filled for piece in tensor.pieces]
         try:
             self._files.announce(checkpoint.index, chunks, spans)
             read_bytes = self._read(origins, chunks, spans)
@@ -129,8 +132,6 @@ class Filling:
             read_bytes += sum(map(self._prove, origins))
             proven = set(self._compare(digests))
             self._refuse_changes()
-            filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
-            pieces = [piece for tensor in filled for piece in tensor.pieces]
             for change in copied_changes(self._live.bound, {"": pieces}):
                 change()
         except CkptkitError as error:
@@ -138,6 +139,8 @@ class Filling:
         except BaseException as error:
             error.add_note(self._progress())
             raise
+        finally:
+            count_changes(piece.local for piece in pieces)
         left_open = {number for origin in origins for number in origin.checksums.open_now()}
         unverified = {key for origin in origins for key in origin.unverified}
         unverified_names = self._names_of(unverified)

@@ -44,6 +44,7 @@ from ckptkit.training.load.tensor_sources import (
 )
 from ckptkit.training.resume.materialise import is_wide_float
 from ckptkit.training.save.shared_memory import available_bytes
+from ckptkit.training.state.memory_changes import announce_changes
 from ckptkit.training.state.models import check_modes, plain_torch
 
 _MEMORY_SHARE = 8  # at most one of so many available bytes is shared on the node
@@ -164,6 +165,7 @@ class ModelLoad(Closing):
         Args:
             optimizers: Those of its parameters, which get new ones for those on the meta device.
         """
+        announce_changes(self._live.module)
         alone = (*self._sources.missing, *self._sources.left_alone)
         self._live.materialise(self._dtype, alone, optimizers)
         files = SharedSource(self._checkpoint.source, self._node)

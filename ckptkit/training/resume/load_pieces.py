@@ -29,6 +29,7 @@ from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import ArrayMemory, BoxMemory, Origin, byte_type, slices_of
 from ckptkit.storage.base import Source
+from ckptkit.training.state.memory_changes import count_changes
 from ckptkit.training.state.pieces import Piece
 
 # Of one record; matrices split by columns have thousands of parts, and stay unproven.
@@ -87,7 +88,10 @@ def load_pieces(
         for place, elements in piece.boxes():
             wanted.append((entry, place, memory_of(elements.detach().view(place.sizes))))
     origin = Origin("step", source, index, most_pieces=_MOST_PARTS)
-    report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
+    try:
+        report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
+    finally:
+        count_changes(piece.local for piece in pieces)
     return FillReport(
         bytes_read=report.bytes_read,
         bytes_needed=sum(piece.size_bytes for piece in pieces),

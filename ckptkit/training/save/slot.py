@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.threads import WorkerThread
@@ -26,55 +23,13 @@ from ckptkit.training.save.staging import Staged, Stager, measure_copy_limit
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.training.state.collect import BoundState, expected_state_bytes
+from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.objects import is_plain, serialise, torch_archive
 from ckptkit.training.state.pieces import ObjectValue, Piece
 from ckptkit.training.step_names import RNG
 from ckptkit.writer.messages import Inline, Persist, Written
 
 logger = logging.getLogger(__name__)
-
-
-class _Hook:
-    """Calls a method of an object while the object exists.
-
-    Copies and pickles of a model include its hooks. They get one of the standard library that does
-    nothing, so that the model can be loaded without ckptkit.
-    """
-
-    def __init__(self, method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self, *_: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (chain,)
-
-
-def call_before_changes(
-    method: Callable[[], None], models: Iterable[nn.Module], *, steps: bool = True
-) -> Callable[[], None]:
-    """Has a method called before each step of any optimizer and each load into the models.
-
-    Args:
-        method: Called without arguments; its object is not kept alive.
-        models: Whose `load_state_dict` calls it; from torch 2.5 on.
-        steps: Whether steps of optimizers call it as well as loads.
-
-    Returns:
-        A function that removes the hooks.
-    """
-    hook = _Hook(method)
-    with ExitStack() as undo:
-        if steps:
-            undo.callback(register_optimizer_step_pre_hook(hook).remove)
-        for model in models:
-            register = getattr(model, "register_load_state_dict_pre_hook", None)  # torch 2.5
-            if register is not None:
-                undo.callback(register(hook).remove)
-        return undo.pop_all().close
 
 
 class SaveSlot:

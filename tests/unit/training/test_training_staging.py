@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.slot import call_before_changes, record_of
+from ckptkit.training.save.slot import record_of
 from ckptkit.training.save.staging import (
     Stager,
     _CudaCopies,
@@ -38,6 +38,7 @@ from ckptkit.training.save.staging import (
     is_plain,
     measure_copy_limit,
 )
+from ckptkit.training.state.memory_changes import call_before_changes
 from ckptkit.training.state.pieces import ObjectValue, Piece
 
 UNIT = "pytorch_model_fsdp_0"
