@@ -47,18 +47,18 @@ from ckptkit.deltas.form import (
     new_hasher,
     version_of_folder,
 )
+from ckptkit.deltas.pairs import PublishedBase, TensorPair, pair_tensors
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Planned, Started, ignore
 from ckptkit.engine.reader import RUN_BYTES, same_bytes
 from ckptkit.engine.segment_reader import SegmentReader
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
-from ckptkit.plan.plan import Segment, SegmentRange, TensorSpec, name_order
+from ckptkit.plan.plan import SegmentRange, name_order
 from ckptkit.storage.base import Target, distant
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike, open_target
 
-_LISTED = 3
 _MOST_VERSION = 999_999_999
 _READ_BYTES = LEAF_BYTES // 2
 """Of each model at a time; both together are as much as an execution has in memory. From a store,
@@ -116,21 +116,6 @@ class DeltaRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPair:
-    """A tensor before and after.
-
-    Attributes:
-        spec: Its name, element type and shape, which are the same.
-        before: Where it is planned for the first model.
-        after: The same of the second.
-    """
-
-    spec: TensorSpec
-    before: tuple[int, Segment]
-    after: tuple[int, Segment]
-
-
-@dataclass(frozen=True, slots=True)
 class EncodedTensor:
     """What was found of a tensor.
 
@@ -172,6 +157,8 @@ def create_delta(
     request: DeltaRequest,
     listener: Listener = ignore,
     facts: Mapping[str, Any] | None = None,
+    *,
+    published: PublishedBase | None = None,
 ) -> Manifest:
     """Writes what changed between two models; both are planned as they would be written.
 
@@ -181,6 +168,8 @@ def create_delta(
         request: What the delta is like.
         listener: Receives progress events, from several threads.
         facts: Further entries of the manifest's `source`.
+        published: The version that the delta will be applied to, if it was published before; a
+            base that is not that very model is refused.
 
     Returns:
         The manifest of the delta.
@@ -195,7 +184,7 @@ def create_delta(
         base.plan_output() as before,
         new.plan_output() as after,
     ):
-        strategy.take(before, after)
+        strategy.take(before, after, published)
         planned = replace(
             after,
             kind=DELTA,
@@ -203,46 +192,6 @@ def create_delta(
             facts={**after.facts, **(facts or {})},
         )
         return write_output(planned, strategy, listener)
-
-
-def pair_tensors(before: PlannedOutput, after: PlannedOutput) -> tuple[TensorPair, ...]:
-    """Pairs the tensors of two plans, and refuses those that are not of one model."""
-    first, second = _segments(before), _segments(after)
-    names = (before.checkpoint.path, after.checkpoint.path)
-    for one, other, location, of in (
-        (first, second, names[1], names[0]),
-        (second, first, names[0], names[1]),
-    ):
-        lacking = sorted(one.keys() - other.keys(), key=name_order)
-        if lacking:
-            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
-            listed = ", ".join(map(repr, lacking[:_LISTED]))
-            raise RefusedError(
-                f"lacks {listed}{more}, which {of} has; a delta needs the same tensors",
-                where=location,
-                hint="leave tensors out with --exclude, or publish the new model as a whole",
-            )
-    pairs = []
-    for name, (number, segment, spec) in second.items():
-        number_before, segment_before, spec_before = first[name]
-        if (spec.dtype, spec.shape) != (spec_before.dtype, spec_before.shape):
-            raise RefusedError(
-                f"tensor {name!r} is {spec.dtype.name} {list(spec.shape)}, and in {names[0]}"
-                f" {spec_before.dtype.name} {list(spec_before.shape)}",
-                where=names[1],
-                hint="a delta needs the same types and shapes; --dtype casts both",
-            )
-        pairs.append(TensorPair(spec, (number_before, segment_before), (number, segment)))
-    return tuple(pairs)
-
-
-def _segments(planned: PlannedOutput) -> dict[str, tuple[int, Segment, TensorSpec]]:
-    return {
-        str(segment.spec.name): (number, segment, segment.spec)
-        for file in planned.plan.files
-        for number, segment in enumerate(file.segments)
-        if segment.spec is not None
-    }
 
 
 OpenEncoder = Callable[[int, list[tuple[int, int]]], Encoder]
@@ -292,10 +241,14 @@ class _DeltaStrategy(SingleProcess):
         self._paths: dict[str, str] = {}
         self._digests = Digests()
 
-    def take(self, before: PlannedOutput, after: PlannedOutput) -> None:
+    def take(
+        self, before: PlannedOutput, after: PlannedOutput, published: PublishedBase | None
+    ) -> None:
         """Takes the two models; refuses them if they do not have the same tensors."""
-        self._before, self._after = before, after
+        self._before, self._after, self._published = before, after, published
         self._pairs = pair_tensors(before, after)
+        if published is not None:
+            published.refuse_other_tensors(pair.spec for pair in self._pairs)
         largest = max(self._pairs, key=lambda pair: pair.spec.size_bytes, default=None)
         if (
             self._head.encoding == "overwrite"
@@ -319,6 +272,10 @@ class _DeltaStrategy(SingleProcess):
             spool = Spool(self._folder)
             stack.callback(spool.close)
             self._encode_all(spool)
+            if self._published is not None:
+                self._published.refuse_other_bytes(
+                    {one.name: one.digest_before for one in self._tensors}
+                )
             for planned in (self._before, self._after):
                 for origin in planned.inputs.origins.values():
                     origin.checksums.finish()

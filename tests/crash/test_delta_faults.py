@@ -33,6 +33,8 @@ from ckptkit.core.errors import (
     UnsafePathError,
     UnsupportedError,
 )
+from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
+from ckptkit.deltas.pairs import PublishedBase
 from ckptkit.engine.outcome import BytesWritten, Event
 from tests.small_deltas import (
     LEAF,
@@ -85,6 +87,23 @@ def test_a_delta_for_another_base_is_refused(tmp_path: Path, models: list[Model]
     ckptkit.consolidate(tmp_path / "s2", tmp_path / "base")
     refuse(RefusedError, "was made from a tensor", tmp_path / "base", tmp_path / "d1")
     refuse(ChecksumError, "after the change", tmp_path / "base", without_manifest(tmp_path / "d1"))
+    assert models
+
+
+def test_a_base_that_is_not_what_was_published_is_refused(
+    tmp_path: Path, models: list[Model]
+) -> None:
+    """Engines have what was published, whatever the same checkpoint would give now."""
+    published = PublishedBase(1, ckptkit.consolidate(tmp_path / "s1", tmp_path / "published"))
+
+    def create(base: Path, out: Path) -> None:
+        jobs = [make_job(side, out, {}) for side in (base, tmp_path / "s3")]
+        create_delta(jobs[0], jobs[1], DeltaRequest(version=2), published=published)
+
+    create(tmp_path / "s1", tmp_path / "right")
+    with pytest.raises(RefusedError, match=r"was published with digest .* and has"):
+        create(tmp_path / "s2", tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
     assert models
 
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
 from tests.command_line import run_command
-from tests.object_store import ObjectStore
+from tests.object_store import Bucket, Fault, ObjectStore
 from tests.sharded import write_sharded
 from tests.small_deltas import model_bytes
 
@@ -53,6 +53,13 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2, 3):
         add_step(run, step)
     return run
+
+
+def flip_bits(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    for at in range(len(data) // 4, 3 * len(data) // 4, 97):
+        data[at] ^= 1
+    path.write_bytes(data)
 
 
 def watch(run: Path, into: object, *options: str, status: int = 0) -> list[dict[str, Any]]:
@@ -166,6 +173,41 @@ def test_a_model_of_another_shape_is_published_whole(run: Path, tmp_path: Path) 
     check_chain(into, run, tmp_path)
 
 
+def test_other_options_are_no_delta_to_what_was_published(run: Path, tmp_path: Path) -> None:
+    """The delta would be made from the step as it would be published now."""
+    into = tmp_path / "weights"
+    watch(run, into, "--delta", "10", "--dtype", "bfloat16")
+    add_step(run, 4)
+    events = watch(run, into, "--delta", "10")
+    warned = [event["message"] for event in events if event["event"] == "warning"]
+    assert "'layers.0.weight' was published as bfloat16 [40, 30]" in warned[0]
+    assert versions(into)[2:] == [(3, True, 3), (4, False, 4)]
+
+
+@pytest.mark.parametrize("damage", [flip_bits, lambda path: path.unlink()], ids=["flip", "remove"])
+def test_a_damaged_base_costs_a_whole_model_and_no_step(
+    damage: Callable[[Path], None], run: Path, tmp_path: Path
+) -> None:
+    into = tmp_path / "weights"
+    watch(run, into, "--delta", "10")
+    damage(max((run / "checkpoint-3").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    for step in (4, 5):
+        add_step(run, step)
+    watch(run, into, "--delta", "10")
+    assert versions(into)[3:] == [(4, False, 4), (5, True, 5)]
+    shutil.rmtree(run / "checkpoint-3")
+    check_chain(into, run, tmp_path)
+
+
+def test_a_chain_that_lost_its_whole_model_gets_another(run: Path, tmp_path: Path) -> None:
+    into = tmp_path / "weights"
+    watch(run, into, "--delta", "10")
+    shutil.rmtree(into / "weight_v000001")
+    add_step(run, 4)
+    watch(run, into, "--delta", "10")
+    assert versions(into) == [(2, True, 2), (3, True, 3), (4, False, 4)]
+
+
 @pytest.mark.parametrize("below", [".", "weights", "checkpoint-1/weights"])
 def test_a_folder_in_the_run_is_refused(run: Path, tmp_path: Path, below: str) -> None:
     """Versions there would be checkpoints of the run, or change a step."""
@@ -209,6 +251,16 @@ def test_options_that_exclude_each_other_are_refused(
     assert text in done.stderr
 
 
+def pull(bucket: Bucket, tmp_path: Path) -> Path:
+    """Copies the versions in a bucket to a disk; returns their folder."""
+    keys = bucket.keys()
+    for key in keys:
+        path = tmp_path / "pulled" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bucket.get(key))
+    return tmp_path / "pulled" / "weights"
+
+
 def test_versions_are_published_to_a_store(
     object_store: ObjectStore, run: Path, tmp_path: Path
 ) -> None:
@@ -218,14 +270,39 @@ def test_versions_are_published_to_a_store(
     watch(run, f"{bucket.url}/weights", "--delta", "10", *options)
     add_step(run, 4)
     watch(run, f"{bucket.url}/weights", "--delta", "10", *options)
-    keys = bucket.keys()
-    for key in keys:
-        path = tmp_path / "pulled" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bucket.get(key))
-    into = tmp_path / "pulled" / "weights"
+    into = pull(bucket, tmp_path)
     assert versions(into) == [(1, False, 1), (2, True, 2), (3, True, 3), (4, True, 4)]
     check_chain(into, run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("weight_v000001/model.safetensors", "weight_v000001/ckptkit.json"),
+        *("weight_v000002/model.safetensors.index.json", "weight_v000002/ckptkit.json"),
+    ],
+)
+def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
+    file: str, object_store: ObjectStore, run: Path, tmp_path: Path
+) -> None:
+    bucket = object_store.bucket("killed-versions")
+    bucket.clear()
+    into, options = f"{bucket.url}/weights", object_store.arguments("--dst-option")
+    words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--delta", "10"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "ckptkit_cli", *words, *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        kill = Fault(f"^PUT .*{file}", status=500, before=process.kill)
+        object_store.proxy.add(kill)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, errors
+    assert kill.met == 1
+    watch(run, into, "--delta", "10", *options)
+    pulled = pull(bucket, tmp_path)
+    assert versions(pulled) == [(1, False, 1), (2, True, 2), (3, True, 3)]
+    check_chain(pulled, run, tmp_path)
 
 
 @contextmanager

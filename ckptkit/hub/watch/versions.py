@@ -24,6 +24,7 @@ from ckptkit.core.errors import (
     CkptkitError,
     InputError,
     MissingFileError,
+    NotACheckpointError,
     OutputError,
     RefusedError,
     UsageError,
@@ -31,9 +32,10 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import Manifest
 from ckptkit.deltas.create import DeltaRequest, create_delta
 from ckptkit.deltas.form import DELTA, name_version, version_of_folder
+from ckptkit.deltas.pairs import PublishedBase
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.watch.build import BuildSettings
-from ckptkit.hub.watch.watched_steps import TAG_PREFIX, StepCommit, WatchedRun
+from ckptkit.hub.watch.watched_steps import OF_NO_STEP, TAG_PREFIX, StepCommit, WatchedRun
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.steps import RunStep
@@ -181,7 +183,8 @@ class PublishedVersions:
                 mark.__exit__(None, None, None)
 
     def _write(self, step: RunStep, number: int, versions: list[PublishedVersion]) -> Manifest:
-        job = self._job(step, number)
+        overwrite = self._is_unfinished(number)
+        job = self._job(step, number, overwrite=overwrite)
         facts = {
             _PUBLISHED: {"run": self._identity, "step": step.step, "digest": step.digest},
         }
@@ -189,11 +192,36 @@ class PublishedVersions:
         if base is not None:
             request = DeltaRequest(version=number)
             try:
-                return create_delta(self._job(base, number), job, request, self._listener, facts)
-            except RefusedError as error:
+                return create_delta(
+                    self._job(base, number, overwrite=overwrite),
+                    job,
+                    request,
+                    self._listener,
+                    facts,
+                    published=self._read_newest(number - 1),
+                )
+            except OF_NO_STEP:
+                raise
+            except (InputError, RefusedError) as error:
+                # Of the step before, too: it may be damaged, or gone by now.
                 text = f"published as a whole model, since no delta is possible: {error}"
                 self._warn(step.step, text)
         return self._write_whole(job, number, facts)
+
+    def _is_unfinished(self, number: int) -> bool:
+        """Returns whether a watch was killed while a store made the files of a version visible."""
+        if not is_url(self._place):
+            return False
+        with open_source(self._place.beside(self._location(number))) as source:
+            try:
+                next(source.walk(0), None)
+            except NotACheckpointError:
+                return True
+        return False
+
+    def _read_newest(self, number: int) -> PublishedBase:
+        with open_source(self._place) as source:
+            return PublishedBase(number, read_manifest(source, name_version(number)))
 
     def _find_base(self, versions: list[PublishedVersion]) -> RunStep | None:
         """Returns the step of the newest version; None if the next version is a whole model."""
@@ -202,7 +230,9 @@ class PublishedVersions:
             if not version.is_delta:
                 break
             deltas += 1
-        if not versions or deltas + 1 >= self._settings.every:
+        else:  # no version, or none that an engine can begin with
+            return None
+        if deltas + 1 >= self._settings.every:
             return None
         newest = versions[-1]
         for step in self._run.look():
@@ -212,7 +242,7 @@ class PublishedVersions:
 
     def _write_whole(self, job: ConversionJob, number: int, facts: Mapping[str, Any]) -> Manifest:
         job.check_places()
-        target = open_target(job.destination, overwrite=False)
+        target = open_target(job.destination, overwrite=job.overwrite)
         with SingleProcess(target, self._listener) as strategy, job.plan_output() as planned:
             files = {file.path for file in planned.plan.files}
             if self._build.needs_config and CONFIG not in files:
@@ -225,13 +255,14 @@ class PublishedVersions:
             own = {**planned.facts, **facts, DELTA: {"version": number}}
             return write_output(replace(planned, facts=own), strategy, self._listener)
 
-    def _job(self, step: RunStep, number: int) -> ConversionJob:
+    def _job(self, step: RunStep, number: int, *, overwrite: bool) -> ConversionJob:
         build = self._build
         return ConversionJob(
             self._run.place_of(step),
             self._place.beside(self._location(number)),
             build.request,
             build.base,
+            overwrite=overwrite,
             resources=build.resources,
             advice=build.advice,
         )

@@ -27,7 +27,6 @@ from ckptkit.core.errors import (
     OutputError,
     OutputExistsError,
     RefusedError,
-    StorageError,
     VerificationError,
 )
 from ckptkit.engine.outcome import Listener
@@ -38,6 +37,7 @@ from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, cho
 from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
 from ckptkit.hub.watch.versions import PublishedVersions, VersionSettings
 from ckptkit.hub.watch.watched_steps import (
+    OF_NO_STEP,
     TAG_PREFIX,
     BranchSettings,
     PushedSteps,
@@ -68,7 +68,6 @@ def is_transient(error: CkptkitError) -> bool:
     return isinstance(error, HubUnavailableError | NoSpaceError | InputError)
 
 
-_OF_NO_STEP = (AccessError, NoSpaceError, OutputError, StorageError)
 _OF_A_STEP = (InputError, RefusedError, OutputExistsError, VerificationError)
 WATCH_RETRIES = RetryPolicy(
     attempts=6, first_wait_seconds=2.0, longest_wait_seconds=300.0, jitter=0.0
@@ -367,7 +366,7 @@ class Watch:
         try:
             commit = self._hub.find(push) or self._upload(step, push, progress)
             self._complete(push, commit, began)
-        except _OF_NO_STEP:
+        except OF_NO_STEP:
             raise
         except _OF_A_STEP as error:
             self._give_up(step, error)

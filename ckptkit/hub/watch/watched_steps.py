@@ -16,12 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import (
+    AccessError,
     CkptkitError,
     HubError,
     IncompleteCheckpointError,
     InputError,
+    NoSpaceError,
     NotACheckpointError,
+    OutputError,
     RefusedError,
+    StorageError,
 )
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Listener
@@ -35,6 +39,8 @@ from ckptkit.runs.run_paths import open_run
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
+OF_NO_STEP = (AccessError, NoSpaceError, OutputError, StorageError)
+"""Errors of the place that steps go to, or of the storage; they say nothing about a step."""
 TAG_PREFIX = "step-"
 _MAIN = "main"
 _QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
