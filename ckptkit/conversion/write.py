@@ -48,7 +48,7 @@ from ckptkit.engine.segment_reader import Inputs
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
-from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
+from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, RawCopy, Segment, ServerCopy
 from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.target import free_bytes, output_exists_error
@@ -368,6 +368,25 @@ def refuse_changed_sources(planned: PlannedOutput) -> None:
                 where=source.path,
                 hint="wait until the save has finished, then run again",
             )
+    refuse_resized_side_files(planned)
+
+
+def refuse_resized_side_files(planned: PlannedOutput) -> None:
+    """Refuses side files that grew or shrank since they were planned: a part would be copied."""
+    for file in planned.plan.files:
+        for segment in file.segments:
+            body = segment.body
+            if not isinstance(body, RawCopy):
+                continue
+            folder, before = planned.inputs.folders[body.origin], segment.stop - segment.start
+            now = folder.stat(body.path).size_bytes - body.start
+            if now != before:
+                raise SourceChangedError(
+                    f"{body.path!r} changed while it was read: it has {now:,} bytes now against"
+                    f" {before:,} before",
+                    where=folder.location,
+                    hint="wait until it is written, then run again",
+                )
 
 
 def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:

@@ -29,9 +29,8 @@ from ckptkit.serving.served_objects import (
 from ckptkit.serving.signatures import SignedRequest
 
 REGION = "us-east-1"
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{0,1000})-(\d{0,1000})", re.ASCII)
 _ABSOLUTE = re.compile(r"\Ahttps?://[^/?]*", re.IGNORECASE)
-_MOST_DIGITS = 19
 _TYPES = {".json": "application/json", ".txt": "text/plain", ".jinja": "text/plain"}
 _OTHER_TYPE = "application/octet-stream"
 # Each of these parameters names another operation; none of them is served.
@@ -120,7 +119,7 @@ def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> A
     Raises:
         S3Error: If it is refused.
     """
-    name, key = _find_target(request)
+    name, key = _find_target(request, bucket)
     query = dict(request.query)
     if request.method not in {"GET", "HEAD"}:
         raise S3Error(
@@ -129,7 +128,7 @@ def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> A
             {"Method": request.method},
             {"Allow": "GET, HEAD"},
         )
-    if not name:
+    if not (name or key):
         return _list_buckets(began)
     if name != BUCKET:
         raise S3Error(
@@ -148,12 +147,14 @@ def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> A
     return listing(query, bucket)
 
 
-def _find_target(request: SignedRequest) -> tuple[str, str]:
+def _find_target(request: SignedRequest, bucket: Bucket) -> tuple[str, str]:
     """Returns bucket and key; the bucket may be in the name of the host."""
     path = request.path.removeprefix("/")
-    if request.headers.get("host", "").startswith(f"{BUCKET}."):
-        return BUCKET, path
     name, _, key = path.partition("/")
+    if request.headers.get("host", "").startswith(f"{BUCKET}."):
+        # The machine itself may have a name such as ckptkit.example.org.
+        is_of_machine = name == BUCKET and bucket.find(path) is None
+        return (name, key) if is_of_machine else (BUCKET, path)
     return name, key
 
 
@@ -258,7 +259,7 @@ def _find_range(headers: Mapping[str, str], entry: ServedObject) -> tuple[int, i
     if match is None or (condition is not None and not _names_etag(condition, entry)):
         return None
     first, last, size = match[1], match[2], entry.size_bytes
-    if not (first or last) or max(len(first), len(last)) > _MOST_DIGITS:
+    if not (first or last):
         return None
     if first and last and int(last) < int(first):
         return None

@@ -12,7 +12,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 
-from ckptkit.conversion.write import PlannedOutput, refuse_other_files
+from ckptkit.conversion.write import (
+    PlannedOutput,
+    refuse_other_files,
+    refuse_resized_side_files,
+)
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import AccessError, CkptkitError, SourceChangedError, StorageError
 from ckptkit.core.index import FileRange, FileRef
@@ -124,6 +128,7 @@ class ServedFolder:
         self.notes = planned.plan.notes
         self.path = planned.checkpoint.path
         self.inputs = _watch(planned)
+        refuse_resized_side_files(planned)
         self.preparations = stack.enter_context(Preparations(most_kernels=_MOST_KERNELS))
         self.objects = _list_objects(name, planned, self.inputs.folders)
         self._stack = ExitStack()
@@ -291,8 +296,7 @@ def _list_objects(
     name: str, planned: PlannedOutput, folders: Mapping[str, Source]
 ) -> dict[str, ServedObject]:
     fingerprint = planned.fingerprint()
-    times = [file.modified for source in planned.sources for file in source.index.files]
-    modified = datetime.fromtimestamp(max(times, default=0.0), UTC)
+    modified = datetime.now(UTC)
     objects = {}
     for file in planned.plan.files:
         key, crc = f"{name}/{file.path}", _compute_known_crc(file, folders)

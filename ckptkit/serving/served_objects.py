@@ -32,7 +32,8 @@ class ServedObject:
     Attributes:
         key: Its key in the bucket.
         etag: Its version, with the quotes; not an MD5, which a hyphen shows.
-        modified: When the newest file of its source was written.
+        modified: When it was planned. Other options, or an older source, may give other bytes of
+            the same size: who compares times has to see a newer one.
         file: The planned file.
         tasks: The byte ranges in which it would be written, and whether each is computed.
         crc32: The CRC-32 of its bytes where they are known without reading tensors, else None.

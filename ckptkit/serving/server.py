@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -111,6 +112,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _name_of_host(header: str) -> str:
+    """Returns the name or address in a Host header, without its port; empty if it has none."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
 
 
 class _RefusedRequests(logging.LoggerAdapter[logging.Logger]):
@@ -255,8 +264,8 @@ class ModelServer(Closing):
             check_signature(parsed, self._address.keys, datetime.now(UTC))
         else:
             # A page in a browser may resolve its own name to this machine; the name shows that.
-            host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-            if not is_loopback(host.removeprefix(f"{BUCKET}.")):
+            host = headers.get("host", "")
+            if not is_loopback(_name_of_host(host).removeprefix(f"{BUCKET}.")):
                 raise S3Error("AccessDenied", f"The host {host[:100]!r} is not this machine.")
         return answer_request(parsed, self.bucket, self._began)
 

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from botocore.exceptions import ClientError
 
@@ -30,6 +29,7 @@ from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
 from ckptkit_cli._application import make_application
 from tests.command_line import run_command
+from tests.s3_client import client_of
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STEP = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -58,16 +58,6 @@ def running(*words: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, A
 def next_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline()
-
-
-def client_of(environment: dict[str, str]) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=environment["AWS_ENDPOINT_URL"],
-        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
-        region_name=environment["AWS_REGION"],
-    )
 
 
 def keys_of(client: Any) -> list[str]:

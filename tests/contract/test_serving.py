@@ -19,12 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import requests
 import torch
 from botocore import UNSIGNED
-from botocore.config import Config
 from botocore.exceptions import ClientError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +33,7 @@ from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
 from tests.object_store import Bucket, ObjectStore
+from tests.s3_client import client_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -109,18 +108,6 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield serving, out
 
 
-def client_of(serving: Serving, **config: Any) -> Any:
-    environment = serving.environment
-    return boto3.client(
-        "s3",
-        endpoint_url=serving.url,
-        aws_access_key_id=environment["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=environment["AWS_SECRET_ACCESS_KEY"],
-        region_name="us-east-1",
-        config=Config(retries={"max_attempts": 1}, **config),
-    )
-
-
 def content(folder: Path) -> dict[str, bytes]:
     """Returns what the command wrote, without the manifest: its digests are not known yet."""
     return {
@@ -145,7 +132,7 @@ def environment_of(serving: Serving, **more: str) -> dict[str, str]:
 
 def test_boto3_reads_what_was_written(served: Served) -> None:
     serving, out = served
-    client, found = client_of(serving), {}
+    client, found = client_of(serving.environment), {}
     for entry in client.list_objects_v2(Bucket="ckptkit", Prefix="m/")["Contents"]:
         answer = client.get_object(Bucket="ckptkit", Key=entry["Key"])
         assert answer["ETag"] == entry["ETag"]
@@ -178,7 +165,7 @@ def test_transfers_of_boto3_in_parts_are_the_file(one: Served, tmp_path: Path) -
     serving, out = one
     parts = TransferConfig(multipart_threshold=1, multipart_chunksize=1000, max_concurrency=8)
     copy = tmp_path / "copy"
-    client = client_of(serving)
+    client = client_of(serving.environment)
     client.download_file("ckptkit", "m/model.safetensors", str(copy), Config=parts)
     assert copy.read_bytes() == (out / "model.safetensors").read_bytes()
 
@@ -315,7 +302,7 @@ def test_ckptkit_reads_what_it_serves(one: Served, tmp_path: Path) -> None:
 @given(data=st.data())
 def test_any_range_is_that_of_the_written_file(served: Served, data: st.DataObject) -> None:
     serving, out = served
-    client, files = client_of(serving), content(out)
+    client, files = client_of(serving.environment), content(out)
     name = data.draw(st.sampled_from(sorted(files)))
     whole = files[name]
     first = data.draw(st.integers(0, len(whole) - 1))
@@ -336,7 +323,7 @@ def test_any_range_is_that_of_the_written_file(served: Served, data: st.DataObje
 
 def test_presigned_urls_need_no_keys(one: Served) -> None:
     serving, out = one
-    url = client_of(serving, signature_version="s3v4").generate_presigned_url(
+    url = client_of(serving.environment, signature_version="s3v4").generate_presigned_url(
         "get_object", Params={"Bucket": "ckptkit", "Key": "m/config.json"}, ExpiresIn=60
     )
     assert requests.get(url, timeout=60).content == (out / "config.json").read_bytes()
@@ -344,7 +331,7 @@ def test_presigned_urls_need_no_keys(one: Served) -> None:
 
 def test_checksums_of_small_files_are_known_and_those_of_weights_are_not(one: Served) -> None:
     serving, out = one
-    client = client_of(serving)
+    client = client_of(serving.environment)
     asked = {"Bucket": "ckptkit", "ChecksumMode": "ENABLED"}
     for name in ("config.json", "tokenizer.json"):
         answer = client.head_object(Key=f"m/{name}", **asked)
@@ -359,14 +346,73 @@ def test_versions_are_stable_and_change_with_the_options(one: Served) -> None:
 
     def etags(**options: Any) -> dict[str, str]:
         with ckptkit.serve(source, name="m", **options) as other:
-            listed = client_of(other).list_objects_v2(Bucket="ckptkit")["Contents"]
+            listed = client_of(other.environment).list_objects_v2(Bucket="ckptkit")["Contents"]
             return {entry["Key"]: entry["ETag"] for entry in listed}
 
-    listed = client_of(serving).list_objects_v2(Bucket="ckptkit")["Contents"]
+    listed = client_of(serving.environment).list_objects_v2(Bucket="ckptkit")["Contents"]
     assert etags() == {entry["Key"]: entry["ETag"] for entry in listed}
     cast = etags(dtype="float16")
     assert cast["m/model.safetensors"] != etags()["m/model.safetensors"]
     assert all(etag.startswith('"') and "-" in etag for etag in cast.values())
+
+
+PEFT = FIXTURES / "peft_fsdp2"
+GUESSED = {"lora_alpha": 16, "use_rslora": False}
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "alpha": ({"overrides": GUESSED}, {"overrides": GUESSED | {"lora_alpha": 32}}),
+    "rslora": ({"overrides": GUESSED}, {"overrides": GUESSED | {"use_rslora": True}}),
+    "dtype": ({"overrides": GUESSED}, {"overrides": GUESSED, "dtype": "float16"}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_bytes_are_another_version(case: str) -> None:
+    """A client may keep parts of an object by its ETag."""
+    found = []
+    for options in OTHERS[case]:
+        with ckptkit.serve(PEFT / "checkpoint", name="m", names="live", **options) as serving:
+            client = client_of(serving.environment)
+            answer = client.get_object(Bucket="ckptkit", Key="m/model.safetensors")
+            found.append((answer["ETag"], answer["Body"].read()))
+    assert found[0][1] != found[1][1]
+    assert found[0][0] != found[1][0]
+
+
+def test_another_configuration_of_an_adapter_is_another_version(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    data = (PEFT / "adapter_truth.safetensors").read_bytes()
+    (adapter / "adapter_model.safetensors").write_bytes(data)
+    config = json.loads((PEFT / "adapter_config.json").read_bytes())
+    etags = set()
+    for alpha in (16, 32):
+        text = json.dumps(config | {"lora_alpha": alpha})
+        (adapter / "adapter_config.json").write_text(text)
+        with ckptkit.serve(adapter, name="m", base=PEFT / "base") as serving:
+            answer = client_of(serving.environment).head_object(
+                Bucket="ckptkit", Key="m/model.safetensors"
+            )
+            etags.add(answer["ETag"])
+    assert len(etags) == 2
+
+
+def test_a_copy_is_brought_up_to_date_by_the_aws_command_line(tmp_path: Path) -> None:
+    """It compares sizes and times; other options give other bytes of the same size."""
+    pytest.importorskip("awscli")
+    for alpha in (16, 32, 16):
+        options: Any = {"overrides": GUESSED | {"lora_alpha": alpha}, "names": "live"}
+        out = tmp_path / f"out-{alpha}"
+        ckptkit.merge_adapter(PEFT / "checkpoint", out, overwrite=True, **options)
+        with ckptkit.serve(PEFT / "checkpoint", name="m", **options) as serving:
+            command = [sys.executable, "-m", "awscli", "s3", "sync", "--exact-timestamps"]
+            subprocess.run(
+                [*command, serving.location, tmp_path / "copy"],
+                env=environment_of(serving),
+                capture_output=True,
+                check=True,
+            )
+        same_content(content(tmp_path / "copy"), content(out))
+        time.sleep(1)  # times are whole seconds there
 
 
 @pytest.mark.parametrize(
@@ -392,7 +438,7 @@ def test_what_is_refused_has_the_error_of_s3(
     one: Served, call: Callable[[Any], Any], code: str
 ) -> None:
     with pytest.raises(ClientError) as raised:
-        call(client_of(one[0]))
+        call(client_of(one[0].environment))
     assert raised.value.response["Error"]["Code"] == code
 
 
@@ -400,13 +446,8 @@ def test_a_wrong_key_and_a_wrong_secret_are_refused(one: Served) -> None:
     serving, _ = one
     right = serving.environment["AWS_ACCESS_KEY_ID"]
     for key, code in ((right, "SignatureDoesNotMatch"), ("other", "InvalidAccessKeyId")):
-        client = boto3.client(
-            "s3",
-            endpoint_url=serving.url,
-            aws_access_key_id=key,
-            aws_secret_access_key="wrong",  # noqa: S106
-            region_name="us-east-1",
-        )
+        keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": "wrong"}
+        client = client_of(serving.environment | keys)
         with pytest.raises(ClientError) as raised:
             client.get_object(Bucket="ckptkit", Key="m/config.json")
         assert raised.value.response["Error"]["Code"] == code
@@ -429,7 +470,7 @@ def test_many_clients_read_at_a_time(served: Served) -> None:
     expected, wrong = content(out), []
 
     def read() -> None:
-        client = client_of(serving)
+        client = client_of(serving.environment)
         for name, data in expected.items():
             if client.get_object(Bucket="ckptkit", Key=f"m/{name}")["Body"].read() != data:
                 wrong.append(name)
@@ -451,7 +492,7 @@ def test_a_source_at_a_url_is_served(bucket: Bucket, one: Served) -> None:
     source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
     url = bucket.put_tree(source, "run")
     with ckptkit.serve(url, name="m", src_options=bucket.store.options) as serving:
-        client = client_of(serving)
+        client = client_of(serving.environment)
         for name, data in content(one[1]).items():
             assert client.get_object(Bucket="ckptkit", Key=f"m/{name}")["Body"].read() == data
 
@@ -463,12 +504,7 @@ def test_a_run_at_a_url_is_followed(bucket: Bucket) -> None:
     plan = ServePlan.from_options(resolve_places(url, None, options))
     request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
     with Serving(request, ignore_events) as serving:
-        client = boto3.client(
-            "s3",
-            endpoint_url=serving.url,
-            region_name="us-east-1",
-            config=Config(signature_version=UNSIGNED),
-        )
+        client = client_of(serving.environment, signature_version=UNSIGNED)
         wait_for(client, "m/checkpoint-1/model.safetensors")
         bucket.put_tree(source, "steps/checkpoint-2")
         wait_for(client, "m/checkpoint-2/model.safetensors")

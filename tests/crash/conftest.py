@@ -1,4 +1,4 @@
-"""Places to put outputs, copies of real checkpoints, and what every refusal has to look like."""
+"""Places to put outputs, a tiny disk, real checkpoints, and what every refusal looks like."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import importlib.util
 import io
 import pickle
 import shutil
+import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,19 @@ def wait_for() -> Callable[..., None]:
             time.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)  # noqa: S607

@@ -80,22 +80,6 @@ class AtEvent:
 # A full disk
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, check=False, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)  # noqa: S607
-
-
 def test_an_output_that_cannot_fit_is_refused_before_anything_is_written(
     source: Path, tiny_disk: Path
 ) -> None:
@@ -302,11 +286,11 @@ def test_a_source_without_checksums_that_is_rewritten_is_noticed(tmp_path: Path,
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_side_file_that_changes_size_is_noticed(source: Path, out: Path) -> None:
+@pytest.mark.parametrize("size", [10, 20_000])
+def test_a_side_file_that_changes_size_is_noticed(size: int, source: Path, out: Path) -> None:
     tokenizer = source / "tokenizer.json"
     tokenizer.write_bytes(b"{}" * 5_000)
+    resize = AtEvent(lambda: os.truncate(tokenizer, size))
     with pytest.raises(InputError, match="tokenizer"):
-        ckptkit.consolidate(
-            source, out, workers=1, listener=AtEvent(lambda: os.truncate(tokenizer, 10))
-        )
+        ckptkit.consolidate(source, out, workers=1, listener=resize)
     assert list(out.parent.iterdir()) == []

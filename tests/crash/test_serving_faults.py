@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import boto3
 import pytest
 import requests
 import torch
-from botocore.config import Config
 from botocore.exceptions import (
     ClientError,
     ConnectionClosedError,
@@ -38,6 +36,7 @@ from ckptkit.serving import reading as reading_module
 from ckptkit.serving import server as server_module
 from ckptkit.serving.serving import ServeEvent, Serving
 from tests.object_store import Bucket, ObjectStore
+from tests.s3_client import client_of
 from tests.sharded import write_sharded
 
 ROWS = 6 << 10  # of 8 KiB: 48 MiB, more than all buffers hold
@@ -81,18 +80,6 @@ def serving(source: Path, events: Events) -> Iterator[Serving]:
         yield serving
 
 
-def client_of(serving: Serving) -> Any:
-    keys = serving.environment
-    return boto3.client(
-        "s3",
-        endpoint_url=serving.url,
-        aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
-        region_name="us-east-1",
-        config=Config(retries={"max_attempts": 0}),
-    )
-
-
 def shard_of(source: Path) -> Path:
     return max(source.iterdir(), key=lambda path: path.stat().st_size)
 
@@ -107,7 +94,7 @@ def flip_bit(path: Path, at: int) -> None:
 
 def refusal(serving: Serving, key: str = KEY, **asked: Any) -> dict[str, Any]:
     with pytest.raises(ClientError) as raised:
-        client_of(serving).get_object(Bucket="ckptkit", Key=key, **asked)
+        client_of(serving.environment).get_object(Bucket="ckptkit", Key=key, **asked)
     response: dict[str, Any] = raised.value.response
     return response
 
@@ -137,7 +124,7 @@ CHANGES: list[Callable[[Path], None]] = [change_in_place, replace_by_another, cu
 def test_a_body_is_broken_off_once_its_source_has_changed(
     change: Callable[[Path], None], serving: Serving, source: Path, events: Events
 ) -> None:
-    body = client_of(serving).get_object(Bucket="ckptkit", Key=KEY)["Body"]
+    body = client_of(serving.environment).get_object(Bucket="ckptkit", Key=KEY)["Body"]
     assert len(body.read(1 << 20)) == 1 << 20
     change(shard_of(source))
     with pytest.raises(BROKEN):
@@ -159,14 +146,14 @@ def test_a_source_that_changed_before_the_first_read_is_refused(
         assert refusal(serving)["Error"]["Reason"] == "source-changed"
     assert events.failures() == ["source-changed"]
     with pytest.raises(ClientError):  # HEAD promises nothing that GET would not hold
-        client_of(serving).head_object(Bucket="ckptkit", Key=KEY)
+        client_of(serving.environment).head_object(Bucket="ckptkit", Key=KEY)
 
 
 @pytest.mark.parametrize("part", ["bytes=0-99", "bytes=8192-8299", "bytes=-10", "bytes=0-"])
 def test_no_byte_of_a_damaged_record_is_served(source: Path, events: Events, part: str) -> None:
     flip_bit(shard_of(source), shard_of(source).stat().st_size // 2)
     with ckptkit.serve(source, name="m", names="live", listener=events.append) as serving:
-        client = client_of(serving)
+        client = client_of(serving.environment)
         if part == "bytes=0-99":  # the header of the file is in no record
             asked = client.get_object(Bucket="ckptkit", Key=KEY, Range=part)
             assert len(asked["Body"].read()) == 100
@@ -190,7 +177,9 @@ def test_a_changed_side_file_is_refused(tmp_path: Path, events: Events) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
     with ckptkit.serve(source, name="m", listener=events.append) as serving:
-        client_of(serving).get_object(Bucket="ckptkit", Key="m/tokenizer.json")["Body"].read()
+        client_of(serving.environment).get_object(Bucket="ckptkit", Key="m/tokenizer.json")[
+            "Body"
+        ].read()
         tokenizer = source / "tokenizer.json"
         tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
         assert refusal(serving, "m/tokenizer.json")["Error"]["Reason"] == "source-changed"
@@ -208,7 +197,9 @@ def test_a_changed_object_is_refused(saved: Path, bucket: Bucket, events: Events
     with ckptkit.serve(
         url, name="m", names="live", src_options=options, listener=events.append
     ) as serving:
-        client_of(serving).get_object(Bucket="ckptkit", Key=KEY, Range="bytes=5000-6000")
+        client_of(serving.environment).get_object(
+            Bucket="ckptkit", Key=KEY, Range="bytes=5000-6000"
+        )
         shard = shard_of(saved)
         bucket.put(f"run/{shard.name}", shard.read_bytes()[:-1] + b"\1")
         assert refusal(serving)["Error"]["Reason"] == "source-changed"
@@ -332,15 +323,7 @@ def test_a_server_that_ends_leaves_no_body_that_looks_whole(source: Path, number
         facts: dict[str, Any] = {}
         while facts.get("event") != "serving":
             facts = json.loads(process.stdout.readline())
-        keys = facts["environment"]
-        client = boto3.client(
-            "s3",
-            endpoint_url=facts["url"],
-            aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
-            region_name="us-east-1",
-            config=Config(retries={"max_attempts": 0}),
-        )
+        client = client_of(facts["environment"])
         body = client.get_object(Bucket="ckptkit", Key=KEY)["Body"]
         body.read(1 << 20)
         process.send_signal(number)
@@ -373,5 +356,6 @@ def test_hostile_requests_are_refused_and_the_server_goes_on(
         status = int(connection.recv(4096).split(b" ")[1])
     assert 400 <= status < 500
     assert requests.get(f"{unsigned.url}/ckptkit", timeout=60).status_code == 200
-    # No client can fill the terminal.
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    # No client can fill the terminal. Other threads close clients of other tests.
+    logged = [record for record in caplog.records if record.threadName == "ckptkit-serve"]
+    assert not [record for record in logged if record.levelno >= logging.WARNING]

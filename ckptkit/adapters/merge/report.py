@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,6 +65,7 @@ def collect_source_facts(
                 "name": adapter.found.adapter.name,
                 "weight": adapter.weight,
                 "config": adapter.found.config_path,
+                "settings": _digest_settings(adapter),
                 "digest": _digest_adapter(adapter),
             }
             for adapter in adapters
@@ -71,6 +73,12 @@ def collect_source_facts(
         "base": _collect_base_facts(base),
     }
     return facts | ({"quantization": dict(quantization)} if quantization else {})
+
+
+def _digest_settings(adapter: SourceAdapter) -> str:
+    """Digests the configuration that the adapter is merged with, read or inferred."""
+    document = adapter.found.adapter.settings.document
+    return digest_of(memoryview(json.dumps(document, sort_keys=True).encode()))
 
 
 def _digest_adapter(adapter: SourceAdapter) -> str:

@@ -246,7 +246,8 @@ class _ServePage:
             yield f"export {name}={shlex.quote(escaped(value))}"
         yield ""
         place = escaped(serving.location + self._below)
-        yield f"  read it    {output.styled(f'aws s3 sync {place} FOLDER', 'cyan')}"
+        copy = f"aws s3 sync {place} FOLDER --exact-timestamps"
+        yield f"  read it    {output.styled(copy, 'cyan')}"
         listing = (
             f'boto3.client("s3").list_objects_v2(Bucket="ckptkit", Prefix="{serving.prefix}/")'
         )

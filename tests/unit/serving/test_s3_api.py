@@ -83,6 +83,7 @@ def texts(answer: Answer, path: str) -> list[str]:
         ("bytes=-700", (0, 100)),
         ("bytes=95-1000", (95, 100)),
         ("bytes=99-99", (99, 100)),
+        (f"bytes=98-{'9' * 40}", (98, 100)),
     ],
 )
 def test_a_range_is_answered_with_its_place(header: str, expected: tuple[int, int]) -> None:
@@ -91,7 +92,9 @@ def test_a_range_is_answered_with_its_place(header: str, expected: tuple[int, in
     assert answer.headers["Content-Range"] == f"bytes {expected[0]}-{expected[1] - 1}/100"
 
 
-@pytest.mark.parametrize("header", ["bytes=100-", "bytes=100-200", "bytes=-0", f"bytes={10**18}-"])
+@pytest.mark.parametrize(
+    "header", ["bytes=100-", "bytes=100-200", "bytes=-0", f"bytes={'1' * 40}-"]
+)
 def test_a_range_past_the_end_is_refused_with_the_size(header: str) -> None:
     error = refused("/ckptkit/m/a.json", range=header)
     assert (error.code, error.status) == ("InvalidRange", 416)
@@ -102,7 +105,7 @@ def test_a_range_past_the_end_is_refused_with_the_size(header: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        *("bytes=", "bytes=-", "bytes=9-1", "bytes=0-1,3-4", "items=0-1", f"bytes={'1' * 40}-"),
+        *("bytes=", "bytes=-", "bytes=9-1", "bytes=0-1,3-4", "items=0-1", f"bytes={'1' * 4400}-"),
         "bytes=\N{ARABIC-INDIC DIGIT ONE}-",
     ],
 )
@@ -196,6 +199,24 @@ def test_a_key_that_is_no_utf8_is_refused() -> None:
 def test_the_bucket_may_be_in_the_name_of_the_host() -> None:
     request = parse_request("GET", "/m/a.json", {"host": "ckptkit.localhost:9000"})
     assert answer_request(request, SHELF, AT).entry == SHELF.find("m/a.json")
+
+
+def test_a_machine_may_have_the_name_of_the_bucket() -> None:
+    for target in ("/ckptkit/m/a.json", "/ckptkit", "/"):
+        request = parse_request("GET", target, {"host": "ckptkit.example.org:9000"})
+        answer = answer_request(request, SHELF, AT)
+        assert answer.entry == SHELF.find(target.removeprefix("/ckptkit/"))
+        assert answer.entry is not None or texts(answer, "Contents/Key")
+    shelf = Shelf([made("ckptkit/a.json")])  # of a source with this name
+    for target, host in (("/ckptkit/a.json", "ckptkit.localhost"), ("/ckptkit/ckptkit/a.json", "")):
+        request = parse_request("GET", target, {"host": host})
+        assert answer_request(request, shelf, AT).entry is not None
+
+
+@pytest.mark.parametrize("target", ["//ckptkit/m/a.json", "///m/a.json", "//ckptkit"])
+def test_a_path_without_a_bucket_is_not_the_list_of_buckets(target: str) -> None:
+    """A client whose endpoint ends with a slash would take the list for the object."""
+    assert refused(target).code == "NoSuchBucket"
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9000", "HTTPS://ckptkit.example"])
