@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -37,6 +38,7 @@ from transformers import (
 from ckptkit.core.errors import CkptkitError
 from ckptkit.integrations.accelerate import install as install_accelerator
 from ckptkit.integrations.transformers import defer_weights, install
+from ckptkit.training import load_into
 from ckptkit.training.load.load_into import ModelLoad
 from tests.distributed.saving_run import nobody_talks
 from tests.distributed.tiny_trainers import (
@@ -243,6 +245,63 @@ def check_adapters(kind: str, folder: Path) -> None:
     say(kind, "adapters resumed", differing(resumed, {name: truth[name] for name in resumed}))
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "dora": {"use_dora": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "trained tokens": {"trainable_token_indices": [1, 2]},
+}
+
+
+def check_methods(kind: str, folder: Path) -> None:
+    """Adapters whose values are parameters of their own, and those that need the weights."""
+    source = base(folder)
+    settings: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "embed_tokens"]}
+    for name, config in (("lora", LoraConfig(**settings)), ("loha", LoHaConfig(r=4))):
+        found = []
+        for deferred in (False, True):
+            torch.manual_seed(4)
+            with defer_weights() if deferred else nullcontext():
+                model = get_peft_model(AutoModelForCausalLM.from_pretrained(source), config)
+            made = trainer(kind, folder / "out", model=model, **SHORT)
+            if deferred:
+                install(made)
+            found.append(trained(made))
+        say(kind, f"{name} of parameters", differing(found[1], found[0]), len(found[0]) > 10)
+    for name, options in REFUSED.items():
+        with defer_weights():
+            model = AutoModelForCausalLM.from_pretrained(source)
+            try:
+                get_peft_model(model, LoraConfig(target_modules=["q_proj"], **options))
+            except CkptkitError as error:
+                say(kind, f"refused {name}", type(error).__name__, str(error).replace("\n", " "))
+
+
+def check_evaluating(kind: str, folder: Path) -> None:
+    """Evaluating before training, which FSDP2 of accelerate needs an optimizer for."""
+    source, found = base(folder), list[Any]()
+    for deferred in (False, True):
+        made = trainer(kind, folder / "out", model=load(source, deferred=deferred), **SHORT)
+        if deferred:
+            install(made)
+        try:
+            found += [made.evaluate()["eval_loss"], made.predict(rows()).metrics["test_loss"]]
+        except ValueError as error:
+            found.append(str(error))
+    half = len(found) // 2
+    say(kind, "evaluated", half, found[:half] == found[half:])
+    model: Any = load(source, deferred=True)
+    load_into(model, source)  # by hand
+    truth = load(source, deferred=False).state_dict()
+    say(kind, "by hand", differing(model.state_dict(), truth))
+    model = load(source, deferred=True)
+    try:
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    except CkptkitError as error:
+        say(kind, "not prepared", type(error).__name__, error)
+
+
 def check_page(kind: str, folder: Path) -> None:
     """The example of the documentation runs."""
     page = (Path(__file__).parents[2] / "docs/loading.md").read_text()
@@ -392,6 +451,8 @@ CHECKS = {
     "heads": check_heads,
     "accelerate": check_accelerate,
     "adapters": check_adapters,
+    "methods": check_methods,
+    "evaluating": check_evaluating,
     "page": check_page,
     "resuming": check_resuming,
     "refusing": check_refusing,

@@ -11,7 +11,18 @@ import pytest
 pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 SCRIPT = HERE / "deferred_run.py"
-CHECKS = ("models", "heads", "accelerate", "adapters", "page", "resuming", "refusing", "leaving")
+CHECKS = (
+    "models",
+    "heads",
+    "accelerate",
+    "adapters",
+    "methods",
+    "evaluating",
+    "page",
+    "resuming",
+    "refusing",
+    "leaving",
+)
 KINDS = ("fsdp1", "fsdp2")
 Found = dict[str, list[str]]
 
@@ -63,6 +74,32 @@ def test_accelerate_prepares_a_deferred_model_with_its_optimizer(kind: str, foun
 def test_adapters_that_are_added_in_the_block_keep_their_values(kind: str, found: Found) -> None:
     assert "adapters [] True" in found[kind]
     assert "adapters resumed []" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_that_are_no_modules_keep_their_values(kind: str, found: Found) -> None:
+    assert "lora of parameters [] True" in found[kind]
+    assert "loha of parameters [] True" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["pissa", "olora", "dora", "modules_to_save", "trained tokens"])
+def test_adapters_that_need_the_weights_are_refused_at_once(
+    kind: str, name: str, found: Found
+) -> None:
+    pattern = rf"refused {name} UnsupportedError .*from weights that are deferred"
+    assert any(re.match(pattern, line) for line in found[kind]), found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluating_before_training_is_as_without_deferring(kind: str, found: Found) -> None:
+    assert f"evaluated {2 if kind == 'fsdp1' else 1} True" in found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_nothing_would_fill_gets_no_memory(kind: str, found: Found) -> None:
+    assert "by hand []" in found[kind]
+    assert any(re.match("not prepared UnsupportedError memory on cpu", x) for x in found[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)

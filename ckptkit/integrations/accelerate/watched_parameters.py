@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ckptkit.core.errors import UnsupportedError
+
 _KEEPS_VALUES = frozenset({"requires_grad_", "retain_grad"})
 _SETS_ITEM = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 _OWNER = "_ckptkit_owner"
@@ -28,6 +30,10 @@ def watch(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.is_meta and type(parameter) is nn.Parameter:
             parameter.__class__ = _Watched
+
+
+def is_watched(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, _Watched)
 
 
 def find_changed(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:
@@ -55,6 +61,8 @@ def _call(func: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping
         name.endswith("_") and not name.endswith("__") and name not in _KEEPS_VALUES
     )
     first = arguments[0] if arguments else options.get("tensor")  # of functions of `nn.init`
+    if func is torch.empty_like and isinstance(first, _Watched):
+        _refuse_memory(options.get("device"))
     written = [*(first if isinstance(first, list | tuple) else [first])] if is_write else []
     if "out" in options:
         written.append(options["out"])
@@ -72,7 +80,19 @@ def _call(func: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping
     return found
 
 
-class _Watched(nn.Parameter):
+def _refuse_memory(device: Any) -> None:
+    """Refuses memory for a parameter that nothing would fill, as `to_empty` and FSDP1 give it."""
+    if device is not None and torch.device(device).type != "meta":
+        raise UnsupportedError(
+            "the model gets memory, and its weights were deferred: nothing would fill it",
+            where=f"memory on {device}",
+            hint="load a model that the Trainer, or an accelerator with install, does not prepare"
+            " outside of the block with defer_weights, such as a reference model; or fill it by"
+            " ckptkit.training.load_into",
+        )
+
+
+class _Watching(torch.Tensor):
     @classmethod
     def __torch_function__(
         cls,
@@ -84,18 +104,12 @@ class _Watched(nn.Parameter):
         return _call(func, args, kwargs or {})
 
 
-class _Alias(torch.Tensor):
+class _Watched(_Watching, nn.Parameter):
+    pass
+
+
+class _Alias(_Watching):
     """What was made from a parameter that is watched, and may share its memory."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _call(func, args, kwargs or {})
 
 
 def _alias(owner: nn.Parameter, found: object) -> object:

@@ -60,6 +60,7 @@ _ATTRIBUTE = "_ckptkit"  # of a trainer, with its checkpoints
 # Source: transformers 5.23, `trainer.py`.
 _METHODS: dict[str, tuple[str, ...]] = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
+    "evaluation_loop": ("dataloader", "description"),
     "save_model": ("output_dir", "_internal_call"),
     "_save_checkpoint": ("model", "trial"),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
@@ -193,6 +194,11 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
         if not reads:
             refuse_empty(self.model)
         return prepared
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        # Before `train`, it prepares the model, and with FSDP1 needs no optimizer for that.
+        with fill_when_prepared(self.accelerator, reads=True):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002  as Trainer has it
         is_search = self.hp_search_backend is not None or trial is not None

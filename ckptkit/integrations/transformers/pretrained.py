@@ -10,8 +10,9 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.index import Fqn
 from ckptkit.integrations.accelerate.deferred_weights import DeferredWeights, keep_deferred
-from ckptkit.integrations.accelerate.watched_parameters import watch
+from ckptkit.integrations.accelerate.watched_parameters import find_changed, is_watched, watch
 from ckptkit.training.load.load_into import ModelLoad
+from ckptkit.training.resume.load_pieces import list_first
 
 logger = logging.getLogger(__name__)
 
 _METHOD = "_load_pretrained_model"
+_MOVE = "_move_adapter_to_device_of_base_layer"  # of PEFT
+_Method = Callable[..., Any]
 _PARAMETERS = ("model", "state_dict", "checkpoint_files", "load_config", "expected_keys")
 
 
@@ -51,7 +55,8 @@ def defer_weights() -> Iterator[None]:
     on all ranks, and set the same seed on them. What the files do not hold, such as a new head or
     the frequencies of a rotary embedding, is computed as without it.
 
-    Adapters of PEFT are added in the block too, for which a trainer of TRL may be made in it.
+    Adapters of PEFT are added in the block too, for which a trainer of TRL may be made in it. Those
+    whose initial values are computed or copied from the weights are refused.
 
     A model that cannot be read this way is loaded as usual, and the log says why: one that is
     quantized, is in other files than safetensors, goes to devices by `device_map`, or has names
@@ -106,16 +111,41 @@ def _stock_method() -> Any:
 
 @contextmanager
 def _adapters_with_values() -> Iterator[None]:
-    """Keeps modules with values where they are, which would lose them on the meta device.
+    """Has adapters keep their initial values, and refuses those that PEFT cannot compute.
 
-    PEFT initialises an adapter on the CPU, and moves it to the device of its layer, more than once.
+    PEFT initialises an adapter on the CPU, and moves it to the device of its layer, more than once;
+    on the meta device it would lose its values. What it computes or copies from weights that are
+    not there cannot be had.
 
-    Source: peft 0.21, `BaseTunerLayer` and `BaseTuner._replace_module`.
+    Source: peft 0.21, `BaseTunerLayer._move_adapter_to_device_of_base_layer`, `BaseTuner` and
+    `PeftModel`.
     """
-    stock = nn.Module.to
+    with ExitStack() as undo:
+        undo.enter_context(_replaced(nn.Module, "to", _without_meta))
+        if find_spec("peft") is not None:
+            from peft import PeftModel
+            from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
-    @functools.wraps(stock)
-    def move(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+            undo.enter_context(_replaced(BaseTunerLayer, _MOVE, _to_the_cpu))
+            undo.enter_context(_replaced(BaseTuner, "inject_adapter", _checked))
+            undo.enter_context(_replaced(PeftModel, "__init__", _checked))
+        yield
+
+
+@contextmanager
+def _replaced(owner: type, name: str, replace: Callable[[_Method], _Method]) -> Iterator[None]:
+    stock = getattr(owner, name)
+    setattr(owner, name, functools.wraps(stock)(replace(stock)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+def _without_meta(stock: _Method) -> _Method:
+    """Returns `nn.Module.to` that leaves modules with values where they are."""
+
+    def move(module: nn.Module, *arguments: Any, **options: Any) -> Any:
         device = options.get("device", arguments[0] if arguments else None)
         is_meta = isinstance(device, str | torch.device) and torch.device(device).type == "meta"
         if not is_meta or any(tensor.is_meta for tensor in module.parameters()):
@@ -124,11 +154,56 @@ def _adapters_with_values() -> Iterator[None]:
         further = arguments[1:] if "device" not in options else arguments
         return stock(module, *further, **rest) if further or rest else module
 
-    setattr(nn.Module, "to", move)  # noqa: B010  mypy refuses an assignment to a method
-    try:
-        yield
-    finally:
-        setattr(nn.Module, "to", stock)  # noqa: B010
+    return move
+
+
+def _to_the_cpu(stock: _Method) -> _Method:
+    """Returns a method that moves an adapter to the device of its layer, but not to meta."""
+
+    def move(layer: Any, adapter_name: str, device: torch.device | None = None) -> None:
+        is_meta = any(tensor.is_meta for tensor in layer.get_base_layer().parameters())
+        stock(layer, adapter_name, torch.device("cpu") if is_meta else device)
+
+    return move
+
+
+def _checked(stock: _Method) -> _Method:
+    """Returns a method that adds adapters, and refuses what needs weights that are deferred."""
+
+    def add(owner: Any, model: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if options.get("low_cpu_mem_usage") or not any(map(is_watched, model.parameters())):
+            return stock(owner, model, *arguments, **options)
+        before, changed = {id(tensor) for _, tensor in _named(model)}, _changed(model)
+        try:
+            added = stock(owner, model, *arguments, **options)
+        except RuntimeError as error:  # also NotImplementedError, which torch raises on meta
+            raise _refusal(owner, f"{type(error).__name__}: {error}") from error
+        empty = [name for name, t in _named(model) if t.is_meta and id(t) not in before]
+        empty += sorted(_changed(model) - changed - {*empty})
+        if empty:
+            raise _refusal(owner, list_first(empty))
+        return added
+
+    return add
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _changed(model: nn.Module) -> set[str]:
+    return {name for name, _ in find_changed(model.named_parameters())}
+
+
+def _refusal(owner: Any, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"PEFT computes or copies initial values from weights that are deferred: {what}",
+        where=f"{type(owner).__name__} in defer_weights",
+        hint="load the model without defer_weights, or leave out what needs its weights: DoRA,"
+        " PiSSA and other init_lora_weights that decompose them, modules_to_save, and tokens that"
+        " are trained",
+    )
 
 
 def _load_headers(
@@ -150,10 +225,13 @@ def _load_headers(
             headers |= modeling_utils.load_state_dict(path, map_location="meta")
         on_meta = replace(config, device_map={"": "meta"})
         loaded = stock(model, headers, None, on_meta, *rest, **more)
-        why = _doubt(model, weights, loaded[0])
+        info = loaded[0]
+        initialised = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
+        why = _doubt(model, weights, info, initialised)
         if not why:
             keep_deferred(model, weights)
-            watch(model.parameters())
+            # Transformers gives memory and values to the others next.
+            watch(value for name, value in model.named_parameters() if name not in initialised)
             return loaded
     logger.warning("%s is loaded as without ckptkit: %s", type(model).__name__, why)
     return stock(model, state_dict, files, config, *rest, **more)
@@ -174,15 +252,15 @@ def _obstacle(model: Any, state_dict: Any, files: Sequence[str] | None, config: 
     return next((reason for reason, applies in reasons.items() if applies), "")
 
 
-def _doubt(model: Any, weights: DeferredWeights, info: Any) -> str:
+def _doubt(model: Any, weights: DeferredWeights, info: Any, initialised: set[str]) -> str:
     """Returns what ckptkit would read in another way than Transformers; empty for nothing.
 
     Args:
         model: The model, on the meta device.
         weights: Where its weights are.
         info: What Transformers has found in their headers.
+        initialised: Names of tensors that are not there, or have another shape.
     """
-    initialised = {*info.missing_keys, *(name for name, *_ in info.mismatched_keys)}
     try:
         with ModelLoad(model, weights.folder, kept=frozenset(map(Fqn, initialised))) as load:
             load.check(strict=False)

@@ -81,7 +81,9 @@ def _give_memory(
         if not tensor.is_meta or id(tensor) in leave:
             return tensor
         kept = dtype is None or id(tensor) in computed or not is_wide_float(tensor.dtype)
-        return torch.empty_like(tensor, device=device, dtype=tensor.dtype if kept else dtype)
+        wanted = tensor.dtype if kept else dtype
+        # Detached, as parameters of `defer_weights` refuse memory that nothing would fill.
+        return torch.empty_like(tensor.detach(), device=device, dtype=wanted)
 
     # As `to_empty` does: FSDP2 overrides this private method to register the new parameters.
     module._apply(real)  # type: ignore[no-untyped-call]  # noqa: SLF001
