@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -129,6 +130,9 @@ class Converter(Closing):
         process = self._process
         if process is not None:
             process.kill()
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):  # it ended before it read what was sent
+                    process.stdin.close()
             with process:
                 process.wait()
         self._home.cleanup()
@@ -205,8 +209,11 @@ class Converter(Closing):
             ],
             "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
         }
+        is_new = self._process is None
         process = self._process or self._start()
         try:
+            if is_new:
+                _send(process, self._model.to_json())
             _send(process, json.dumps(request).encode())
             answer: dict[str, Any] = json.loads(
                 process.stdout.readline() if process.stdout else b""
@@ -229,7 +236,6 @@ class Converter(Closing):
             self._process = subprocess.Popen(  # noqa: S603
                 build_program_command("convert"), stdin=pipe, stdout=pipe, stderr=log
             )
-        _send(self._process, self._model.to_json())
         return self._process
 
     @property

@@ -169,6 +169,29 @@ def test_a_job_ends_when_its_batch_is_killed(tmp_path: Path) -> None:
         assert job.wait(60) in {143, -signal.SIGTERM}
 
 
+DYING_CHILD = """
+import os, sys
+if "ckptkit_cli.batch.child" in sys.orig_argv:
+    os._exit(9)
+"""
+
+
+def test_a_job_that_dies_before_it_reads_its_command_line_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DYING_CHILD)
+    environment = ENVIRONMENT | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    }
+    # More than a pipe holds, so that the line is not written before the job has ended.
+    long = job(LLAMA, tmp_path / "out", exclude=["x" * 100] * 2_000)
+    (tmp_path / "jobs").write_text(written(long, job(LLAMA, tmp_path / "other")))
+    command = [sys.executable, "-m", "ckptkit_cli", "batch", str(tmp_path / "jobs")]
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert [line["exit_status"] for line in lines(ran.stdout)] == [9, 9], ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_events_are_all_that_stderr_holds_and_tell_the_whole_story(
     tmp_path: Path, out: Path
 ) -> None:

@@ -68,11 +68,12 @@ def trainer(kind: str, out: Path, **changes: Any) -> Trainer:
         "cpu_ram_efficient_loading": False,
         "sync_module_states": False,
         "use_orig_params": True,
-    } | changes.pop("fsdp_config", {})
+    }
+    changed = changes.pop("fsdp_config", {})
     callbacks = changes.pop("callbacks", [])
     made_by = changes.pop("made_by", Trainer)
     net = changes.pop("model", None) or model()
-    given = {
+    given: dict[str, Any] = {
         "output_dir": str(out),
         "max_steps": LAST,
         "save_steps": 2,
@@ -83,7 +84,7 @@ def trainer(kind: str, out: Path, **changes: Any) -> Trainer:
         "use_cpu": True,
         "disable_tqdm": True,
         "fsdp": True,
-        "fsdp_config": fsdp,
+        "fsdp_config": None if changed is None else fsdp | changed,
     } | changes
     if kind.startswith("lora"):
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.conversion import names_on_disk as naming
 from ckptkit.conversion import naming_program
+from ckptkit.conversion import names_on_disk as naming
 from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.dtypes import BY_NAME
@@ -164,6 +164,22 @@ def test_a_conversion_that_fails_leaves_nothing_behind(
     with pytest.raises(RefusedError, match="status 7") as caught:
         ckptkit.consolidate(source, tmp_path / "out")
     assert caught.value.where.startswith("tensor ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_program_that_ends_before_it_is_asked_is_refused_as_well(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = naming._send
+
+    def send_late(process: subprocess.Popen[bytes], line: bytes) -> None:
+        process.wait(60)
+        send(process, line)
+
+    monkeypatch.setattr(naming_program, "_PROGRAM", "roots = {!r}; import os; os._exit(7)")
+    monkeypatch.setattr(naming, "_send", send_late)
+    with pytest.raises(RefusedError, match="status 7"):
+        ckptkit.consolidate(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -221,7 +222,8 @@ class BatchRun:
                 stdin.write(json.dumps(words).encode() + b"\n")
                 stdin.flush()
             except BrokenPipeError:  # it has died, which its status shows
-                pass
+                with suppress(BrokenPipeError):  # of what was not taken
+                    stdin.close()
             text = stdout.read()
             listener.join()
             process.wait()
