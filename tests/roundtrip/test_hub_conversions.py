@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.conversion import naming_program
 from ckptkit.conversion import names_on_disk as naming
+from ckptkit.conversion import naming_program
 from ckptkit.conversion.names_on_disk import find_disk_names
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.dtypes import BY_NAME
