@@ -234,6 +234,13 @@ def test_a_dtype_is_for_tensors_on_the_meta_device(tmp_path: Path) -> None:
     on_meta = linear(device="meta")
     load_into(on_meta, source, dtype=torch.bfloat16)
     assert same_bits(on_meta.weight.detach(), values(source)["weight"].bfloat16())
+    norm = nn.BatchNorm1d(3, affine=False)  # accelerate's init_empty_weights keeps buffers
+    mixed = nn.Sequential(nn.Linear(4, 3, device="meta"), norm)
+    tensors = nn.Sequential(linear(), nn.BatchNorm1d(3, affine=False)).state_dict()
+    load_into(mixed, save(tmp_path / "mixed", **tensors), dtype="bfloat16")
+    assert mixed[0].weight.dtype == torch.bfloat16
+    assert norm.running_var is not None
+    assert norm.running_var.dtype == torch.float32
 
 
 def test_a_wrong_map_is_refused_before_anything_is_written(repository: Path) -> None:
@@ -389,6 +396,25 @@ def test_a_load_waits_for_the_copies_of_a_save(
         joined.clear()
         load_into(nn.Sequential(model), source)
         assert joined
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (2, 1), (1, 1)])
+def test_elements_that_differ_need_memory_of_their_own(
+    strides: tuple[int, int], tmp_path: Path
+) -> None:
+    model, mask = nn.Module(), torch.zeros(12).as_strided((3, 4), strides)
+    model.register_buffer("mask", mask)
+    alike = torch.full((3, 4), 7.0)
+    load_into(model, save(tmp_path / "alike", mask=alike))
+    assert torch.equal(mask, alike)
+    with pytest.raises(PartlyFilledError, match="mask: elements that differ"):
+        load_into(model, save(tmp_path / "other", mask=torch.arange(12.0).reshape(3, 4)))
+
+
+def test_a_lazy_module_is_refused(tmp_path: Path) -> None:
+    source = save(tmp_path / "a", weight=torch.randn(3, 4), bias=torch.randn(3))
+    with pytest.raises(UsageError, match="weight: has no shape yet"):
+        load_into(nn.LazyLinear(3), source)
 
 
 def test_a_module_that_copies_its_state_gets_it(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class Filling:
         self._kept: list[BoxMemory] = []
         self._needed_bytes = 0
         self._untied: set[Fqn] = set()  # stored tensors that differ from the live one of their name
+        self._collided: set[Fqn] = set()  # live ones with one memory for elements that differ
 
     def run(self, digests: Mapping[str, str]) -> LoadResult:
         """Fills the model.
@@ -127,8 +128,8 @@ class Filling:
         try:
             self._files.announce(checkpoint.index, chunks, spans)
             read_bytes = self._read(origins, chunks, spans)
-            if sources.further:
-                read_bytes += self._read(origins, *self._plan(self._wanted_of_ties()))
+            read_bytes += self._read(origins, *self._plan(self._wanted_again()))
+            self._refuse_collisions()
             read_bytes += sum(map(self._prove, origins))
             proven = set(self._compare(digests))
             self._refuse_changes()
@@ -199,12 +200,22 @@ class Filling:
                     self._needed_bytes += size
                     yield tensor.name, wanted
 
-    def _wanted_of_ties(self) -> Iterator[tuple[Fqn, WantedBox]]:
-        """Yields what the checkpoint has once more of tied tensors, to be compared."""
+    def _wanted_again(self) -> Iterator[tuple[Fqn, WantedBox]]:
+        """Yields what is read to be compared with what is there.
+
+        That is what the checkpoint has once more of tied tensors, and tensors of which several
+        elements may have one place in memory.
+        """
         for tensor in self._live.tensors:
-            for parts in self._sources.further.get(tensor.name, ()):
-                for place, elements in _places(tensor):
-                    memory = _Comparison(elements, parts[0].name, self._untied)
+            own = self._sources.parts.get(tensor.name, ())
+            for place, elements in _places(tensor) if own else ():
+                forms = [
+                    (parts, _Comparison(elements, parts[0].name, self._untied))
+                    for parts in self._sources.further.get(tensor.name, ())
+                ]
+                if _may_overlap(elements):
+                    forms.append((own, _Comparison(elements, tensor.name, self._collided)))
+                for parts, memory in forms:
                     for wanted in self._wanted(tensor, parts, place, memory):
                         yield tensor.name, wanted
 
@@ -272,6 +283,15 @@ class Filling:
             origin.checksums.settle(number)
             read += missing[number]
         return read
+
+    def _refuse_collisions(self) -> None:
+        if self._collided:
+            raise UnsupportedError(
+                "elements that differ in the checkpoint have one place in memory, as `expand` makes"
+                " it",
+                where=min(self._collided),
+                hint="give the model a tensor with memory for each element, as `clone` makes it",
+            )
 
     def _refuse_changes(self) -> None:
         index = self._checkpoint.index
@@ -358,6 +378,16 @@ def _places(tensor: LiveTensor) -> Iterator[tuple[Box, torch.Tensor]]:
     for piece in tensor.pieces:
         for place, elements in piece.boxes() if piece.elements else ():
             yield place, elements.detach().view(place.sizes)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether it is not certain that each element has memory of its own."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _cast(memory: BoxMemory, entry: TensorEntry, tensor: LiveTensor) -> BoxMemory:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from ckptkit.core.dtypes import DType, dtype_named
@@ -70,6 +71,15 @@ class LiveModel:
                 f"is a {type(module).__name__}, where a module was expected", where="model"
             )
         self.module = module
+        kinds = UninitializedParameter, UninitializedBuffer
+        named = (*module.named_parameters(), *module.named_buffers())
+        lazy = next((name for name, tensor in named if isinstance(tensor, kinds)), None)
+        if lazy is not None:
+            raise UsageError(
+                "has no shape yet, as it belongs to a lazy module",
+                where=lazy,
+                hint="call the model once before",
+            )
         world = Copies()
         if dist.is_available() and dist.is_initialized():
             world = Copies(dist.get_world_size(), dist.get_rank())
@@ -168,10 +178,13 @@ class LiveModel:
         self._read()
 
     def refuse_other(self, dtype: torch.dtype) -> None:
-        """Refuses an element type that tensors with memory do not have."""
+        """Refuses an element type that parameters with memory do not have."""
+        parallel = parallel_prefixes(self.module)
+        buffers = {clean_fqn(name, parallel) for name, _ in self.module.named_buffers()}
         for tensor in self.tensors:
             local = tensor.pieces[0].local
-            if not local.is_meta and is_wide_float(local.dtype) and local.dtype != dtype:
+            is_other = is_wide_float(local.dtype) and local.dtype != dtype
+            if is_other and not local.is_meta and tensor.name not in buffers:
                 raise UsageError(
                     f"is {dtype}, and parameter {tensor.name!r} is {local.dtype} and has memory"
                     " already",

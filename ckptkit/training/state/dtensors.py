@@ -129,7 +129,10 @@ class Meshes:
         mesh, placements = tensor.device_mesh, tensor.placements
         for dim, kind in enumerate(placements):
             if kind.is_partial():
-                raise UnsupportedError("sums that are not reduced yet cannot be saved", where=fqn)
+                raise UnsupportedError(
+                    "a sum that is not reduced yet has no elements of its own to save or load",
+                    where=fqn,
+                )
             factor = getattr(kind, "split_factor", 1)
             inner = [
                 mesh.size(later)
