@@ -217,6 +217,7 @@ class _XorDecoder:
         size = 0
         while found := self._content.read_into(self._scratch.data):
             size += found
+        _refuse_other_length(self._content, size, self._where)
         return size
 
 
@@ -230,7 +231,7 @@ class _OverwriteDecoder:
         self._where = where
         head = np.empty(_COUNT_BYTES, np.uint8)
         _fill(positions, head, where)
-        self._left = int(head.view("<u4")[0])
+        self._left = self._count = int(head.view("<u4")[0])
         if self._left > size_bytes:
             raise FormatError(
                 f"{self._left:,} bytes are overwritten in a tensor of {size_bytes:,}",
@@ -269,6 +270,7 @@ class _OverwriteDecoder:
             _fill(self._values, np.empty(len(self._next), np.uint8), self._where)
             self._next = self._next[:0]
         _refuse_more(self._values, self._where)
+        _refuse_other_length(self._values, _COUNT_BYTES + 5 * self._count, self._where)
         return self._last + 1
 
     def _refill(self) -> bool:
@@ -301,6 +303,17 @@ def _fill(content: ZstdContent, block: Bytes, where: str) -> None:
 def _refuse_more(content: ZstdContent, where: str) -> None:
     if content.read(1):
         raise FormatError("the change goes on after the tensor's end", where=where, hint=HINT)
+
+
+def _refuse_other_length(content: ZstdContent, size_bytes: int, where: str) -> None:
+    """Refuses a frame that was cut short, and further frames, which engines do not read."""
+    announced = content.announced_bytes
+    if announced is not None and announced != size_bytes:
+        raise FormatError(
+            f"the zstd frame announces {announced:,} bytes, and {size_bytes:,} were found",
+            where=where,
+            hint=HINT,
+        )
 
 
 def open_decoder(

@@ -62,6 +62,7 @@ _VERSION = re.compile(r"\d{1,9}")
 _FOLDER = re.compile(r"weight_v(\d{6,9})")
 _METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8
+_NAME_A_FOLDER = "name the folder of one delta, such as deltas/weight_v000001"
 HINT = "the delta is damaged, or of another program; take another copy of it"
 
 
@@ -259,7 +260,7 @@ def open_delta(place: PathLike) -> Iterator[OpenedDelta]:
     """
     place = place_of(place)
     if not is_url(place) and not local_path(place).is_dir():
-        raise NotACheckpointError("is no directory with a delta", where=str(place))
+        raise NotACheckpointError("is no directory", where=str(place), hint=_NAME_A_FOLDER)
     with open_source(place) as source:
         yield read_delta(source, str(place))
 
@@ -273,7 +274,7 @@ def read_delta(source: Folder, location: str) -> OpenedDelta:
         raise NotACheckpointError(
             f"holds no {INDEX_PATH!r}, which every delta has",
             where=location,
-            hint="name the folder of one delta, such as deltas/weight_v000001",
+            hint=_NAME_A_FOLDER,
         ) from error
     if ENCODING_KEY not in metadata:
         raise NotACheckpointError(
@@ -288,6 +289,13 @@ def read_delta(source: Folder, location: str) -> OpenedDelta:
     for file in files:
         header = read_header(source, file)
         for stored in header.tensors:
+            other = in_headers.get(stored.name)
+            if other is not None:
+                raise FormatError(
+                    f"tensor {stored.name!r} is in {other!r} and in {file.path!r}",
+                    where=location,
+                    hint=HINT,
+                )
             checksum = header.metadata.get(stored.name, "")
             tensors[stored.name] = _check_tensor(stored, file.path, checksum, location)
             in_headers[stored.name] = file.path

@@ -35,7 +35,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.index import Key, Span
-from ckptkit.core.manifest import LEAF_BYTES, Manifest
+from ckptkit.core.manifest import LEAF_BYTES, Manifest, TensorRecord
 from ckptkit.deltas.encoding import ChangeStream, Decoder, open_decoder
 from ckptkit.deltas.form import (
     DELTA,
@@ -164,6 +164,10 @@ class PatchKernel:
         self.checksum.add(start, data)
 
 
+_Known = tuple[str, str]
+"""The digest of a tensor, and the location of the manifest that has it."""
+
+
 class DeltaChain:
     """Deltas in a chain: each begins with the version that the one before leads to."""
 
@@ -176,6 +180,7 @@ class DeltaChain:
             _refuse_gap(one, following)
         for delta in self.deltas:
             check_files(delta)
+        self._expected: Mapping[str, _Known] = {}
 
     @property
     def last(self) -> OpenedDelta:
@@ -195,7 +200,7 @@ class DeltaChain:
         specs = {str(spec.name): (segment, spec) for _, segment, spec in planned.plan.specs()}
         for delta in self.deltas:
             self._compare(delta, specs, planned)
-        self._compare_digests(base, specs)
+        self._compare_digests(base, specs, planned)
         files = tuple(self._patch_file(file) for file in planned.plan.files)
         facts = {"version": self.last.head.version, "deltas": [d.location for d in self.deltas]}
         return replace(
@@ -211,16 +216,18 @@ class DeltaChain:
             refuse_changed(delta)
 
     def compare(self, digests: Digests) -> None:
-        """Compares what was written with the digests of all tensors in the last delta."""
-        manifest = self.last.manifest
-        for name, record in () if manifest is None else manifest.tensors.items():
+        """Compares what was written with the digests of tensors in the manifests.
+
+        That is the manifest of the last delta that has one; for tensors that no delta changes after
+        that, and without such a delta, the manifest of the base.
+        """
+        for name, (expected, where) in sorted(self._expected.items()):
             found = digests.of_tensor(name)
-            if not record.digest.startswith(DIGEST_SCHEME) or found == record.digest:
+            if not expected.startswith(DIGEST_SCHEME) or found == expected:
                 continue
             raise ChecksumError(
-                f"tensor {name!r} came out with digest {found} against {record.digest} in the"
-                " manifest",
-                where=self.last.location,
+                f"tensor {name!r} came out with digest {found} against {expected} in the manifest",
+                where=where,
                 hint=_WRONG_BASE,
             )
 
@@ -261,22 +268,26 @@ class DeltaChain:
                 )
 
     def _compare_digests(
-        self, base: Manifest | None, specs: Mapping[str, tuple[Segment, TensorSpec]]
+        self,
+        base: Manifest | None,
+        specs: Mapping[str, tuple[Segment, TensorSpec]],
+        planned: PlannedOutput,
     ) -> None:
         """Compares the digests before each delta with those that led to it, where both are known.
 
         Nothing is read for it: a wrong base is found before the first byte is written.
         """
-        known: dict[str, str] = {}
+        known: dict[str, _Known] = {}
         if base is not None:
+            location = planned.checkpoint.path
             known = {
-                name: record.digest
+                name: (record.digest, location)
                 for name, record in base.tensors.items()
-                if name in specs and isinstance(specs[name][0].body, Copy)
+                if name in specs and _is_whole(record, *specs[name])
             }
         for delta in self.deltas:
             for name, digest in delta.base_digests.items():
-                before = known.get(name, digest)
+                before, _ = known.get(name, (digest, ""))
                 if before.startswith(DIGEST_SCHEME) and before != digest:
                     raise RefusedError(
                         f"was made from a tensor {name!r} with digest {digest}, and what it is to"
@@ -284,8 +295,12 @@ class DeltaChain:
                         where=delta.location,
                         hint=_WRONG_BASE,
                     )
-            records = {} if delta.manifest is None else delta.manifest.tensors
-            known = {name: record.digest for name, record in records.items()}
+            if delta.manifest is not None:
+                records = delta.manifest.tensors
+                known = {name: (r.digest, delta.location) for name, r in records.items()}
+            else:
+                known = {name: known[name] for name in known.keys() - delta.tensors.keys()}
+        self._expected = known
 
     def _patch_file(self, file: OutputFile) -> OutputFile:
         return replace(file, segments=tuple(map(self._patch_segment, file.segments)))
@@ -315,6 +330,12 @@ class DeltaChain:
             raise NotImplementedError(f"{type(body).__name__} segments cannot be changed")
         wrapped = wrap_kernel(kernel, spec, lambda inner: PatchKernel(inner, changes, checksum))
         return replace(segment, body=Compute(wrapped, reads))
+
+
+def _is_whole(record: TensorRecord, segment: Segment, spec: TensorSpec) -> bool:
+    """Returns whether a tensor is taken as it is from the model with the record."""
+    is_like = (record.dtype, record.shape) == (spec.dtype.name, spec.shape)
+    return is_like and isinstance(segment.body, Copy) and str(segment.body.key) == spec.name
 
 
 def _open_decoders(deltas: Sequence[OpenedDelta], spec: TensorSpec) -> list[Decoder]:

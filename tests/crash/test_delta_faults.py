@@ -115,6 +115,26 @@ def test_a_base_that_differs_in_an_unchanged_tensor_is_refused(
     refuse(ChecksumError, "tensor 'mask' came out", tmp_path / "other", tmp_path / "d1")
 
 
+def test_a_flipped_bit_in_a_base_with_a_manifest_is_found_without_one_in_the_delta(
+    tmp_path: Path, models: list[Model]
+) -> None:
+    """Also in a tensor that no delta changes; the checksums of a delta are of changed ones."""
+    ckptkit.consolidate(tmp_path / "s0", tmp_path / "base")
+    deltas = [without_manifest(tmp_path / name) for name in ("d1", "d2")]
+    file = tmp_path / "base" / "model.safetensors"
+    size = int.from_bytes(file.read_bytes()[:8], "little")
+    entries = json.loads(file.read_bytes()[8 : 8 + size])
+    for name, place in entries.items():
+        if name == "__metadata__" or not models[0][name].size:
+            continue
+        at = 8 + size + place["data_offsets"][0]
+        flipped(file, at)
+        refuse(ChecksumError, name, tmp_path / "base", *deltas)
+        flipped(file, at)
+    ckptkit.apply_delta(tmp_path / "base", deltas, tmp_path / "out")
+    assert model_bytes(tmp_path / "out") == bytes_of(models[2])
+
+
 def test_a_chain_with_a_gap_is_refused(tmp_path: Path, models: list[Model]) -> None:
     deltas = [tmp_path / f"d{number}" for number in (1, 2, 3)]
     gap = "leads from version 2 to 3, and the delta before it"
@@ -338,6 +358,42 @@ def test_headers_that_are_not_right_are_refused(tmp_path: Path) -> None:
     right = write_delta(tmp_path / "right", {"w": (stored, checksum)})
     ckptkit.apply_delta(base, right, tmp_path / "out")
     assert model_bytes(tmp_path / "out")["w"][:2] == ("F32", (16,))
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    """An engine would change it twice."""
+    base = write_model(tmp_path / "base", {name: np.zeros(16, np.float32) for name in "vw"})
+    delta = write_delta(tmp_path / "delta", {"v": _stored(), "w": _stored()})
+    other = write_delta(tmp_path / "other", {"w": _stored()})
+    (delta / "other.safetensors").write_bytes((other / DATA).read_bytes())
+    for file in (DATA, "other.safetensors"):
+        index = json.loads((delta / INDEX).read_bytes())
+        index["weight_map"] = {"v": DATA, "w": file}
+        (delta / INDEX).write_text(json.dumps(index))
+        if file == DATA:
+            assert [one.code for one in ckptkit.verify(delta).problems] == ["stray-file"]
+        else:
+            refuse(FormatError, f"tensor 'w' is in '{DATA}' and in 'other", base, delta)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_frames_that_an_engine_would_not_read_whole_are_found(
+    encoding: str, tmp_path: Path
+) -> None:
+    compress = zstandard.ZstdCompressor(level=1).compress
+    random = np.random.default_rng(0).integers(0, 256, 400_000, dtype=np.uint8).tobytes()
+    content = random if encoding == "xor" else overwriting(list(range(80_000)), random[:80_000])
+    whole = compress(content)
+    for name, stored, problem in (
+        ("whole", whole, None),
+        ("short", whole[: len(whole) // 2], "bytes"),
+        ("two", compress(content[:200_000]) + compress(content[200_000:]), "200,000 bytes"),
+    ):
+        tensors = {"w": (stored, RIGHT)}
+        delta = write_delta(tmp_path / name, tensors, delta_encoding=encoding)
+        problems = ckptkit.verify(delta).problems
+        assert len(problems) == (problem is not None)
+        assert all(problem in one.message for one in problems if problem is not None)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,11 @@ def is_zstd(transforms: Sequence[str]) -> bool:
 
 
 class ZstdContent:
-    """The content of one stream or of several consecutive ones; not thread-safe."""
+    """The content of one stream or of several consecutive ones; not thread-safe.
+
+    Attributes:
+        announced_bytes: How long the first stream says that its content is, or None.
+    """
 
     def __init__(self, read: Read, size_bytes: int, *, where: str, hint: str = "") -> None:
         """Checks the header of the first stream.
@@ -73,9 +77,11 @@ class ZstdContent:
         self._hint = hint or _COPY_AGAIN
         head = read(0, min(_MOST_HEADER_BYTES, size_bytes))
         try:
-            window = zstandard.get_frame_parameters(head).window_size
+            frame = zstandard.get_frame_parameters(head)
         except zstandard.ZstdError as error:
             raise FormatError(f"no zstd stream begins here: {error}", where=where) from error
+        window, announced = frame.window_size, frame.content_size
+        self.announced_bytes = None if announced == zstandard.CONTENTSIZE_UNKNOWN else announced
         if window > MAX_WINDOW_BYTES:
             raise LimitError(
                 f"zstd stream needs a window of {window:,} bytes, at most"
