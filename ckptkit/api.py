@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from ckptkit.storage.places import PathLike
 
 
-class Options(TypedDict, total=False):
-    """The options of `consolidate` and `convert`; they are those of the commands.
+class SourceOptions(TypedDict, total=False):
+    """The options of all functions that make a model of a checkpoint.
 
     Attributes:
         select: Which model to take where there are several.
-        dtype: Element type of floating tensors, "keep" by default; integers are never cast. An
-            alias such as "bf16", or a dtype of torch or numpy, is understood too.
-            "base" takes the type of each tensor from the files of `base`.
+        include: Patterns of names to take; all when empty.
+        exclude: Patterns of names to leave out.
         keep_dtype: Patterns of names that keep their stored type.
         names: "auto", the default, writes the names of `save_pretrained`, asking the installed
             transformers where they differ from those in training; "hub" insists on them. "live"
@@ -52,26 +51,54 @@ class Options(TypedDict, total=False):
             it by the tensors' names and the configuration; "none" converts nothing; or the name of
             a map, or the path of a TOML file.
         base: A model folder to take configuration and tokenizer from where the source has none.
+        strip_prefix: What is taken from the beginning of names, or several such texts: "net." where
+            training wrapped the model. All other options see the names without it.
+        vocab_size: How many rows of embeddings and heads are written, where training padded them.
+        model_config: A folder with the `config.json` of the model, whose parameters show what
+            the flat parameters of FSDP1's LOCAL_STATE_DICT contain.
+        src_options: Options of the storage that is read, as fsspec names them: keys, or an
+            endpoint. They are used for other places too if their URLs are of the same kind.
+        workers: Threads; chosen by the number of cores when left out.
+        memory_budget: What buffers may take together, in bytes or such as "64MB".
+        memory_limit: What the whole process may take.
+        bandwidth: Bytes per second that are read at most, and written at most.
+    """
+
+    select: str | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    keep_dtype: Sequence[str]
+    names: NameChoice
+    map: PathLike
+    base: PathLike | None
+    strip_prefix: str | Sequence[str]
+    vocab_size: CountLike | None
+    model_config: PathLike | None
+    src_options: Mapping[str, Any] | None
+    workers: int | None
+    memory_budget: int | str | None
+    memory_limit: int | str | None
+    bandwidth: int | str | None
+
+
+class Options(SourceOptions, total=False):
+    """The options of `consolidate` and `convert`; they are those of the commands.
+
+    Attributes:
+        dtype: Element type of floating tensors, "keep" by default; integers are never cast. An
+            alias such as "bf16", or a dtype of torch or numpy, is understood too.
+            "base" takes the type of each tensor from the files of `base`.
         also: Further directories that hold files of the same checkpoint, such as each node's
             copy of its ranks' files; a file has the same path in each of them as below `src`.
         like: A model folder, or one with its index alone, whose file names and distribution of
             tensors over files are kept; it takes the place of `max_shard_size`.
-        strip_prefix: What is taken from the beginning of names, or several such texts: "net." where
-            training wrapped the model. All other options see the names without it.
-        vocab_size: How many rows of embeddings and heads are written, where training padded them.
         optimizer: Whether the states of the optimizer are written too, under the names of the
             parameters in training: as `optimizer.bin`, or with `to="dcp"` in `optimizer_0`.
-        model_config: A folder with the `config.json` of the model, whose parameters show what
-            the flat parameters of FSDP1's LOCAL_STATE_DICT contain.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB", which
             is the default.
-        include: Patterns of names to take; all when empty.
-        exclude: Patterns of names to leave out.
         allow_code: Whether python files and `auto_map` are copied.
         check: A list with "nan", "inf" or both: refuses an output with such elements before it is
             committed.
-        src_options: Options of the storage that is read, as fsspec names them: keys, or an
-            endpoint. They are used for other places too if their URLs are of the same kind.
         dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
         resume: Whether to resume an interrupted run: its finished files are kept where they are
@@ -82,42 +109,23 @@ class Options(TypedDict, total=False):
         if_exists: "verify" returns the manifest of an `out` that holds this very output already,
             made from the same source in the same way, once all its digests are proven; "error",
             the default, refuses it.
-        workers: Threads; chosen by the number of cores when left out.
-        memory_budget: What buffers may take together, in bytes or such as "64MB".
-        memory_limit: What the whole process may take.
-        bandwidth: Bytes per second that are read at most, and written at most.
         engine: "local", the default, or "ray" for the nodes of a Ray cluster, which all need to
             see `src` and `out`; the limits are then those of each node.
         listener: Receives progress events, from several threads.
     """
 
-    select: str | None
     dtype: OutputDType | DTypeLike
-    keep_dtype: Sequence[str]
-    names: NameChoice
-    map: PathLike
-    base: PathLike | None
     also: Sequence[PathLike]
     like: PathLike | None
-    strip_prefix: str | Sequence[str]
-    vocab_size: CountLike | None
     optimizer: bool
-    model_config: PathLike | None
     max_shard_size: int | str
-    include: Sequence[str]
-    exclude: Sequence[str]
     allow_code: bool
     check: Sequence[NotFinite]
-    src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
     overwrite: bool
     resume: bool
     delete_source: bool
     if_exists: IfExists
-    workers: int | None
-    memory_budget: int | str | None
-    memory_limit: int | str | None
-    bandwidth: int | str | None
     engine: Engine
     listener: Listener | None
 

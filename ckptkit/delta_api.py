@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from ckptkit.api import SourceOptions
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import CountLike, DTypeChoice, DTypeLike, NameChoice
+from ckptkit.options import DTypeChoice, DTypeLike
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
@@ -17,49 +18,21 @@ if TYPE_CHECKING:
     from ckptkit.storage.places import PathLike
 
 
-class SideOptions(TypedDict, total=False):
-    """What the two functions for deltas have in common; see `Options` for most of them.
+class SideOptions(SourceOptions, total=False):
+    """What the two functions for deltas have in common.
+
+    `names` is "auto" by default, which takes the names of `save_pretrained`, as engines have them.
 
     Attributes:
-        select: Which model to take where there are several.
-        include: Patterns of names to take; all when empty.
-        exclude: Patterns of names to leave out.
         dtype: Element type of floating tensors, "keep" by default.
-        keep_dtype: Patterns of names that keep their stored type.
-        names: "auto", the default, takes the names of `save_pretrained`, as engines have them.
-        map: The name map that converts the names of another framework.
-        strip_prefix: What is taken from the beginning of names, or several such texts.
-        vocab_size: How many rows of embeddings and heads are taken, where training padded them.
-        base: A model folder to take configuration and tokenizer from where the models have none.
-        model_config: A folder with the `config.json` of a model in flat parameters of FSDP1.
-        src_options: Options of the storage that is read.
         dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
-        workers: Threads; chosen by the number of cores when left out.
-        memory_budget: What buffers may take together, in bytes or such as "64MB".
-        memory_limit: What the whole process may take.
-        bandwidth: Bytes per second that are read at most.
         listener: Receives progress events, from several threads.
     """
 
-    select: str | None
-    include: Sequence[str]
-    exclude: Sequence[str]
     dtype: DTypeChoice | DTypeLike
-    keep_dtype: Sequence[str]
-    names: NameChoice
-    map: PathLike
-    strip_prefix: str | Sequence[str]
-    vocab_size: CountLike | None
-    base: PathLike | None
-    model_config: PathLike | None
-    src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
     overwrite: bool
-    workers: int | None
-    memory_budget: int | str | None
-    memory_limit: int | str | None
-    bandwidth: int | str | None
     listener: Listener | None
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from ckptkit.api import SourceOptions
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import CountLike, DTypeLike, NameChoice, OutputDType
+from ckptkit.options import DTypeLike, OutputDType
 from ckptkit.storage.locations import resolve_places
 
 if TYPE_CHECKING:
@@ -14,33 +15,18 @@ if TYPE_CHECKING:
     from ckptkit.storage.places import PathLike
 
 
-class ServeOptions(TypedDict, total=False):
+class ServeOptions(SourceOptions, total=False):
     """The options of `serve` that decide what is served; see `Options` and `MergeOptions`.
 
     Attributes:
         memory_budget: What the buffers of all clients may take together; 96 MB by default.
     """
 
-    select: str | None
     dtype: OutputDType | DTypeLike
-    keep_dtype: Sequence[str]
-    names: NameChoice
-    map: PathLike
-    base: PathLike | None
     also: Sequence[PathLike]
     like: PathLike | None
-    strip_prefix: str | Sequence[str]
-    vocab_size: CountLike | None
-    model_config: PathLike | None
     max_shard_size: int | str
-    include: Sequence[str]
-    exclude: Sequence[str]
     allow_code: bool
-    src_options: Mapping[str, Any] | None
-    workers: int | None
-    memory_budget: int | str | None
-    memory_limit: int | str | None
-    bandwidth: int | str | None
     adapters: Sequence[str | tuple[str, float]]
     further: Sequence[PathLike | tuple[PathLike, float]]
     adapter_config: PathLike | None
