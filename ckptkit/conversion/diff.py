@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from ckptkit.conversion.source.open import open_checkpoint, read_config_in
 from ckptkit.conversion.source.read import leaf_span, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import AmbiguousSourceError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
@@ -34,6 +34,10 @@ from ckptkit.storage.places import PathLike
 _NAMES_DIFFER = (
     "a training checkpoint of this type of model has other names than a model folder; to"
     " compare the two, consolidate it first and compare the output"
+)
+_ONE_OF_SEVERAL = (
+    "give the path of one of them; of several models in one checkpoint, write one with `ckptkit"
+    " consolidate --select`, and compare the output"
 )
 
 
@@ -159,6 +163,15 @@ class Difference:
         return asdict(self) | {"same": self.same}
 
 
+@contextmanager
+def _hinted() -> Iterator[None]:
+    """Has errors advise what can be done here, where nothing is selected."""
+    try:
+        yield
+    except AmbiguousSourceError as error:
+        raise error.hinted(_ONE_OF_SEVERAL) from error
+
+
 class _Side:
     """One of the two checkpoints.
 
@@ -169,7 +182,8 @@ class _Side:
     """
 
     def __init__(self, stack: ExitStack, path: PathLike, name: str) -> None:
-        self.checkpoint = stack.enter_context(open_checkpoint(path))
+        with _hinted():
+            self.checkpoint = stack.enter_context(open_checkpoint(path))
         self.name = name
         folders = SideFolders(stack, self.checkpoint, None)
         self.config = read_config(folders)
@@ -182,7 +196,8 @@ class _Side:
     def entries(self) -> dict[Fqn, TensorEntry]:
         index, path = self.checkpoint.index, self.checkpoint.path
         request = ConsolidateRequest(select=self.checkpoint.select)
-        entries = select_model(index, request, location=path)
+        with _hinted():
+            entries = select_model(index, request, location=path)
         refuse_problems(index, entries, path)
         return {entry.name: entry for entry in entries}
 

@@ -7,7 +7,7 @@ what was found against what was expected, and, as a hint, what to do next.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ckptkit.core.text import without_url_secrets
 
@@ -41,6 +41,10 @@ class CkptkitError(Exception):
         """Returns the same error with `where` put in front of what is known already."""
         inner = f"{where}: {self.where}" if self.where else where
         return type(self)(self.message, where=inner, hint=self.hint)
+
+    def hinted(self, hint: str) -> Self:
+        """Returns the same error with another hint, where the usual one names options in vain."""
+        return type(self)(self.message, where=self.where, hint=hint)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the error as plain values, from which `error_from_json` makes it again."""

@@ -134,18 +134,46 @@ def test_large_tensors_are_measured_alike_with_any_number_of_threads(
     assert found[0].norm == pytest.approx(exact, rel=1e-13)
 
 
-def test_a_flipped_bit_is_found_and_no_number_is_shown(tmp_path: Path) -> None:
+@pytest.fixture
+def flipped(tmp_path: Path) -> Path:
+    """A checkpoint with one wrong bit in a tensor."""
     folder = tmp_path / "flipped"
     shutil.copytree(LLAMA, folder)
     shard = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
     data = bytearray(shard.read_bytes())
     data[data.index(b"PK\x05\x06") // 2] ^= 1
     shard.write_bytes(data)
-    result = run("stats", folder)
-    assert result.returncode == 3
-    assert not result.stdout
+    return folder
+
+
+def test_a_flipped_bit_is_found_and_no_number_is_shown(flipped: Path) -> None:
+    for words in (
+        ("stats", flipped),
+        ("stats", flipped, "--json"),
+        ("diff", flipped, LLAMA, "--numeric"),
+        ("diff", LLAMA, flipped, "--numeric", "--atol", "1e30", "--json"),
+    ):
+        result = run(*words)
+        assert result.returncode == 3
+        assert "checksum-mismatch" in result.stderr + result.stdout
+        assert "cosine" not in result.stdout
+        assert "norm" not in result.stdout
     with pytest.raises(ChecksumError):
-        ckptkit.stats(folder)
+        ckptkit.stats(flipped)
+    for sides in ((flipped, LLAMA), (LLAMA, flipped)):
+        with pytest.raises(ChecksumError):
+            ckptkit.diff(*sides, numeric=True)
+
+
+@pytest.mark.parametrize("case", ["fsdp2_actor_and_critic", "fsdp2_model_and_ema"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_comparison_advises_no_option_that_it_lacks(case: str, is_first: bool) -> None:
+    several = ROOT / "fixtures" / case / "checkpoint"
+    sides = (several, LLAMA) if is_first else (LLAMA, several)
+    result = run("diff", *sides)
+    assert result.returncode == 4
+    assert "hint: give the path of one of them" in result.stderr
+    assert "choose one with --select" not in result.stderr
 
 
 def test_a_model_at_a_url_has_the_same_numbers(odd: Path, object_store: ObjectStore) -> None:

@@ -55,6 +55,12 @@ def run(tmp_path: Path) -> Path:
     return run
 
 
+def copy_old(source: str, target: str) -> None:
+    """Copies a file as one that was finished long ago."""
+    shutil.copy(source, target)
+    os.utime(target, (1e9, 1e9))
+
+
 def flip_bits(path: Path) -> None:
     data = bytearray(path.read_bytes())
     for at in range(len(data) // 4, 3 * len(data) // 4, 97):
@@ -206,6 +212,16 @@ def test_a_chain_that_lost_its_whole_model_gets_another(run: Path, tmp_path: Pat
     add_step(run, 4)
     watch(run, into, "--delta", "10")
     assert versions(into) == [(2, True, 2), (3, True, 3), (4, False, 4)]
+
+
+def test_a_step_of_several_models_fails_with_advice_that_can_be_followed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fixture = Path(__file__).resolve().parents[2] / "fixtures/fsdp2_actor_and_critic/checkpoint"
+    shutil.copytree(fixture, run / "checkpoint-1", copy_function=copy_old)
+    events = watch(run, tmp_path / "weights", status=4)
+    error = next(event["error"] for event in events if event["event"] == "failed")
+    assert error["message"] == "holds 2 models: 'actor', 'critic'"
+    assert error["hint"].startswith("write one of them with `ckptkit consolidate --select`")
 
 
 @pytest.mark.parametrize("below", [".", "weights", "checkpoint-1/weights"])

@@ -201,4 +201,4 @@ def _open(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> Open
             )
         else:
             raise
-        raise AmbiguousSourceError(error.message, where=error.where, hint=hint) from error
+        raise error.hinted(hint) from error

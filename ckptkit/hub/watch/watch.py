@@ -43,6 +43,7 @@ from ckptkit.hub.watch.watched_steps import (
     PushedSteps,
     StepCommit,
     WatchedRun,
+    advise,
 )
 from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.pruning import prune_run
@@ -432,6 +433,7 @@ class Watch:
         if isinstance(error, InputError) and not self._run.is_there(step):
             self._emit("passed", step.step, reason="it was removed from the run, or replaced")
             return
+        error = advise(error)
         self._remove_built()
         self._failed[step.step] = step.digest
         self.failures[step.step] = error

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import (
     AccessError,
+    AmbiguousSourceError,
     CkptkitError,
     HubError,
     IncompleteCheckpointError,
@@ -46,6 +47,13 @@ _MAIN = "main"
 _QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
 _DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
+
+
+def advise(error: CkptkitError) -> CkptkitError:
+    """Returns the error of a step with advice that can be followed where nothing is selected."""
+    if isinstance(error, AmbiguousSourceError):
+        return error.hinted("write one of them with `ckptkit consolidate --select`, and push that")
+    return error
 
 
 class WatchedRun:
