@@ -28,6 +28,7 @@ from measuring import (
     cool,
     files_below,
     keep,
+    make_once,
     markdown,
     measure,
     median_ratio,
@@ -131,12 +132,9 @@ Samples = dict[str, list[Sample]]
 def make_inputs(gigabytes: float) -> Path:
     """Returns a folder with the steps of a chain, made when it is not there yet."""
     out = WORK / f"delta-{gigabytes:g}GB"
-    if not (out / "done").exists():
-        print(f"making {out.name} (once)", flush=True)
-        elements = round(gigabytes * 1e9 / 2 / TENSORS) // 1000 * 1000
-        words = [str(out), str(elements), str(TENSORS), "2"]
-        measure([sys.executable, "-c", _MAKE, *words])
-    return out
+    elements = round(gigabytes * 1e9 / 2 / TENSORS) // 1000 * 1000
+    words = [str(out), str(elements), str(TENSORS), "2"]
+    return make_once(out, "done", [sys.executable, "-c", _MAKE, *words])
 
 
 def make_chain(inputs: Path) -> list[Path]:

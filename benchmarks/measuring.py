@@ -99,13 +99,22 @@ def make_checkpoint(gigabytes: float, ranks: int = 4, hidden: int = 2048) -> Pat
     """
     wide = "" if hidden == 2048 else f"-{hidden}wide"  # noqa: PLR2004  the usual one
     out = WORK / f"checkpoint-{gigabytes:g}GB-{ranks}ranks{wide}"
-    done = out / "config.json"  # written last
-    if not done.exists():
+    words = ["--gigabytes", str(gigabytes), "--ranks", str(ranks), "--hidden", str(hidden)]
+    maker = [sys.executable, str(HERE / "make_checkpoint.py"), str(out)]
+    return make_once(out, "config.json", [*maker, *words])
+
+
+def make_once(out: Path, last: str, maker: Sequence[str]) -> Path:
+    """Returns a folder, made when it is not there yet.
+
+    Args:
+        out: The folder.
+        last: The file in it that is written last.
+        maker: The command that makes it.
+    """
+    if not (out / last).exists():
         print(f"making {out.name} (once)", flush=True)
-        maker = [sys.executable, str(HERE / "make_checkpoint.py"), str(out)]
-        measure(
-            [*maker, "--gigabytes", str(gigabytes), "--ranks", str(ranks), "--hidden", str(hidden)]
-        )
+        measure(maker)
     return out
 
 

@@ -26,6 +26,7 @@ from measuring import (
     Sample,
     ckptkit,
     keep,
+    make_once,
     markdown,
     measure,
     median_ratio,
@@ -47,12 +48,8 @@ _LIMITS = {"x cp": 1.2, "peak MB": 150}
 def _made(gigabytes: float) -> Path:
     """Returns the folder of a checkpoint of that size, made when it is not there yet."""
     out = WORK / f"megatron-{gigabytes:g}GB-tp2-pp2"
-    done = out / "config.json"  # written last
-    if not done.exists():
-        print(f"making {out.name} (once)", flush=True)
-        maker = [sys.executable, str(HERE / "make_megatron.py"), str(out)]
-        measure([*maker, "--gigabytes", str(gigabytes)])
-    return out
+    maker = [sys.executable, str(HERE / "make_megatron.py"), str(out)]
+    return make_once(out, "config.json", [*maker, "--gigabytes", str(gigabytes)])
 
 
 def _commands(made: Path, out: Path) -> Mapping[str, list[str]]:

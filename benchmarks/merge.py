@@ -29,6 +29,7 @@ from measuring import (
     ckptkit,
     files_below,
     keep,
+    make_once,
     markdown,
     measure,
     median_ratio,
@@ -65,11 +66,8 @@ Samples = dict[str, list[Sample]]
 def make_inputs(gigabytes: float) -> Path:
     """Returns a folder with `base` and `adapter`, made when it is not there yet."""
     out = WORK / f"merge-{gigabytes:g}GB"
-    if not (out / "done").exists():
-        print(f"making {out.name} (once)", flush=True)
-        maker = [sys.executable, str(HERE / "make_base_and_adapter.py"), str(out)]
-        measure([*maker, "--gigabytes", str(gigabytes)])
-    return out
+    maker = [sys.executable, str(HERE / "make_base_and_adapter.py"), str(out)]
+    return make_once(out, "done", [*maker, "--gigabytes", str(gigabytes)])
 
 
 def commands(inputs: Path, out: Path, axolotl: Path | None) -> Mapping[str, list[str]]:

@@ -25,6 +25,7 @@ from measuring import (
     ckptkit,
     files_below,
     keep,
+    make_once,
     markdown,
     measure,
     median_ratio,
@@ -54,12 +55,9 @@ Samples = dict[str, list[Sample]]
 def _made(gigabytes: float, ranks: int) -> Path:
     """Returns the folder of a checkpoint of that size, made when it is not there yet."""
     out = WORK / f"zero3-{gigabytes:g}GB-{ranks}ranks"
-    done = out / "checkpoint" / "latest"  # written last
-    if not done.exists():
-        print(f"making {out.name} (once)", flush=True)
-        maker = [sys.executable, str(HERE / "make_zero3.py"), str(out)]
-        measure([*maker, "--gigabytes", str(gigabytes), "--ranks", str(ranks)])
-    return out
+    maker = [sys.executable, str(HERE / "make_zero3.py"), str(out)]
+    words = ["--gigabytes", str(gigabytes), "--ranks", str(ranks)]
+    return make_once(out, "checkpoint/latest", [*maker, *words])
 
 
 def _commands(made: Path, out: Path, deepspeed: str | None) -> Mapping[str, list[str]]:
