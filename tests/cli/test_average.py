@@ -318,6 +318,20 @@ def test_packed_numbers_are_not_averaged(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     with pytest.raises(RefusedError, match=r"'w.weight(_scale_inv)?' is quantized"):
         ckptkit.average(tmp_path, tmp_path / "out", last=2)
+    for step in (1, 2):
+        scales = torch.full((3,), float(step)).to(torch.float8_e8m0fnu)
+        save_file({"scales": scales}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    with pytest.raises(RefusedError, match="'scales' is quantized, or a scale"):
+        ckptkit.average(tmp_path, tmp_path / "out", last=2)
+
+
+def test_a_folder_and_a_file_in_it_are_one_source(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(3)}, tmp_path / name / "model.safetensors")
+    file = tmp_path / "one" / "model.safetensors"
+    with pytest.raises(UsageError, match="named twice"):
+        ckptkit.average([tmp_path / "one", tmp_path / "two", file], tmp_path / "out")
 
 
 def test_options_without_a_meaning_are_refused(steps: list[Path], tmp_path: Path) -> None:

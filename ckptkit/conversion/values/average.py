@@ -7,6 +7,7 @@ that of the last source.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.source.open import resolve_path
+from ckptkit.conversion.source.open import OpenedCheckpoint, resolve_path
 from ckptkit.conversion.values.averaged_tensors import (
     Weighting,
     average_products,
@@ -49,6 +50,7 @@ from ckptkit.runs.steps import abandoned
 from ckptkit.storage.places import PathLike, Place, place_of
 
 _LISTED = 3
+_SCALES = "float8_e8m0fnu"  # powers of two without a sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +239,10 @@ class _Joint:
         ]
 
     def _check_order(self) -> None:
-        paths = [resolve_path(path) for path in self._paths]
-        twice = next((path for path in paths if paths.count(path) > 1), None)
+        held = [_files_of(plan.checkpoint) for plan in self._plans]
+        twice = next(
+            (path for path, own in zip(self._paths, held, strict=True) if held.count(own) > 1), None
+        )
         if twice is not None:
             raise UsageError(
                 "the same source is named twice",
@@ -291,7 +295,7 @@ class _Joint:
         for name, dtype in dtypes.items():
             if dtype.kind != "float" or matches(name, self._job.take_last):
                 continue
-            if is_quantized(name, dtypes):
+            if is_quantized(name, dtypes) or dtype.name == _SCALES:
                 raise RefusedError(
                     f"tensor {name!r} is quantized, or a scale of one that is: an average of packed"
                     " numbers is none of the weights",
@@ -363,6 +367,13 @@ class _Joint:
         return average_products(
             [tensors[spec.name] for tensors in self._tensors], self._job.weighting
         )
+
+
+def _files_of(checkpoint: OpenedCheckpoint) -> set[str]:
+    """Returns where the files are, which a folder and a file in it have in common."""
+    folder = checkpoint.source.location
+    paths = (posixpath.join(folder, file.path) for file in checkpoint.index.files)
+    return set(map(resolve_path, paths))
 
 
 def _shown(product: Product | None) -> str:

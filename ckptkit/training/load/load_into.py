@@ -143,7 +143,7 @@ class ModelLoad(Closing):
         records = {record for entry in self._stored.values() for record in entry.chunks.record}
         numbers = sorted({int(index.records.file[record]) for record in records})
         return tuple(
-            posixpath.join(self._checkpoint.location, index.files[n].path) for n in numbers
+            posixpath.join(self._checkpoint.source.location, index.files[n].path) for n in numbers
         )
 
     @property
