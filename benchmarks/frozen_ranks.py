@@ -6,8 +6,6 @@ with the state of AdamW, is about a twentieth of that.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 import time
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_figures import hand_over
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -133,13 +132,7 @@ def main() -> None:
             if step <= rounds:
                 loop.step()
         found |= loop.sizes() | {"whole": whole(loop, folder / "run" / f"checkpoint-{rounds + 1}")}
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    if dist.get_rank() == 0:
-        print("FOUND " + json.dumps(everywhere), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    hand_over(found)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import shutil
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_figures import hand_over
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -287,13 +286,7 @@ def main() -> None:
         found = long_run(loop, arguments.folder, arguments.steps, 30)
     else:
         found = resume(loop, arguments.folder, arguments.rounds)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    if dist.get_rank() == 0:
-        print("FOUND " + json.dumps(everywhere))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    hand_over(found)
 
 
 if __name__ == "__main__":

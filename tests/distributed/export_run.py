@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from ckptkit.core.errors import NoSpaceError, OutputExistsError, SaveError
 from ckptkit.storage.local import target as staged_files
 from ckptkit.training import Checkpointer
 from ckptkit.training.export import export as export_attempt
+from tests.distributed.cases import run_cases
 from tests.distributed.saving_run import make, nobody_talks, sleep_for, train
 
 STOPPED_SECONDS = {0: 2.0, 1: 60.0}  # by rank
@@ -264,21 +264,5 @@ CASES: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-def main() -> None:
-    folder, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in cases:
-        name, _, kind = case.partition(":")
-        place = Path(folder) / case.replace(":", "_")
-        place.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        CASES[name](place, kind)
-        if name != "dies":
-            dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

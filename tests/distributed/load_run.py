@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import zlib
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -37,6 +36,7 @@ from ckptkit.core.errors import AmbiguousSourceError, LoadError, PartlyFilledErr
 from ckptkit.training import Checkpointer, LoadResult, load_into
 from ckptkit.training.step_names import clean_fqn
 from tests.built_modules import local, module_like, part_of, same_bits
+from tests.distributed.cases import run_cases
 from tests.distributed.saving_run import WRAPPERS, Net, gathered, make, nobody_talks, train
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -420,21 +420,5 @@ CASES: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-def main() -> None:
-    folder, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in cases:
-        name, _, kind = case.partition(":")
-        place = Path(folder) / case.replace(":", "_")
-        place.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        CASES[name](place, kind)
-        if name != "dies":
-            dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES)

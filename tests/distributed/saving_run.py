@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptkit.core.errors import UsageError
 from ckptkit.training import Checkpointer
+from tests.distributed.cases import run_cases
 
 FULL = StateDictOptions(full_state_dict=True)
 
@@ -360,21 +360,5 @@ CASES: dict[str, Callable[[Path, str], None]] = {
 }
 
 
-def main() -> None:
-    folder, *cases = sys.argv[1:]
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in cases:
-        name, _, kind = case.partition(":")
-        place = Path(folder) / case.replace(":", "_")
-        place.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        CASES[name](place, kind or "fsdp2")
-        dist.barrier()
-    # The teardown of gloo's threads now and then aborts a process that is done.
-    sys.stdout.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES, kind="fsdp2")
