@@ -97,7 +97,7 @@ def choose_address(
         return ServerAddress(host, port, AccessKeys(access_key, secret_key))
     if access_key is not None or secret_key is not None:
         raise UsageError(
-            "--access-key and --secret-key belong together",
+            "--access-key and --secret-key belong together, and neither may be empty",
             where="--access-key" if access_key else "--secret-key",
             hint="pass both, or none for random ones",
         )
@@ -112,6 +112,19 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+_OUTSIDE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # of documentation
+
+
+def find_own_address(family: socket.AddressFamily) -> str:
+    """Returns the address by which other machines reach this one; nothing is sent for it."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as unconnected:
+            unconnected.connect((_OUTSIDE[family], 9))
+            return str(unconnected.getsockname()[0])
+    except OSError:  # there is no network
+        return "::1" if family is socket.AF_INET6 else "127.0.0.1"
 
 
 def _name_of_host(header: str) -> str:
@@ -223,6 +236,8 @@ class ModelServer(Closing):
                 hint="pass another --port, or leave it out for any free one",
             ) from error
         name, bound = self._runner.addresses[0][:2]
+        if ipaddress.ip_address(name).is_unspecified:
+            name = find_own_address(socket.AF_INET6 if ":" in name else socket.AF_INET)
         shown = f"[{name}]" if ":" in name else name
         self.url = f"http://{shown}:{bound}"
 

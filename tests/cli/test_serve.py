@@ -149,6 +149,7 @@ def test_an_adapter_is_served_merged(tmp_path: Path, has_base: bool) -> None:
     [
         (["--no-auth", "--host", ANY], 2, "serves everything to every machine"),
         (["--access-key", "AK"], 2, "--access-key and --secret-key belong together"),
+        (["--access-key", "", "--secret-key", ""], 2, "neither may be empty"),
         (["--no-auth", "--access-key", "A", "--secret-key", "S"], 2, "cannot be combined with"),
         (["--quiet"], 2, "hides the random keys"),
         (["--port", "70000"], 2, "70000 is not a port from 0 to 65,535"),
@@ -199,7 +200,11 @@ def test_damaged_headers_are_refused_before_anything_is_served(tmp_path: Path) -
 
 def test_another_address_is_served_with_a_warning() -> None:
     with running(STEP, "--host", ANY) as (_, events):
+        url = events["serving"]["url"]
+        assert ANY not in url  # which no other machine could use
+        assert f"at {url}: requests are signed" in events["warning"]["message"]
         assert "nothing is encrypted" in events["warning"]["message"]
+        assert keys_of(client_of(events["serving"]["environment"]))
 
 
 def test_options_of_the_command_and_of_python_are_the_same() -> None:
