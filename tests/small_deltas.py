@@ -81,6 +81,16 @@ def write_model(folder: Path, model: Model) -> Path:
     return folder
 
 
+def write_steps(folder: Path, first: Model, changes: int) -> list[Model]:
+    """Writes a model and what becomes of it into the folders s0, s1 and so on; returns them."""
+    models = [first]
+    for number in range(1, changes + 1):
+        models.append(change_model(models[-1], number))
+    for number, model in enumerate(models):
+        write_model(folder / f"s{number}", model)
+    return models
+
+
 def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 

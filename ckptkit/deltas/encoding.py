@@ -294,7 +294,7 @@ def _fill(content: ZstdContent, block: Bytes, where: str) -> None:
     found = content.read_into(block.data)
     if found < len(block):
         raise FormatError(
-            f"the change ends {len(block) - found:,} bytes or more before that of all the tensor",
+            f"the change ends {len(block) - found:,} bytes or more before the tensor does",
             where=where,
             hint=HINT,
         )

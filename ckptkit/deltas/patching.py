@@ -290,8 +290,8 @@ class DeltaChain:
                 before, _ = known.get(name, (digest, ""))
                 if before.startswith(DIGEST_SCHEME) and before != digest:
                     raise RefusedError(
-                        f"was made from a tensor {name!r} with digest {digest}, and what it is to"
-                        f" be applied to has {before}",
+                        f"was made from tensor {name!r} with digest {digest}; in the model that it"
+                        f" is to change, the digest is {before}",
                         where=delta.location,
                         hint=_WRONG_BASE,
                     )

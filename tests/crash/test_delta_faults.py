@@ -44,6 +44,7 @@ from tests.small_deltas import (
     make_model,
     model_bytes,
     write_model,
+    write_steps,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,11 +55,7 @@ DATA = "model-00000-of-00001.safetensors"
 @pytest.fixture
 def models(tmp_path: Path) -> list[Model]:
     """Four small models in a row in s0 to s3, and the deltas between them in d1 to d3."""
-    models = [make_model(large=2000)]
-    for number in (1, 2, 3):
-        models.append(change_model(models[-1], number))
-    for number, model in enumerate(models):
-        write_model(tmp_path / f"s{number}", model)
+    models = write_steps(tmp_path, make_model(large=2000), 3)
     for number in (1, 2, 3):
         sides = tmp_path / f"s{number - 1}", tmp_path / f"s{number}"
         ckptkit.create_delta(*sides, tmp_path / f"d{number}", version=number)
@@ -85,7 +82,7 @@ def test_a_delta_for_another_base_is_refused(tmp_path: Path, models: list[Model]
     refuse(ChecksumError, "after the change against", tmp_path / "s2", tmp_path / "d1")
     # With digests of the base, nothing is read for it.
     ckptkit.consolidate(tmp_path / "s2", tmp_path / "base")
-    refuse(RefusedError, "was made from a tensor", tmp_path / "base", tmp_path / "d1")
+    refuse(RefusedError, "was made from tensor", tmp_path / "base", tmp_path / "d1")
     refuse(ChecksumError, "after the change", tmp_path / "base", without_manifest(tmp_path / "d1"))
     assert models
 
@@ -149,7 +146,7 @@ def test_a_chain_with_a_gap_is_refused(tmp_path: Path, models: list[Model]) -> N
 def test_deltas_of_two_runs_do_not_make_a_chain(tmp_path: Path, models: list[Model]) -> None:
     ckptkit.create_delta(tmp_path / "s2", tmp_path / "s3", tmp_path / "other", version=2)
     chain = tmp_path / "d1", tmp_path / "other"
-    refuse(RefusedError, "was made from a tensor", tmp_path / "s0", *chain)
+    refuse(RefusedError, "was made from tensor", tmp_path / "s0", *chain)
     assert models
 
 
@@ -164,10 +161,7 @@ def flipped(path: Path, at: int, bit: int = 0) -> None:
 def test_no_flipped_bit_of_a_delta_leads_to_another_model(
     encoding: Any, has_manifest: bool, tmp_path: Path
 ) -> None:
-    models = [make_model(large=100)]
-    models.append(change_model(models[0], 1))
-    for number, model in enumerate(models):
-        write_model(tmp_path / f"s{number}", model)
+    models = write_steps(tmp_path, make_model(large=100), 1)
     delta = tmp_path / "delta"
     ckptkit.create_delta(tmp_path / "s0", tmp_path / "s1", delta, encoding=encoding)
     if not has_manifest:

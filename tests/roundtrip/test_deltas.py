@@ -29,6 +29,7 @@ from tests.small_deltas import (
     make_model,
     model_bytes,
     write_model,
+    write_steps,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +43,7 @@ def bucket(object_store: ObjectStore) -> Bucket:
 @pytest.fixture
 def steps(tmp_path: Path) -> list[Model]:
     """Four models in a row, in the folders s0 to s3."""
-    models = [make_model()]
-    for number in (1, 2, 3):
-        models.append(change_model(models[-1], number))
-    for number, model in enumerate(models):
-        write_model(tmp_path / f"s{number}", model)
-    return models
+    return write_steps(tmp_path, make_model(), 3)
 
 
 def make_chain(folder: Path, encodings: list[Encoding]) -> list[Path]:
