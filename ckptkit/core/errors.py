@@ -238,6 +238,12 @@ class OutputError(RefusedError):
     code = "unwritable-output"
 
 
+class OutputBusyError(OutputError):
+    """Another run is putting its output there, or was killed at it a short while ago."""
+
+    code = "output-busy"
+
+
 class OutputExistsError(CkptkitError):
     """The output directory is there already and holds something."""
 

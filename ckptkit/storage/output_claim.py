@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, RefusedError
+from ckptkit.core.errors import CkptkitError, OutputBusyError
 from ckptkit.storage.remote.errors import ErrorTranslator, lost_place_error
 from ckptkit.storage.remote.store import RemoteStore
 
@@ -221,8 +221,8 @@ class OutputClaim:
             }
         ).encode()
 
-    def _taken_error(self) -> RefusedError:
-        return RefusedError(
+    def _taken_error(self) -> OutputBusyError:
+        return OutputBusyError(
             "another run is putting its output there",
             where=self._location,
             hint="run one command at a time for an output; if that run was killed, run again in"

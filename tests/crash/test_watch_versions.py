@@ -321,6 +321,35 @@ def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
     check_chain(pulled, run, tmp_path)
 
 
+def test_a_place_that_another_machine_may_still_write_to_is_waited_for(
+    object_store: ObjectStore, run: Path, tmp_path: Path
+) -> None:
+    """As after a restart in another container: whether the holder is alive cannot be seen."""
+    bucket = object_store.bucket("busy-versions")
+    bucket.clear()
+    into, options = f"{bucket.url}/weights", object_store.arguments("--dst-option")
+    claim = {"writer": "a", "machine": "other", "process": "1 1", "names": ["model.safetensors"]}
+    place = "weights/weight_v000001"
+    bucket.put(f"{place}/.ckptkit-commit", json.dumps(claim).encode())
+    bucket.put(f"{place}/model.safetensors", b"of a commit that was killed")
+    words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "ckptkit_cli", *words, *options], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = (json.loads(line) for line in process.stdout)
+        waited = next(event for event in lines if event["event"] in {"retrying", "failed"})
+        assert waited["error"]["code"] == "output-busy"
+        assert waited["event"] == "retrying"
+        bucket.put(f"{place}/.ckptkit-commit", json.dumps(claim | {"writer": ""}).encode())
+        rest = [event["event"] for event in lines]
+    assert process.returncode == 0, rest
+    assert "failed" not in rest
+    pulled = pull(bucket, tmp_path)
+    assert versions(pulled) == [(1, False, 1), (2, False, 2), (3, False, 3)]
+    check_chain(pulled, run, tmp_path)
+
+
 @contextmanager
 def lives(folder: Path) -> Iterator[Any]:
     """Yields a function that runs a watch in a child, which dies at its nth write."""

@@ -18,11 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from ckptkit.core.errors import (
-    AccessError,
     CkptkitError,
-    HubUnavailableError,
     InputError,
-    NoSpaceError,
     NotACheckpointError,
     OutputError,
     OutputExistsError,
@@ -44,6 +41,7 @@ from ckptkit.hub.watch.watched_steps import (
     StepCommit,
     WatchedRun,
     advise,
+    is_transient,
 )
 from ckptkit.runs.marks import FileLocks
 from ckptkit.runs.pruning import prune_run
@@ -60,14 +58,6 @@ from ckptkit.runs.steps import RunStep
 from ckptkit.storage.place_identity import PlaceIdentity
 from ckptkit.storage.places import PathLike, is_url, local_path
 from ckptkit.storage.remote.errors import RetryPolicy
-
-
-def is_transient(error: CkptkitError) -> bool:
-    """Returns whether an error may pass by itself."""
-    if isinstance(error, AccessError):
-        return False
-    return isinstance(error, HubUnavailableError | NoSpaceError | InputError)
-
 
 _OF_A_STEP = (InputError, RefusedError, OutputExistsError, VerificationError)
 WATCH_RETRIES = RetryPolicy(

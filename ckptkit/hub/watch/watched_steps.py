@@ -20,10 +20,12 @@ from ckptkit.core.errors import (
     AmbiguousSourceError,
     CkptkitError,
     HubError,
+    HubUnavailableError,
     IncompleteCheckpointError,
     InputError,
     NoSpaceError,
     NotACheckpointError,
+    OutputBusyError,
     OutputError,
     RefusedError,
     StorageError,
@@ -47,6 +49,13 @@ _MAIN = "main"
 _QUIET_SECONDS = 60.0  # after which a step without manifest counts as finished
 _DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
+
+
+def is_transient(error: CkptkitError) -> bool:
+    """Returns whether an error may pass by itself."""
+    if isinstance(error, AccessError):
+        return False
+    return isinstance(error, HubUnavailableError | NoSpaceError | OutputBusyError | InputError)
 
 
 def advise(error: CkptkitError) -> CkptkitError:
