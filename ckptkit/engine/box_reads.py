@@ -30,6 +30,7 @@ from ckptkit.core.geometry import (
     drop_replicas,
     find_defect,
     flat_offset,
+    hull,
     intersect,
     overlaps,
     relative,
@@ -51,7 +52,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.threads import run_crew, usable_cores
-from ckptkit.core.tiles import Tile, Walk, find_tile, walk_boxes
+from ckptkit.core.tiles import BoxWalk, Tile, Walk, find_tile, walk_boxes
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
 from ckptkit.engine.kernels import Operand, PartOperand, StoredOperand
@@ -80,6 +81,8 @@ _GROUP_GAP_BYTES = 4 << 10
 _SHORT_ROW_BYTES = 4 << 10
 _MOST_SPREAD_BOXES = 1 << 12  # that a tensor is taken apart into if they are short
 _SHORT_BOX_BYTES = 1 << 10
+_FEW_BOXES = 8  # of one tensor that are read one by one
+_MOST_AROUND = 4  # times the elements that are wanted, read in one box around them
 _RAW = CONTAINERS.index("raw")
 
 WantedBox = tuple[TensorEntry, Box, BoxMemory]
@@ -154,23 +157,66 @@ def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedB
         return
     if entry.derivation is not None:
         tiles = _tiles_of(index, entry)
-        found = [(source, walk) for source, tile in tiles for walk in walk_boxes(tile, box)]
-        short = sum(
-            math.prod(walk.box.sizes) * entry.dtype.itemsize < _SHORT_BOX_BYTES for _, walk in found
-        )
-        held = sum(math.prod(walk.box.sizes) for _, walk in found)
-        if held != math.prod(box.sizes) or short > _MOST_SPREAD_BOXES:
+        found = [(source, list(walk_boxes(tile, box))) for source, tile in tiles]
+        sizes = [math.prod(walk.box.sizes) for _, walks in found for walk in walks]
+        short = sum(size * entry.dtype.itemsize < _SHORT_BOX_BYTES for size in sizes)
+        if sum(sizes) != math.prod(box.sizes) or short > _MOST_SPREAD_BOXES:
             yield SpanRead(entry, box, memory)
             return
-        for source, walk in found:
-            part = memory.walked(walk.start, walk.walks, walk.box.sizes)
-            yield from find_stored_boxes(index, (source, walk.box, part))
+        for source, walks in found:
+            for part, of_part in join_walks(source, walks, memory):
+                yield from find_stored_boxes(index, (source, part, of_part))
         return
     if entry.rounded_from is not None:
         memory = CastMemory(memory, entry.rounded_from, entry.dtype, f"tensor {entry.key!r}")
         entry = replace(entry, dtype=entry.rounded_from, rounded_from=None)
     boxed = _in_boxes(index, entry)
     yield SpanRead(*wanted) if boxed is None else (boxed, box, memory)
+
+
+class JoinedMemory:
+    """Memory of a box of which smaller boxes are wanted; what is in none of them is dropped."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[tuple[Box, BoxMemory]]) -> None:
+        """Takes disjoint boxes, counted from the first corner of the large one."""
+        self._parts = parts
+
+    def direct(self, _box: Box) -> memoryview | None:
+        return None
+
+    def put(self, box: Box, elements: NDArray[Any]) -> None:
+        for part, memory in self._parts:
+            shared = intersect(part, box)
+            if shared is not None:
+                memory.put(relative(shared, part), elements[slices_of(relative(shared, box))])
+
+    def walked(self, start: Shape, walks: Sequence[Walk], sizes: Shape) -> BoxMemory:
+        raise NotImplementedError("only boxes of stored tensors are joined")
+
+
+def join_walks(
+    entry: TensorEntry, walks: Sequence[BoxWalk], memory: BoxMemory
+) -> Iterator[tuple[Box, BoxMemory]]:
+    """Yields what to read of a tensor for some boxes of it, each with its memory.
+
+    Many boxes that are close together, as rows that alternate, are read as one: for each of them
+    the same bytes would be read once more.
+
+    Args:
+        entry: The tensor.
+        walks: The boxes, and where their elements are in the memory.
+        memory: Of what they are parts of.
+    """
+    parts = [(w.box, memory.walked(w.start, w.walks, w.box.sizes)) for w in walks]
+    if len(parts) > _FEW_BOXES and entry.derivation is None:
+        around = hull([box for box, _ in parts])
+        wanted = sum(math.prod(box.sizes) for box, _ in parts)
+        if math.prod(around.sizes) <= _MOST_AROUND * wanted:
+            yield around, JoinedMemory([(relative(box, around), own) for box, own in parts])
+            return
+    yield from parts
 
 
 def _tiles_of(index: TensorIndex, entry: TensorEntry) -> Iterator[tuple[TensorEntry, Tile]]:

@@ -337,6 +337,20 @@ def test_no_more_is_read_than_is_needed(tmp_path: Path) -> None:
     assert result.unproven == ()
 
 
+def test_rows_that_alternate_on_disk_are_read_once(tmp_path: Path) -> None:
+    kind = class_named("Inkling2ForCausalLM")  # whose experts are interleaved there
+    config = small_model_config(kind)
+    model = kind(config)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        other = kind(config)
+    result = load_into(other, tmp_path)
+    assert result.bytes_read <= 1.05 * result.bytes_needed
+    assert result.bytes_needed == sum(value.nbytes for value in model.state_dict().values())
+    for name, values in model.state_dict().items():
+        assert same_bits(other.state_dict()[name], values), name
+
+
 @pytest.mark.filterwarnings("ignore")  # torch warns of tensors without elements
 def test_tensors_without_elements_have_no_counterpart_on_disk_and_are_not_missed(
     tmp_path: Path,

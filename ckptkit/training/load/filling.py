@@ -30,6 +30,7 @@ from ckptkit.engine.box_reads import (
     SpanRead,
     WantedBox,
     find_stored_boxes,
+    join_walks,
     plan_chunk_reads,
     read_chunks,
     read_spans,
@@ -195,9 +196,9 @@ class Filling:
         for tensor in self._live.tensors:
             for place, elements in _places(tensor):
                 parts = self._sources.parts.get(tensor.name, ())
-                for wanted in self._wanted(tensor, parts, place, memory_of(elements)):
-                    size = math.prod(wanted[1].sizes) * wanted[0].stored_dtype.itemsize
-                    self._needed_bytes += size
+                memory = memory_of(elements)
+                for count, wanted in self._wanted(tensor, parts, place, memory):
+                    self._needed_bytes += count * wanted[0].stored_dtype.itemsize
                     yield tensor.name, wanted
 
     def _wanted_again(self) -> Iterator[tuple[Fqn, WantedBox]]:
@@ -216,19 +217,19 @@ class Filling:
                 if _may_overlap(elements):
                     forms.append((own, _Comparison(elements, tensor.name, self._collided)))
                 for parts, memory in forms:
-                    for wanted in self._wanted(tensor, parts, place, memory):
+                    for _, wanted in self._wanted(tensor, parts, place, memory):
                         yield tensor.name, wanted
 
     def _wanted(
         self, tensor: LiveTensor, parts: Parts, place: Box, memory: BoxMemory
-    ) -> Iterator[WantedBox]:
+    ) -> Iterator[tuple[int, WantedBox]]:
+        """Yields boxes of stored tensors, with the number of elements that are wanted of each."""
         found = 0
         for part in parts:
             entry = best_entry(self._checkpoint.index, self._stored[part.name], tensor.dtype)
-            cast = _cast(memory, entry, tensor)
-            for wanted in _boxes_of(entry, part, place, cast):
-                found += math.prod(wanted[1].sizes)
-                yield wanted
+            for count, box, own in _boxes_of(entry, part, place, memory):
+                found += count
+                yield count, (entry, box, _cast(own, entry, tensor))
         if parts and found != math.prod(place.sizes):
             raise UnsupportedError(
                 "is not made of whole parts of tensors on disk", where=tensor.name
@@ -398,10 +399,14 @@ def _cast(memory: BoxMemory, entry: TensorEntry, tensor: LiveTensor) -> BoxMemor
 
 def _boxes_of(
     entry: TensorEntry, part: PartSource, place: Box, memory: BoxMemory
-) -> Iterator[WantedBox]:
-    """Yields what a stored tensor has of a box of a live one."""
+) -> Iterator[tuple[int, Box, BoxMemory]]:
+    """Yields boxes of a stored tensor for a box of a live one, and the elements in both."""
     if part.tile is None:
-        yield entry, place, memory
+        yield math.prod(place.sizes), place, memory
         return
-    for walk in walk_boxes(part.tile, place):
-        yield entry, walk.box, memory.walked(walk.start, walk.walks, walk.box.sizes)
+    walks = list(walk_boxes(part.tile, place))
+    left = sum(math.prod(walk.box.sizes) for walk in walks)
+    for box, own in join_walks(entry, walks, memory):
+        count = min(left, math.prod(box.sizes))
+        left -= count
+        yield count, box, own
