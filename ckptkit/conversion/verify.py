@@ -22,7 +22,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
 )
 from ckptkit.core.index import ChunkTable, Key, Problem, TensorEntry, TensorIndex
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.manifest import UNVERIFIED, Manifest
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
@@ -243,7 +243,7 @@ class _Output:
             problems=tuple(problems),
             tensors=0 if missing else len(tensors),
             size_bytes=read,
-            unverified=tuple(name for name, t in tensors.items() if t.proof == "unverified"),
+            unverified=tuple(name for name, t in tensors.items() if t.proof == UNVERIFIED),
         )
 
     def _file_problems(self) -> Iterator[Problem]:

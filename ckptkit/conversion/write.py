@@ -21,6 +21,8 @@ import xxhash
 
 from ckptkit.conversion.compare_names import Comparison
 from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, describe_sources
+from ckptkit.conversion.source.stored_digests import StoredDigest, read_stored_digests
+from ckptkit.core.checksums import DIGEST_SCHEME
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
@@ -28,7 +30,15 @@ from ckptkit.core.errors import (
     RefusedError,
     SourceChangedError,
 )
-from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
+from ckptkit.core.manifest import (
+    BY_MANIFEST,
+    BY_STORE,
+    MANIFEST_NAME,
+    UNVERIFIED,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+)
 from ckptkit.core.object_parts import choose_part_bytes
 from ckptkit.core.threads import memory_in_use_bytes, usable_cores
 from ckptkit.engine.decompress import decoding_bytes
@@ -390,10 +400,17 @@ def refuse_resized_side_files(planned: PlannedOutput) -> None:
 
 
 def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
-    """Returns the manifest of an output whose files are completely written."""
+    """Returns the manifest of an output whose files are completely written.
+
+    Raises:
+        ChecksumError: If a tensor is other than the manifest of the folder that it is from says.
+    """
     unverified = {
         (name, key) for name, origin in planned.inputs.origins.items() for key in origin.unverified
     }
+    stored = find_stored_digests(planned)
+    for name, one in stored.items():
+        one.compare(digests.of_tensor(name))
     return Manifest(
         kind=planned.kind,
         source=describe_sources(planned.sources) | dict(planned.facts),
@@ -405,7 +422,7 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
                 shape=spec.shape,
                 file=file.path,
                 digest=digests.of_tensor(spec.name),
-                proof=_proof(segment, unverified),
+                proof=_proof(segment, unverified, is_compared=str(spec.name) in stored),
             )
             for file, segment, spec in planned.plan.specs()
         },
@@ -419,13 +436,34 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
     )
 
 
-def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]]) -> str:
+def find_stored_digests(planned: PlannedOutput) -> dict[str, StoredDigest]:
+    """Returns the digests that tensors of an output must have, by their names in the output.
+
+    These are tensors that are taken as they are from a folder that ckptkit wrote before.
+    """
+    found: dict[str, StoredDigest] = {}
+    of_sources = {id(source.index): read_stored_digests(source) for source in planned.sources}
+    for _, segment, spec in planned.plan.specs():
+        body = segment.body
+        origin = planned.inputs.origins.get(body.origin) if isinstance(body, Copy) else None
+        if origin is None or not isinstance(body, Copy):
+            continue
+        name = origin.index.tensors[body.key].name
+        stored = of_sources.get(id(origin.index), {}).get(name)
+        if stored is not None and stored.record.digest.startswith(DIGEST_SCHEME):
+            kind = stored.record.dtype, stored.record.shape
+            if kind == (spec.dtype.name, spec.shape):
+                found[str(spec.name)] = stored
+    return found
+
+
+def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]], *, is_compared: bool) -> str:
     body = segment.body
     reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
     if isinstance(body, (Copy, ServerCopy)):
         reads = ((body.origin, body.key),)
     if not unverified.isdisjoint(reads):
-        return "unverified"
+        return BY_MANIFEST if is_compared else UNVERIFIED
     return BY_STORE if isinstance(body, ServerCopy) else "crc32"
 
 

@@ -28,6 +28,9 @@ RUN_FACTS = f"{SIDE_FOLDER}/run.json"
 FLAT_LAYOUT = f"{SIDE_FOLDER}/flat_parameters.json"
 BY_STORE = "store-crc32"
 """The proof of a tensor if the store copied bytes of it that ckptkit did not read."""
+BY_MANIFEST = "digest"
+"""The proof of a tensor with the digest that the manifest of its source, or a delta, has for it."""
+UNVERIFIED = "unverified"
 MAP_VERSION = "map "
 """What the name of a name map among the versions begins with; its digest is the version."""
 LEAF_BYTES = 8 << 20  # digests are trees over leaves of this many bytes of a tensor
@@ -45,8 +48,9 @@ class TensorRecord:
         digest: Digest of its bytes, see `ckptkit.core.checksums`.
         proof: `crc32` when every source byte was checked against a stored checksum,
             `store-crc32` when the store copied some by itself, and its own CRC-32 of the file was
-            compared with those stored, `unverified` when the source had none, `live` when it was
-            the memory of training.
+            compared with those stored, `digest` when ckptkit wrote the source, or a delta, and
+            the digest there is the same, `unverified` when the source had none of these, `live`
+            when it was the memory of training.
     """
 
     dtype: str
@@ -94,7 +98,7 @@ class Manifest:
     @property
     def unverified(self) -> list[str]:
         """Names of tensors whose source stored no checksum."""
-        return [name for name, t in self.tensors.items() if t.proof == "unverified"]
+        return [name for name, t in self.tensors.items() if t.proof == UNVERIFIED]
 
     def to_json(self) -> bytes:
         """Returns the file's bytes: sorted, indented JSON, the same for the same content.

@@ -25,6 +25,7 @@ from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
     build_manifest,
+    find_stored_digests,
     refuse_changed_sources,
     write_output,
 )
@@ -272,10 +273,11 @@ class _DeltaStrategy(SingleProcess):
             spool = Spool(self._folder)
             stack.callback(spool.close)
             self._encode_all(spool)
+            digests = {one.name: one.digest_before for one in self._tensors}
+            for name, stored in find_stored_digests(self._before).items():
+                stored.compare(digests[name])
             if self._published is not None:
-                self._published.refuse_other_bytes(
-                    {one.name: one.digest_before for one in self._tensors}
-                )
+                self._published.refuse_other_bytes(digests)
             for planned in (self._before, self._after):
                 for origin in planned.inputs.origins.values():
                     origin.checksums.finish()

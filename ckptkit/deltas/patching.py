@@ -21,6 +21,7 @@ from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
+    build_manifest,
     check_destination,
     refuse_full_disk,
     write_output,
@@ -35,7 +36,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.index import Key, Span
-from ckptkit.core.manifest import LEAF_BYTES, Manifest, TensorRecord
+from ckptkit.core.manifest import BY_MANIFEST, LEAF_BYTES, UNVERIFIED, Manifest, TensorRecord
 from ckptkit.deltas.encoding import ChangeStream, Decoder, open_decoder
 from ckptkit.deltas.form import (
     DELTA,
@@ -231,6 +232,20 @@ class DeltaChain:
                 hint=_WRONG_BASE,
             )
 
+    def describe(self, planned: PlannedOutput, digests: Digests) -> Manifest:
+        """Returns the manifest of a model whose tensors were compared."""
+        manifest = build_manifest(planned, digests)
+        proven = {
+            name for name, (digest, _) in self._expected.items() if digest.startswith(DIGEST_SCHEME)
+        }.union(*(delta.tensors for delta in self.deltas))
+        tensors = {
+            name: replace(record, proof=BY_MANIFEST)
+            if record.proof == UNVERIFIED and name in proven
+            else record
+            for name, record in manifest.tensors.items()
+        }
+        return replace(manifest, tensors=tensors)
+
     def _compare(
         self,
         delta: OpenedDelta,
@@ -421,6 +436,7 @@ class _PatchedOutput(SingleProcess):
     ) -> None:
         super().__init__(open_target(out, overwrite=overwrite), listener)
         self._chain = chain
+        self.make_manifest = chain.describe
 
     def start(self, planned: PlannedOutput) -> None:
         """Begins; no bytes are copied by a store, since all of them are digested here."""

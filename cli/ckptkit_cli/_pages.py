@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.conversion.write import PlannedOutput
-from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
+from ckptkit.core.manifest import BY_MANIFEST, BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.distant import estimate_reads
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
@@ -107,8 +107,12 @@ def proof_lines(output: Output, manifest: Manifest, copied_by_store: int = 0) ->
     """Yields how many tensors of an output were proven, and how many were not."""
     unverified = len(manifest.unverified)
     proven = len(manifest.tensors) - unverified
-    if proven:
-        text = f"  checked    {counted(proven, 'tensor')} proven by CRC-32"
+    compared = sum(record.proof == BY_MANIFEST for record in manifest.tensors.values())
+    if compared:
+        text = f"  checked    {counted(compared, 'tensor')} proven by digests of ckptkit"
+        yield output.styled(text, "green")
+    if proven > compared:
+        text = f"  checked    {counted(proven - compared, 'tensor')} proven by CRC-32"
         if copied_by_store:
             text += f", {copied_by_store:,} of them copied by the store itself"
         yield output.styled(text, "green")

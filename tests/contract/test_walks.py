@@ -24,9 +24,9 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (91, 721, 131),
-    "adapter merge": (107, 887, 181),
-    "save": (34, 221, 49),
+    "consolidate": (92, 724, 131),
+    "adapter merge": (108, 891, 181),
+    "save": (35, 221, 49),
     "push": (47, 253, 40),
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")

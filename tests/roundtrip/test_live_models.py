@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -365,19 +364,6 @@ def test_tensors_without_elements_have_no_counterpart_on_disk_and_are_not_missed
     load_into(other, tmp_path)
     for name, values in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], values), name
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's call
-@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
-def test_the_base_of_a_trained_prompt_is_filled(kind: Any, tmp_path: Path) -> None:
-    config = small_model_config(transformers.LlamaForCausalLM)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    base = transformers.LlamaForCausalLM(config)
-    model = peft.get_peft_model(base, kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    result = load_into(model, tmp_path)
-    assert result.left_alone == ("prompt_encoder.default.embedding.weight",)
-    for name, value in transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict().items():
-        assert same_bits(base.state_dict()[name], value), name
 
 
 def test_modes_of_torch_change_nothing(tmp_path: Path) -> None:

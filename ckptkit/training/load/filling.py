@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.conversion.source.stored_digests import StoredDigest
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import (
-    ChecksumError,
     CkptkitError,
     PartlyFilledError,
     SourceChangedError,
@@ -23,7 +23,6 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.geometry import flat_offset
 from ckptkit.core.index import Box, Fqn, Key, Shape, TensorEntry
-from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.tiles import Walk, walk_boxes
 from ckptkit.engine.box_reads import (
     CastMemory,
@@ -112,7 +111,7 @@ class Filling:
         self._untied: set[Fqn] = set()  # stored tensors that differ from the live one of their name
         self._collided: set[Fqn] = set()  # live ones with one memory for elements that differ
 
-    def run(self, digests: Mapping[str, str]) -> LoadResult:
+    def run(self, digests: Mapping[str, StoredDigest]) -> LoadResult:
         """Fills the model.
 
         Args:
@@ -247,24 +246,17 @@ class Filling:
     def _note(self, memory: BoxMemory) -> None:
         self._done.append(id(memory))
 
-    def _compare(self, digests: Mapping[str, str]) -> Iterator[Fqn]:
+    def _compare(self, digests: Mapping[str, StoredDigest]) -> Iterator[Fqn]:
         """Yields tensors that are whole on this rank, and have the digest of the stored ones."""
         for tensor in self._live.tensors if digests else ():
             parts = self._sources.parts.get(tensor.name, ())
             data = _whole_bytes(tensor)
             if data is None or len(parts) != 1 or parts[0].tile is not None:
                 continue
-            stored, digest = self._stored[parts[0].name], digests.get(parts[0].name)
-            if digest is None or stored.derivation is not None or stored.dtype != tensor.dtype:
+            stored, known = self._stored[parts[0].name], digests.get(parts[0].name)
+            if known is None or stored.derivation is not None or stored.dtype != tensor.dtype:
                 continue
-            found = digest_as(digest, data)
-            if found != digest:
-                raise ChecksumError(
-                    f"has digest {found} against {digest} in {MANIFEST_NAME}",
-                    where=f"{self._checkpoint.path}, tensor {parts[0].name!r}",
-                    hint="the file was damaged or changed after it was written; write it again, or"
-                    f" remove {MANIFEST_NAME} if the change is meant",
-                )
+            known.compare(digest_as(known.record.digest, data))
             yield tensor.name
 
     def _prove(self, origin: Origin) -> int:

@@ -34,10 +34,6 @@ from ckptkit.training.step_names import (
     parallel_prefixes,
 )
 
-# Source: peft 0.21, `PeftModel`.
-_PROMPT = "prompt_encoder."
-_BESIDE_PROMPT = "base_model."
-
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
@@ -114,18 +110,11 @@ class LiveModel:
 
     @cached_property
     def is_peft(self) -> bool:
-        """Whether it is a model of PEFT, whose names are not those of the base model."""
+        """Whether it is a model of PEFT, whose names have segments of adapters."""
         inner: Any = innermost(self.module)
-        if not isinstance(getattr(inner, "peft_config", None), dict):
-            return False
-        return self._has_prompt or any(
+        return isinstance(getattr(inner, "peft_config", None), dict) and any(
             holds_adapters(part) for name in self.names() for part in name.split(".")
         )
-
-    @cached_property
-    def _has_prompt(self) -> bool:
-        """Whether what is trained is a prompt, beside a base model without changes."""
-        return any(name.startswith(_PROMPT) for name in self.names())
 
     def names(self) -> Iterator[Fqn]:
         for tensor in self.tensors:
@@ -133,17 +122,11 @@ class LiveModel:
 
     def is_of_adapter(self, name: Fqn) -> bool:
         """Whether a tensor was added by PEFT, so that no base model has it."""
-        if self.is_peft and self._has_prompt:
-            return not name.startswith(_BESIDE_PROMPT)
         return self.is_peft and any(map(holds_adapters, name.split(".")))
 
     def plain_name(self, name: Fqn) -> Fqn:
         """Returns the name of a tensor in the base model."""
-        if not self.is_peft or self.is_of_adapter(name):
-            return name
-        if self._has_prompt:
-            return Fqn(name.removeprefix(_BESIDE_PROMPT))
-        return Fqn(make_plain_name(name))
+        return Fqn(make_plain_name(name)) if self.is_peft and not self.is_of_adapter(name) else name
 
     @cached_property
     def config(self) -> Mapping[str, Any] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from os import PathLike
 
@@ -20,16 +20,15 @@ from torch.optim import Optimizer
 
 from ckptkit.conversion.mapped_names import convert_checkpoint
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.stored_digests import read_stored_digests
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.index import Fqn
-from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import FACTOR_DTYPES, ConsolidateRequest, choose_dtype
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
-from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import is_url, place_of
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.load.filling import Filling, LoadResult
@@ -128,7 +127,7 @@ class ModelLoad(Closing):
             self._checkpoint, self._stored, self._sources = found
             if kept:
                 self._sources = self._sources.without(self._live.tensors, kept)
-            self._digests = _read_digests(self._checkpoint)
+            self._digests = read_stored_digests(self._checkpoint)
             self._stack = stack.pop_all()
 
     @property
@@ -188,14 +187,6 @@ def _join_node(stack: ExitStack, source: PathLike[str] | str) -> NodeMemory | No
     options = json.dumps(place.options, sort_keys=True, default=repr)
     node = join_node(f"{place.location} {options}")
     return None if node is None else stack.enter_context(node)
-
-
-def _read_digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
-    """Returns the digests of tensors, by name on disk, where ckptkit wrote the folder."""
-    if posixpath.join(checkpoint.folder, MANIFEST_NAME) not in checkpoint.paths:
-        return {}
-    manifest = read_manifest(checkpoint.source, checkpoint.folder)
-    return {name: record.digest for name, record in manifest.tensors.items()}
 
 
 def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
