@@ -313,15 +313,15 @@ class ModelServer(Closing):
                 logger.debug("a client went away: %s", error)
                 _break_off(request)
             except CkptkitError as error:
+                _end_body(request, response)  # before anything else can fail
                 self._announce(folder, error)
                 if not response.prepared:
                     raise _as_s3_error(error) from error
-                _break_off(request)
             except Exception:
                 logger.exception("a request for %r failed", entry.key)
+                _end_body(request, response)
                 if not response.prepared:
                     raise _unexpected() from None
-                _break_off(request)
         if not response.prepared:  # an object without bytes
             await response.prepare(request)
         return response
@@ -350,7 +350,10 @@ class ModelServer(Closing):
     def _announce(self, folder: ServedFolder, error: CkptkitError) -> None:
         if folder.failure is not None and not folder.is_reported:
             folder.is_reported = True
-            self._report(folder, error)
+            try:
+                self._report(folder, error)
+            except Exception:
+                logger.exception("that %r is no longer served could not be reported", folder.name)
 
     def __enter__(self) -> Self:
         return self
@@ -366,6 +369,12 @@ def _make_response(answer: Answer, request_id: str) -> web.StreamResponse:
 def _break_off(request: web.BaseRequest) -> None:
     if request.transport is not None:
         request.transport.abort()
+
+
+def _end_body(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Breaks off a body that was begun, so that nothing else is taken for a part of it."""
+    if response.prepared:
+        _break_off(request)
 
 
 def _unexpected() -> S3Error:

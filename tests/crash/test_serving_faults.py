@@ -137,6 +137,30 @@ def test_a_body_is_broken_off_once_its_source_has_changed(
     assert events.failures() == ["source-changed"]
 
 
+def test_a_listener_that_fails_puts_nothing_into_a_body(source: Path) -> None:
+    """As where events are written to a program that has ended."""
+
+    def listen(event: ServeEvent) -> None:
+        if event.name == "failed":
+            raise BrokenPipeError
+
+    options: Any = {"name": "m", "names": "live", "auth": False, "listener": listen}
+    with ckptkit.serve(source, **options) as serving:
+        expected = requests.get(f"{serving.url}/ckptkit/{KEY}", timeout=60).content
+        with begin_and_take_nothing(serving) as connection:
+            connection.settimeout(20)
+            received = bytearray(connection.recv(1 << 20))
+            change_in_place(shard_of(source))
+            with suppress(ConnectionError):
+                while data := connection.recv(1 << 20):
+                    received += data
+        body = bytes(received).partition(b"\r\n\r\n")[2]
+        assert len(body) < len(expected)
+        assert body == expected[: len(body)]
+        answer = requests.get(f"{serving.url}/ckptkit/{KEY}", timeout=60)
+        assert answer.status_code == 500
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_source_that_changed_before_the_first_read_is_refused(
     change: Callable[[Path], None], serving: Serving, source: Path, events: Events
