@@ -237,8 +237,8 @@ class _Filling:
         if changed:
             name, change = next(iter(changed.items()))
             raise LoadError(
-                f"{len(changed):,} parameters were changed while their weights were deferred, such"
-                f" as {name!r} by {change}",
+                f"parameters were changed while their weights were deferred: {name!r} by {change}"
+                + (f", and {len(changed) - 1:,} more" if len(changed) > 1 else ""),
                 where=type(self._model).__name__,
                 hint=_HINT,
             )

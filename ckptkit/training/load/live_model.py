@@ -18,6 +18,7 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.model_configs import parse_model_config
+from ckptkit.core.text import a_kind
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.lora.dialects import holds_adapters, make_plain_name
@@ -68,7 +69,7 @@ class LiveModel:
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise UsageError(
-                f"is a {type(module).__name__}, where a module was expected", where="model"
+                f"{a_kind(module)} was found where a module was expected", where="model"
             )
         self.module = module
         kinds = UninitializedParameter, UninitializedBuffer
