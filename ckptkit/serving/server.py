@@ -350,10 +350,7 @@ class ModelServer(Closing):
     def _announce(self, folder: ServedFolder, error: CkptkitError) -> None:
         if folder.failure is not None and not folder.is_reported:
             folder.is_reported = True
-            try:
-                self._report(folder, error)
-            except Exception:
-                logger.exception("that %r is no longer served could not be reported", folder.name)
+            self._report(folder, error)
 
     def __enter__(self) -> Self:
         return self

@@ -54,6 +54,18 @@ def ignore_events(_event: ServeEvent) -> None:
     """Does nothing; for servers that report to no one."""
 
 
+def _guard(listener: ServeListener) -> ServeListener:
+    """Returns a listener whose errors do not change what is served."""
+
+    def listen(event: ServeEvent) -> None:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("the event %r could not be reported", event.name)
+
+    return listen
+
+
 @dataclass(frozen=True, slots=True)
 class ServeRequest:
     """What is served, where, and to whom.
@@ -111,7 +123,7 @@ class Serving(Closing):
             listener: Receives events, from several threads.
         """
         self._request = request
-        self._listener = listener
+        self._listener = _guard(listener)
         self._bucket = ServedBucket()
         self.prefix = request.prefix
         self._steps = _FollowedRun(request, self._add) if request.follow else None
@@ -122,7 +134,7 @@ class Serving(Closing):
                 self._steps.look()
                 if not self._steps.served:
                     text = f"{request.plan.job.src} has no complete step yet"
-                    listener(ServeEvent("waiting", {"name": self.prefix, "message": text}))
+                    self._listener(ServeEvent("waiting", {"name": self.prefix, "message": text}))
             self.server = ModelServer(self._bucket, request.address, self._limits(), self._refused)
         except BaseException:
             self._bucket.close()

@@ -25,7 +25,7 @@ from ckptkit.serve_api import ServeOptions
 from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.served_folder import FolderReader
-from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
+from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
 from ckptkit_cli._application import make_application
 from tests.command_line import run_command
@@ -314,6 +314,26 @@ def test_a_dropped_step_is_readable_until_its_last_body_has_ended(run: Path) -> 
             assert any(data)
         with folder.used() as is_open:
             assert not is_open
+
+
+def test_a_listener_that_fails_changes_nothing(run: Path) -> None:
+    add_step(run, 1)
+    added: list[str] = []
+
+    def listen(event: ServeEvent) -> None:
+        if event.name == "added":
+            added.append(event.facts["name"])
+        raise BrokenPipeError
+
+    plan = ServePlan.from_options(resolve_places(run, None, {}))
+    request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
+    with Serving(request, listen) as serving:
+        for number in (2, 3):
+            add_step(run, number)
+            wait_until(partial(serving.server.bucket.find, f"m/checkpoint-{number}/config.json"))
+        wait_until(lambda: serving.server.bucket.find("m/checkpoint-1/config.json") is None)
+        time.sleep(0.5)
+    assert added == [f"m/checkpoint-{number}" for number in (1, 2, 3)]
 
 
 def test_a_missing_key_of_a_dropped_step_is_missing(run: Path) -> None:
