@@ -248,6 +248,18 @@ class Stopped(BaseException):
         return 128 + self.signal
 
 
+def find_stop(error: BaseException) -> Stopped | None:
+    """Returns the signal that an exception was made of, if it was.
+
+    Python 3.11 turns what is raised while a class is made into a `RuntimeError` with it as cause,
+    and each import of a module makes classes.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, Stopped):
+        cause = cause.__cause__
+    return cause
+
+
 def raise_on_signals() -> None:
     """Makes the first signal raise `Stopped`, so that `finally` cleans up; later ones do nothing.
 
@@ -378,6 +390,9 @@ def show_stop(output: Output, stop: Stopped) -> int:
 
 def show_bug(output: Output, error: Exception) -> int:
     """Shows the traceback of a bug; returns the exit status."""
+    stop = find_stop(error)
+    if stop is not None:
+        return show_stop(output, stop)
     lines = "".join(traceback.format_exception(error)).splitlines()
     if not output.events:
         sys.stderr.write(without_url_secrets("".join(f"{escaped(line)}\n" for line in lines)))

@@ -35,7 +35,16 @@ from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Option, command, parse_values
 from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
-from ckptkit_cli._output import Output, Stopped, counted, escaped, first_of, shortened, stamped
+from ckptkit_cli._output import (
+    Output,
+    Stopped,
+    counted,
+    escaped,
+    find_stop,
+    first_of,
+    shortened,
+    stamped,
+)
 
 _PUSHED = "Which steps are pushed"
 _TIMING = "When"
@@ -391,12 +400,13 @@ def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
     except CkptkitError as error:
         facts["error"] = error.to_json()
         raise
-    except Stopped as stop:
-        facts["signal"] = stop.signal.name
-        raise
-    except Exception as error:
-        bug = f"{type(error).__name__}: {error}"
-        facts["error"] = {"code": "internal-error", "message": bug, "where": "", "hint": ""}
+    except (Stopped, Exception) as error:
+        stop = find_stop(error)
+        if stop is not None:
+            facts["signal"] = stop.signal.name
+        else:
+            bug = f"{type(error).__name__}: {error}"
+            facts["error"] = {"code": "internal-error", "message": bug, "where": "", "hint": ""}
         raise
     finally:
         page.listen(WatchEvent("stopped", None, facts))

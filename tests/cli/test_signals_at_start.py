@@ -81,6 +81,30 @@ def test_a_signal_at_any_time_of_the_start_is_told_in_one_line(
     assert TOLD[number][0] in ended
 
 
+def test_a_signal_while_a_class_is_made_is_told_as_any_other() -> None:
+    """Python 3.11 makes a `RuntimeError` of what `__set_name__` raises."""
+    program = """
+import os, signal, sys
+from ckptkit_cli import _application
+class Field:
+    def __set_name__(self, *_):
+        os.kill(os.getpid(), signal.SIGTERM)
+def make_application(name):
+    class Made:
+        field = Field()
+_application.make_application = make_application
+sys.exit(_application.run_application(["inspect"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=ENVIRONMENT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == TOLD[signal.SIGTERM]
+
+
 @pytest.mark.parametrize("start", ["script", "module"])
 def test_an_interrupt_from_the_first_moment_on_shows_no_line_of_ours(start: str) -> None:
     """Until our first instruction Python itself ends, with what it says of its own imports."""
