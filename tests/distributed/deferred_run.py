@@ -125,12 +125,14 @@ def check_models(kind: str, folder: Path) -> None:
     plain = base(folder)
     compare(kind, "plain", plain, folder)
     compare(kind, "tied", base(folder, "tied"), folder)
-    compare(kind, "half", plain, folder, dtype=torch.bfloat16)
     compare(kind, "mixed", plain, folder, dtype=torch.bfloat16, bf16=True)
-    compare(kind, "fused", plain, folder, optim="adamw_torch_fused")
     wrapped = {"transformer_layer_cls_to_wrap": ["MixtralDecoderLayer"]}
     compare(kind, "experts", base(folder, "experts"), folder, fsdp_config=wrapped)
-    if kind == "fsdp2":  # with FSDP1 it needs an accelerator
+    if kind == "fsdp1":
+        compare(kind, "fused", plain, folder, optim="adamw_torch_fused")
+    else:
+        compare(kind, "half", plain, folder, dtype=torch.bfloat16)
+        # With FSDP1 it needs an accelerator.
         efficient = {"cpu_ram_efficient_loading": True}
         compare(kind, "efficient", plain, folder, fsdp_config=efficient)
 
