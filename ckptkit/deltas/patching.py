@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.source.stored_digests import read_model_manifest
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
     build_manifest,
     check_destination,
+    find_stored_digests,
     refuse_full_disk,
     write_output,
 )
@@ -31,12 +33,11 @@ from ckptkit.core.errors import (
     ChecksumError,
     FormatError,
     InputError,
-    MissingFileError,
     RefusedError,
     UsageError,
 )
 from ckptkit.core.index import Key, Span
-from ckptkit.core.manifest import BY_MANIFEST, LEAF_BYTES, UNVERIFIED, Manifest, TensorRecord
+from ckptkit.core.manifest import BY_MANIFEST, LEAF_BYTES, UNVERIFIED, Manifest
 from ckptkit.deltas.encoding import ChangeStream, Decoder, open_decoder
 from ckptkit.deltas.form import (
     DELTA,
@@ -60,7 +61,6 @@ from ckptkit.plan.plan import (
     TensorSpec,
     wrap_kernel,
 )
-from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, open_target
 
 _WRONG_BASE = (
@@ -189,7 +189,7 @@ class DeltaChain:
 
     def patch(self, planned: PlannedOutput) -> PlannedOutput:
         """Returns the plan with every tensor that a delta changes as it is after all of them."""
-        base = _read_base_manifest(planned)
+        base = read_model_manifest(planned.checkpoint)
         first = self.deltas[0].head.base_version
         version = None if base is None else _published_version(base)
         if version is not None and version != first:
@@ -201,7 +201,7 @@ class DeltaChain:
         specs = {str(spec.name): (segment, spec) for _, segment, spec in planned.plan.specs()}
         for delta in self.deltas:
             self._compare(delta, specs, planned)
-        self._compare_digests(base, specs, planned)
+        self._compare_digests(planned)
         files = tuple(self._patch_file(file) for file in planned.plan.files)
         facts = {"version": self.last.head.version, "deltas": [d.location for d in self.deltas]}
         return replace(
@@ -282,24 +282,15 @@ class DeltaChain:
                     hint="name the model that the delta was made from, with the same options",
                 )
 
-    def _compare_digests(
-        self,
-        base: Manifest | None,
-        specs: Mapping[str, tuple[Segment, TensorSpec]],
-        planned: PlannedOutput,
-    ) -> None:
+    def _compare_digests(self, planned: PlannedOutput) -> None:
         """Compares the digests before each delta with those that led to it, where both are known.
 
         Nothing is read for it: a wrong base is found before the first byte is written.
         """
-        known: dict[str, _Known] = {}
-        if base is not None:
-            location = planned.checkpoint.path
-            known = {
-                name: (record.digest, location)
-                for name, record in base.tensors.items()
-                if name in specs and _is_whole(record, *specs[name])
-            }
+        known: dict[str, _Known] = {
+            name: (stored.record.digest, stored.location)
+            for name, stored in find_stored_digests(planned).items()
+        }
         for delta in self.deltas:
             for name, digest in delta.base_digests.items():
                 before, _ = known.get(name, (digest, ""))
@@ -347,12 +338,6 @@ class DeltaChain:
         return replace(segment, body=Compute(wrapped, reads))
 
 
-def _is_whole(record: TensorRecord, segment: Segment, spec: TensorSpec) -> bool:
-    """Returns whether a tensor is taken as it is from the model with the record."""
-    is_like = (record.dtype, record.shape) == (spec.dtype.name, spec.shape)
-    return is_like and isinstance(segment.body, Copy) and str(segment.body.key) == spec.name
-
-
 def _open_decoders(deltas: Sequence[OpenedDelta], spec: TensorSpec) -> list[Decoder]:
     decoders = []
     for delta in deltas:
@@ -378,15 +363,6 @@ def _refuse_gap(one: OpenedDelta, following: OpenedDelta) -> None:
         where=following.location,
         hint="name all deltas between the two models, in their order",
     )
-
-
-def _read_base_manifest(planned: PlannedOutput) -> Manifest | None:
-    """Returns the manifest of a base that ckptkit wrote as a model; None for others."""
-    checkpoint = planned.checkpoint
-    with suppress(MissingFileError, FormatError):
-        manifest = read_manifest(checkpoint.source, checkpoint.units[0].candidate.folder)
-        return manifest if manifest.kind == "model" else None
-    return None
 
 
 def _published_version(manifest: Manifest) -> int | None:

@@ -175,7 +175,7 @@ def find_stored_boxes(index: TensorIndex, wanted: WantedBox) -> Iterator[WantedB
 
 
 class JoinedMemory:
-    """Memory of a box of which smaller boxes are wanted; what is in none of them is dropped."""
+    """Memory of smaller boxes within one large box; other elements of the large one are dropped."""
 
     __slots__ = ("_parts",)
 

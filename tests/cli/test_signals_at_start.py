@@ -56,6 +56,11 @@ def signalled(program: str, number: signal.Signals, delay: float) -> tuple[int, 
     return process.returncode, output, told
 
 
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True, text=True)
+
+
 @cache
 def whole_output() -> str:
     command = [sys.executable, "-m", "ckptkit_cli", "inspect", str(LLAMA)]
@@ -81,9 +86,9 @@ def test_a_signal_at_any_time_of_the_start_is_told_in_one_line(
     assert TOLD[number][0] in ended
 
 
-def test_a_signal_while_a_class_is_made_is_told_as_any_other() -> None:
+def test_a_signal_while_a_class_is_made_is_shown_as_any_other() -> None:
     """Python 3.11 makes a `RuntimeError` of what `__set_name__` raises."""
-    program = """
+    done = run_program("""
 import os, signal, sys
 from ckptkit_cli import _application
 class Field:
@@ -94,15 +99,10 @@ def make_application(name):
         field = Field()
 _application.make_application = make_application
 sys.exit(_application.run_application(["inspect"]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=ENVIRONMENT,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == TOLD[signal.SIGTERM]
+""")
+    status, message = TOLD[signal.SIGTERM]
+    assert done.returncode == status
+    assert done.stderr == message
 
 
 @pytest.mark.parametrize("start", ["script", "module"])
@@ -135,15 +135,9 @@ def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
 
 
 def test_the_first_module_imports_next_to_nothing() -> None:
-    program = (
+    done = run_program(
         "import sys; before = set(sys.modules); import ckptkit_cli.main;"
         "print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) <= {"__future__", "ckptkit_cli", "ckptkit_cli.main"}

@@ -24,8 +24,8 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (92, 724, 131),
-    "adapter merge": (108, 891, 181),
+    "consolidate": (92, 725, 131),
+    "adapter merge": (108, 892, 181),
     "save": (35, 221, 49),
     "push": (47, 253, 40),
 }

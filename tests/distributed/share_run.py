@@ -1,4 +1,4 @@
-"""Runs under torchrun: fills live models from a bucket, of which ranks share what they download.
+"""Runs under torchrun: fills live models from a bucket; the ranks share what they download.
 
 Usage: share_run.py FOLDER CASE. FOLDER/store.json has the URL and the options of the bucket,
 FOLDER/model.safetensors the values. Each rank leaves FOLDER/result_RANK.json.

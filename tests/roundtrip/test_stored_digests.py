@@ -1,4 +1,4 @@
-"""Outputs of ckptkit as sources: what their format cannot prove, the digests beside it do."""
+"""Outputs of ckptkit as sources: digests prove what the format has no checksum for."""
 
 from __future__ import annotations
 
@@ -59,6 +59,14 @@ def test_a_flipped_bit_is_found_before_an_output_appears(
     assert str(damaged) in caught.value.where
     assert "remove ckptkit.json" in caught.value.hint
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("place", ["damaged", "damaged/model.safetensors", "."])
+def test_digests_are_found_however_a_source_is_named(
+    place: str, damaged: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ChecksumError, match=r"digest .* in ckptkit.json"):
+        ckptkit.consolidate(damaged.parent / place, tmp_path.parent / f"{tmp_path.name}-out")
 
 
 def test_slices_compare_digests_when_they_are_joined(

@@ -6,11 +6,12 @@ They prove tensors for which the format itself has no checksum, as safetensors.
 from __future__ import annotations
 
 import posixpath
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.core.errors import ChecksumError
-from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, TensorRecord
+from ckptkit.core.errors import ChecksumError, MissingFileError
+from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest, TensorRecord
 from ckptkit.storage.manifests import read_manifest
 
 
@@ -45,10 +46,21 @@ class StoredDigest:
 
 def read_stored_digests(checkpoint: OpenedCheckpoint) -> dict[str, StoredDigest]:
     """Returns the digests of tensors by their names on disk; none where ckptkit wrote none."""
-    if posixpath.join(checkpoint.folder, MANIFEST_NAME) not in checkpoint.paths:
-        return {}
-    manifest = read_manifest(checkpoint.source, checkpoint.folder)
-    if manifest.kind == TRAINING:
+    manifest = read_model_manifest(checkpoint)
+    if manifest is None:
         return {}
     records = manifest.tensors.items()
     return {name: StoredDigest(name, record, checkpoint.path) for name, record in records}
+
+
+def read_model_manifest(checkpoint: OpenedCheckpoint) -> Manifest | None:
+    """Returns the manifest of a folder that ckptkit wrote as a whole; None for others."""
+    folder = checkpoint.units[0].candidate.folder
+    paths = checkpoint.paths
+    # A source that is one file lists that file alone, and its manifest is beside it.
+    if len(paths) > 1 and posixpath.join(folder, MANIFEST_NAME) not in paths:
+        return None
+    with suppress(MissingFileError):
+        manifest = read_manifest(checkpoint.source, folder)
+        return None if manifest.kind == TRAINING else manifest
+    return None

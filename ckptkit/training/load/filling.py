@@ -203,8 +203,8 @@ class Filling:
     def _wanted_again(self) -> Iterator[tuple[Fqn, WantedBox]]:
         """Yields what is read to be compared with what is there.
 
-        That is what the checkpoint has once more of tied tensors, and tensors of which several
-        elements may have one place in memory.
+        Tied tensors may be stored more than once. In other tensors several elements may have one
+        place in memory.
         """
         for tensor in self._live.tensors:
             own = self._sources.parts.get(tensor.name, ())

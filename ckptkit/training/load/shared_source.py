@@ -1,4 +1,4 @@
-"""A distant source of which the ranks of a node download what several of them need only once.
+"""A distant source: what several ranks of a node need is downloaded once.
 
 Each rank says which parts it wants, and takes from the memory of the node what another one has
 downloaded. Ranks that want the same part of a record make the same requests for it, so a request is
