@@ -29,10 +29,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from ckptkit.core.errors import RefusedError, error_from_json
+from ckptkit.core.errors import OutputError, RefusedError, error_from_json
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
+from ckptkit.storage.local.ownership import make_private
 from ckptkit.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,11 @@ class AnswerCache:
 
 def _write(path: Path, data: bytes) -> None:
     """Writes an entry by one rename, and removes the oldest ones where there are too many."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        make_private(path.parent, exist_ok=True)
+    except OutputError:  # of another user, or a link, which may lead to files that are not ours
+        return
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
     try:
         with os.fdopen(descriptor, "wb") as file:

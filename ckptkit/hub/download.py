@@ -34,6 +34,7 @@ from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, is_refused
 from ckptkit.storage.local.durable import sync_file, sync_folders
+from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import free_bytes, make_missing, translate_errors
 from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
@@ -116,19 +117,20 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
 
     Raises:
         OutputExistsError: If `out` is not empty.
-        OutputError: If `out` is a file, or nothing can be written there.
+        OutputError: If `out` is a file, or nothing can be written there, or another user made it.
         RefusedError: If another pull is writing there.
     """  # noqa: DOC501  `_exists` makes the first
     if out.exists() and not out.is_dir():
         raise OutputError("a file was found where a directory was expected", where=str(out))
     if out.is_dir() and not is_empty(out):
         raise _exists(out)
+    refuse_planted(out.absolute())
     lock = None
     with translate_errors(out):
         resolved = out.resolve()
         make_missing(resolved.parent)
         path = resolved.with_name(hidden_name(resolved.name, "pull"))
-        path.mkdir(exist_ok=True)
+        make_private(path, exist_ok=True)
         has_locks = LOCAL_DISK.locks
         try:
             lock = LOCAL_DISK.open_locked(path / ".lock") if has_locks else None

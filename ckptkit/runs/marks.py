@@ -199,8 +199,11 @@ def committed_steps(run: Path) -> dict[int, tuple[Path, int]]:
 
 def _owner(path: Path) -> Owner:
     try:
-        with path.open("rb") as file:
-            document: Mapping[str, Any] = json.loads(file.read(_MOST_BYTES))
+        file = LOCAL_DISK.open_for_reading(path)  # whatever is there, the job must not wait for it
+        try:
+            document: Mapping[str, Any] = json.loads(file.read_bytes(0, _MOST_BYTES))
+        finally:
+            file.close()
         return Owner(str(document["host"])[:100], int(document["pid"]))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return Owner()

@@ -35,6 +35,7 @@ from ckptkit.runs.steps import (
     parse_metrics,
     save_number_of,
 )
+from ckptkit.storage.local.ownership import is_planted
 from ckptkit.storage.locations import hidden_name
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
@@ -204,6 +205,12 @@ class RunFolder(TrainingRun[Path]):
         """
         with _translate_errors(self.path):
             lock = take_run_lock(self.path)
+        if is_planted(self.path):
+            logger.warning(
+                "%s belongs to another user, who can replace its steps; give the run a directory"
+                " that this user has made",
+                self.path,
+            )
         if lock is None:
             logger.warning(
                 "%s: the file system has no locks; make sure that no second job writes there",

@@ -152,6 +152,8 @@ def test_an_adapter_is_served_merged(tmp_path: Path, has_base: bool) -> None:
         (["--access-key", "", "--secret-key", ""], 2, "neither may be empty"),
         (["--no-auth", "--access-key", "A", "--secret-key", "S"], 2, "cannot be combined with"),
         (["--quiet"], 2, "hides the random keys"),
+        (["--access-key", "A", "--secret-key-from", "CKPT_NO_SUCH"], 2, "contains no key"),
+        (["--secret-key", "S", "--secret-key-from", "HOME"], 2, "which it replaces"),
         (["--port", "70000"], 2, "70000 is not a port from 0 to 65,535"),
         (["--port", "x"], 2, "'x' is not a port"),
         (["--name", "../x"], 2, "'../x' is not a name of letters"),
@@ -213,7 +215,8 @@ def test_options_of_the_command_and_of_python_are_the_same() -> None:
     program: Any = typer.main.get_command(make_application("serve"))
     command = program.commands["serve"] if hasattr(program, "commands") else program
     ours = {parameter.name for parameter in command.params}
-    placed = {"host", "port", "label", "access_key", "secret_key", "no_auth", "follow", "interval"}
+    placed = {"host", "port", "label", "access_key", "secret_key", "secret_key_from", "no_auth"}
+    placed |= {"follow", "interval"}
     shown = {"json_lines", "quiet", "help"}
     hints = {"lora_alpha", "use_rslora", "fan_in_fan_out", "token_indices", "adapter", "src_option"}
     theirs = {*ServeOptions.__annotations__} - {"overrides", "adapters", "src_options"}

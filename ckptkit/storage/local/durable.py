@@ -26,7 +26,6 @@ OLD, TRASH = "old", "trash"
 _NONCE_BYTES = 8
 _TRIES = 3
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-_REPLACED_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
 
 
 @contextmanager
@@ -42,7 +41,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def put_file(path: Path, data: bytes) -> None:
     """Creates a durable file; its entry in the folder is not durable yet."""
-    _write(path, data, _NEW_FILE)
+    with naming(path):
+        descriptor = os.open(path, _NEW_FILE, 0o666)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def replace_file(path: Path, data: bytes, disk: Disk, *, draft: Path) -> None:
@@ -53,23 +60,12 @@ def replace_file(path: Path, data: bytes, disk: Disk, *, draft: Path) -> None:
         data: The content.
         disk: The file operations of the platform.
         draft: Where the content is written first, in the same folder. A draft that a killed
-            process left there is overwritten.
+            process left there is removed.
     """
-    _write(draft, data, _REPLACED_FILE)
+    draft.unlink(missing_ok=True)  # never written through, since it may be a link
+    put_file(draft, data)
     draft.replace(path)
     disk.sync_directory(path.parent)
-
-
-def _write(path: Path, data: bytes, flags: int) -> None:
-    with naming(path):
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(descriptor, left) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def sync_file(path: Path) -> None:

@@ -26,6 +26,7 @@ from ckptkit.storage.local.disk import (
     is_refused,
 )
 from ckptkit.storage.local.durable import sync_folders
+from ckptkit.storage.local.ownership import refuse_planted
 from ckptkit.storage.local.workdir import (
     WorkFolder,
     can_be_replaced,
@@ -403,7 +404,8 @@ def _stays(_path: Path, _size_bytes: int) -> None:
 
 
 def refuse_file(out: Path, named: Path) -> None:
-    """Refuses to write a directory where a file is."""
+    """Refuses to write a directory where a file is, or one that another user made for us."""
+    refuse_planted(named.absolute())
     if out.exists() and not out.is_dir():
         raise OutputError(
             "a file was found where an empty or absent directory was expected", where=str(named)

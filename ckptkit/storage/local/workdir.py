@@ -9,7 +9,8 @@ Next to OUT (or inside it, where OUT cannot be renamed over) is
         old/      the previous output, where the two cannot be exchanged in one step
         journal   which files are finished, of an output that can be continued after a kill
 
-The journal is written by a thread of its own, so that no file waits for it.
+The journal is written by a thread of its own, so that no file waits for it. Other users cannot look
+into the folder, and folders of theirs are left alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import OCCUPIED, replace_folder
+from ckptkit.storage.local.ownership import is_own, make_private
 from ckptkit.storage.locations import hidden_name, is_work_folder
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ def claim_work_folder(parent: Path, name: str, disk: Disk) -> WorkFolder:
     """Makes a new work folder for the output `name`, locked, with an empty `files` in it."""
     for _ in range(_ATTEMPTS):
         path = parent / hidden_name(name, os.urandom(NONCE_BYTES).hex())
-        path.mkdir()
+        make_private(path)
         try:
             work = _lock_work_folder(path, disk)
         except FileNotFoundError:  # swept away between its making and its locking
@@ -97,8 +99,8 @@ def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFol
     """
     path = parent / hidden_name(name, nonce)
     for _ in range(_ATTEMPTS):
-        path.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # swept away meanwhile
+            make_private(path, exist_ok=True)
             work = _lock_work_folder(path, disk, shared=True)
             if work is not None:
                 work.files.mkdir(exist_ok=True)
@@ -174,11 +176,7 @@ def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
 
 def _work_folders(parent: Path, out: Path) -> list[Path]:
     pattern = re.compile(re.escape(hidden_name(out.name, "")) + f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
-    return [
-        path
-        for path in parent.iterdir()
-        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    ]
+    return [path for path in parent.iterdir() if pattern.fullmatch(path.name) and is_own(path)]
 
 
 def _publish_lock(out: Path) -> Path:

@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.local.durable import remove_folder
+from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
@@ -184,6 +185,11 @@ class _Opening:
                 where="local",
                 hint="pass a directory on the node's own disk",
             )
+        try:  # private, as the run may be: other users of the node have access to its disk
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path)
+        except FileExistsError:
+            refuse_planted(self.path)
         self.folder = RunFolder(self.path, prefix=self.run.prefix)
         self._own_mark().touch()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,18 @@ def _parse_port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         raise UsageError(f"{text!r} is not a port", where="--port", hint="pass --port 9000")
     return int(text)
+
+
+def _parse_secret(name: str) -> str:
+    """Reads the environment variable that `--secret-key-from` names."""
+    secret = os.environ.get(name, "")
+    if not secret:
+        raise UsageError(
+            f"the environment variable {name!r} contains no key",
+            where="--secret-key-from",
+            hint=f"set it, as in `export {name}=...`, or leave the option out for a random key",
+        )
+    return secret
 
 
 def _parse_seconds(text: str) -> float:
@@ -118,7 +131,20 @@ def _parse_seconds(text: str) -> float:
         "Access key that requests are signed with; by default a random one, which is shown.",
         "K",
     ),
-    Option("--secret-key", _PLACE, "The secret key that belongs to it.", "S"),
+    Option(
+        "--secret-key",
+        _PLACE,
+        "The secret key that belongs to it; every user of this machine sees it in the list of"
+        " processes.",
+        "S",
+    ),
+    Option(
+        "--secret-key-from",
+        _PLACE,
+        "The same, in an environment variable, which no list of processes shows.",
+        "VARIABLE",
+        parse=_parse_secret,
+    ),
     Option("--no-auth", _PLACE, "Accept requests without a signature, from this machine only."),
     *(replace(one, group=_MERGE) for one in _OF_MERGES),
     replace(options.MEMORY_BUDGET, default="96MB"),
@@ -168,12 +194,20 @@ def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
             where="--interval",
             hint="add --follow, or leave it out",
         )
-    access, secret, auth = values["access_key"], values["secret_key"], not values["no_auth"]
+    access, auth = values["access_key"], not values["no_auth"]
+    secret, read = values["secret_key"], values["secret_key_from"]
+    if secret is not None and read is not None:
+        raise UsageError(
+            "cannot be combined with --secret-key, which it replaces",
+            where="--secret-key-from",
+            hint="leave one of the two out",
+        )
+    secret = read if secret is None else secret
     if is_quiet and auth and not access:
         raise UsageError(
             "hides the random keys, without which nothing can be read",
             where="--quiet",
-            hint="pass --access-key and --secret-key",
+            hint="pass --access-key and --secret-key-from",
         )
     address = choose_address(values["host"], values["port"] or 0, access, secret, auth=auth)
     placed = options.values_with_places(values)
