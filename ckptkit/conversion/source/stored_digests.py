@@ -55,7 +55,8 @@ def read_stored_digests(checkpoint: OpenedCheckpoint) -> dict[str, StoredDigest]
 
 def read_model_manifest(checkpoint: OpenedCheckpoint) -> Manifest | None:
     """Returns the manifest of a folder that ckptkit wrote as a whole; None for others."""
-    folder = checkpoint.units[0].candidate.folder
+    units = checkpoint.units  # an adapter has none
+    folder = units[0].candidate.folder if units else checkpoint.folder
     paths = checkpoint.paths
     # A source that is one file lists that file alone, and its manifest is beside it.
     if len(paths) > 1 and posixpath.join(folder, MANIFEST_NAME) not in paths:
