@@ -35,15 +35,23 @@ class Staged:
         self._sources = tuple(sources)
 
     def join(self) -> None:
-        """Makes each device's current stream wait for the copies, without blocking the host."""
+        """Makes each device's current stream wait for the copies, without blocking the host.
+
+        Does nothing while a graph is captured: what is captured runs when it is replayed, and this
+        is called then.
+        """
+        if not self._events or torch.cuda.is_current_stream_capturing():
+            return
         self._events = tuple(entry for entry in self._events if not entry[1].query())
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
         """Waits until everything is in the buffer."""
-        for _, event in self._events:
-            event.synchronize()
+        for device, event in self._events:
+            # Elsewhere, a thread would use the first device, where a context takes 0.5 GB.
+            with torch.cuda.device(device):
+                event.synchronize()
         self._events, self._sources = (), ()
 
 
@@ -215,8 +223,9 @@ class _CudaCopies:
     def unpin(self) -> None:
         """Unpins the memory before it is released; no copy may be under way."""
         if self._pinned:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self._pinned)
+            with torch.cuda.device(next(iter(self._streams))):
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                runtime.cudaHostUnregister(self._pinned)
         self._pinned = 0
 
     def copy(self, prompt: Sequence[Pair], rest: Sequence[Pair]) -> Staged:
@@ -234,7 +243,9 @@ class _CudaCopies:
             if _copy_on(side, device, prompt):
                 current.wait_stream(side)
             _copy_on(side, device, rest)
-            events.append((device, side.record_event()))
+            # A thread that waits for it sleeps, instead of taking a core from the training.
+            with torch.cuda.device(device):
+                events.append((device, side.record_event(torch.cuda.Event(blocking=True))))
         for target, source in pairs:
             if not is_plain(source):
                 copy_through_host(target, source)

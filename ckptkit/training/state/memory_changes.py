@@ -1,8 +1,9 @@
 """What has to be done when the elements of a model change.
 
 Saves copy tensors while training goes on, and link files of frozen ones that did not change. Steps
-of optimizers and `load_state_dict` have hooks that saves use. What ckptkit itself writes into the
-memory of a model passes both by, so it calls the hooks by `announce_changes` before, and
+of optimizers and `load_state_dict` have hooks that saves use. A CUDA graph may hold such a step,
+and its replays call no hook, so they are given one. What ckptkit itself writes into the memory of a
+model passes all of them by, so it calls the hooks by `announce_changes` before, and
 `count_changes` afterwards.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -39,6 +40,26 @@ class _Hook:
         return partial, (chain,)
 
 
+_BEFORE_REPLAYS: list[_Hook] = []
+
+
+def _call_before_replays(hook: _Hook) -> Callable[[], None]:
+    """Has a hook called before each replay of a CUDA graph; returns what removes it."""
+    graph, name = torch.cuda.CUDAGraph, "replay"
+    stock = getattr(graph, name)
+    if not hasattr(stock, "__wrapped__"):
+
+        @wraps(stock)
+        def replay(self: torch.cuda.CUDAGraph) -> None:
+            for before in tuple(_BEFORE_REPLAYS):
+                before()
+            stock(self)
+
+        setattr(graph, name, replay)
+    _BEFORE_REPLAYS.append(hook)
+    return partial(_BEFORE_REPLAYS.remove, hook)
+
+
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, list[_Hook]] = weakref.WeakKeyDictionary()
 
 
@@ -46,6 +67,8 @@ def call_before_changes(
     method: Callable[[], None], models: Iterable[nn.Module], *, steps: bool = True
 ) -> Callable[[], None]:
     """Has a method called before each step of any optimizer and each load into the models.
+
+    Steps that were captured in a CUDA graph count when the graph is replayed.
 
     Args:
         method: Called without arguments; its object is not kept alive.
@@ -59,6 +82,7 @@ def call_before_changes(
     with ExitStack() as undo:
         if steps:
             undo.callback(register_optimizer_step_pre_hook(hook).remove)
+            undo.callback(_call_before_replays(hook))
         for model in models:
             hooks = _HOOKS.setdefault(model, [])
             hooks.append(hook)

@@ -404,14 +404,16 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         self.log.append(f"{self.name} waits for the event of {event.name}")
 
-    def record_event(self) -> FakeEvent:
+    def record_event(self, event: FakeEvent) -> FakeEvent:
         self.log.append("event")
-        return FakeEvent(self.name, self.log)
+        event.name, event.log = self.name, self.log
+        return event
 
 
 class FakeEvent:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking  # the thread that waits takes no processor time
+        self.name, self.log = "", []
 
     def synchronize(self) -> None:
         self.log.append("host waits")
@@ -429,6 +431,10 @@ def test_copies_from_a_device_run_beside_the_computation_in_the_right_order(
     copies._streams[torch.device("cpu")] = FakeStream("side", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    capturing: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     sources = [torch.randn(3, 4).as_subclass(OnDevice) for _ in range(3)]
     sources.append(torch.randn(4, 3).t().as_subclass(OnDevice))
     targets = [torch.zeros(3, 4) for _ in sources]
@@ -437,9 +443,35 @@ def test_copies_from_a_device_run_beside_the_computation_in_the_right_order(
     expected = ["side waits for current", "record", "current waits for side", "record", "record"]
     assert log == [*expected, "event"]
     assert all(torch.equal(target, source) for target, source in pairs)
+    capturing.append(True)
+    staged.join()
+    assert log[-1] == "event"  # a graph must not wait for work that was not captured
+    capturing.clear()
     staged.join()
     staged.wait()
     assert log[len(expected) + 1 :] == ["current waits for the event of side", "host waits"]
+
+
+def test_replays_of_graphs_wait_as_steps_of_optimizers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a replay may be a step of an optimizer, and calls no hook of it."""
+    replayed: list[object] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed.append)
+    log: list[str] = []
+
+    class Copies:
+        def join(self) -> None:
+            log.append(f"join after {len(replayed)}")
+
+    ours, others = Copies(), Copies()
+    undo, undo_others = (call_before_changes(copies.join, []) for copies in (ours, others))
+    torch.cuda.CUDAGraph.replay("graph")  # type: ignore[arg-type]
+    assert (log, replayed) == (["join after 0"] * 2, ["graph"])
+    undo_others()
+    torch.cuda.CUDAGraph.replay("graph")  # type: ignore[arg-type]
+    assert log[2:] == ["join after 1"]
+    undo()
+    torch.cuda.CUDAGraph.replay("graph")  # type: ignore[arg-type]
+    assert (len(log), len(replayed)) == (3, 3)
 
 
 class FakeRuntime:
