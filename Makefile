@@ -13,6 +13,9 @@ TORCH := torch==2.13.0
 # A second environment, in which an older torch reads what the Checkpointer saved.
 OLD_TORCH := .venv-old-torch
 OLD_TORCH_PINS := tests/roundtrip/stock_readers/requirements.txt
+# A third one, with pip-audit alone.
+AUDIT := .venv-audit
+AUDIT_PINS := .ci/audit-requirements.txt
 # The tests of a file share what takes long to make: one worker runs them.
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
@@ -51,6 +54,12 @@ types: $(VENV)/.dev ## Check types
 imports: $(VENV)/.dev ## Check that imports follow the layers
 	$(BIN)/lint-imports
 
+.PHONY: audit
+audit: ## Look for known vulnerabilities of the pinned packages
+	@if $(MAKE) --no-print-directory $(AUDIT)/.ready; \
+	then $(AUDIT)/bin/python .ci/audit.py $(AUDIT)/bin/python; \
+	else echo "pip-audit cannot be installed: nothing was looked up"; fi
+
 .PHONY: check
 check: lint types imports test ## All of the checks above
 
@@ -64,7 +73,7 @@ bench: $(VENV)/.dev ## Measure against cp, accelerate and torch
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) $(OLD_TORCH) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
 		.hypothesis .import_linter_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -82,6 +91,12 @@ $(OLD_TORCH)/.ready: $(VENV)/.created $(OLD_TORCH_PINS)
 	@$(PYTHON) -m venv --clear --without-pip $(OLD_TORCH)
 	@$(BIN)/python -m pip --disable-pip-version-check --python $(OLD_TORCH)/bin/python \
 		install -qq --no-compile --requirement $(OLD_TORCH_PINS)
+	@touch $@
+
+$(AUDIT)/.ready: $(VENV)/.created $(AUDIT_PINS)
+	@$(PYTHON) -m venv --clear --without-pip $(AUDIT)
+	@$(BIN)/python -m pip --disable-pip-version-check --python $(AUDIT)/bin/python \
+		install -qq --timeout 15 --retries 1 --requirement $(AUDIT_PINS)
 	@touch $@
 
 # torch goes first and alone, so that what depends on it finds this release and keeps it.
