@@ -35,6 +35,7 @@ from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.formats.torch_files import TorchFileReader, TorchOptimizerReader
 from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
 from ckptkit.storage.base import Source
+from ckptkit.storage.locations import MARKS_FOLDER
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -236,12 +237,20 @@ def find_candidates(source: Source) -> list[Candidate]:
 
 
 def list_paths(source: Source) -> list[str]:
-    """Returns the paths of the files among which checkpoints are searched, sorted."""
-    paths = list(source.walk(SEARCH_DEPTH))
+    """Returns the paths of the files among which checkpoints are searched, sorted.
+
+    What processes leave for one another beside the steps of a run, such as frozen weights and
+    models that are being pushed, is not among them.
+    """
+    paths = list(_walk(source, SEARCH_DEPTH))
     deep = tuple(f"{folder}/" if folder else "" for folder in find_deep_folders(paths))
     if not deep:
         return paths
-    return sorted({*paths, *(path for path in source.walk(_DEEPEST) if path.startswith(deep))})
+    return sorted({*paths, *(path for path in _walk(source, _DEEPEST) if path.startswith(deep))})
+
+
+def _walk(source: Source, depth: int) -> Iterator[str]:
+    return (path for path in source.walk(depth) if MARKS_FOLDER not in path.split("/")[:-1])
 
 
 def recognise(paths: Sequence[str]) -> list[Candidate]:

@@ -28,10 +28,10 @@ from ckptkit.core.text import Closing
 from ckptkit.core.threads import weak_callback
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import replace_file
+from ckptkit.storage.locations import MARKS_FOLDER
 
 logger = logging.getLogger(__name__)
 
-MARKS_FOLDER = ".ckptkit"
 _LOCK = "lock"
 _REQUEST = "save-now"
 _IDENTITY = "identity"

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ckptkit.core.errors import NoSpaceError, OutputError, RefusedError
-from ckptkit.runs.marks import MARKS_FOLDER, FileLocks, identity_in
+from ckptkit.runs.marks import FileLocks, identity_in
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
 from ckptkit.storage.local.durable import replace_file
+from ckptkit.storage.locations import MARKS_FOLDER
 
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
 _LOCK = "lock"

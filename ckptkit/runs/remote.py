@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from ckptkit.core.errors import CkptkitError, MissingFileError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import parse_step
-from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.runs.steps import StoredFile
+from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, place_of
 from ckptkit.storage.remote.errors import as_input_error, describe_error
 from ckptkit.storage.remote.store import ObjectInfo, get_store

@@ -28,6 +28,8 @@ _WEB = frozenset({"http", "https"})
 _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
 WORK_INFIX = ".ckptkit-"
 """In the names of the hidden folders in which outputs are staged."""
+MARKS_FOLDER = ".ckptkit"
+"""In the folder of a run: what the processes that use it leave for one another."""
 
 
 class Place(str):

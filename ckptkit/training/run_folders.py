@@ -16,7 +16,6 @@ from typing import Any, Generic, TypeVar
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.runs.marks import (
-    MARKS_FOLDER,
     STEP_PREFIXES,
     Owner,
     RunLock,
@@ -36,7 +35,7 @@ from ckptkit.runs.steps import (
     save_number_of,
 )
 from ckptkit.storage.local.ownership import is_planted
-from ckptkit.storage.locations import hidden_name
+from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts

@@ -20,7 +20,7 @@ import torch
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import a_kind
-from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport

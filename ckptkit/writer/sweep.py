@@ -10,10 +10,9 @@ from pathlib import Path
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import OLD, TRASH, remove_tree
-from ckptkit.storage.locations import WORK_INFIX
+from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX
 
 # A step's folder may have any name; what follows it shows that a save made the hidden folder.
 _HIDDEN = re.compile(

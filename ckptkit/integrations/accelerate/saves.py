@@ -25,7 +25,7 @@ from ckptkit.integrations.accelerate.accelerator_state import (
 from ckptkit.integrations.accelerate.whole_state import whole_state
 from ckptkit.integrations.checkpointers import OpenRun, export_into
 from ckptkit.integrations.patches import STOCK
-from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.training import step_names
 from ckptkit.training.agree.barrier import SharedAnswers
 from ckptkit.training.agree.peers import Peers, open_peers

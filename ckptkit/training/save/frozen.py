@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from ckptkit.core.crc import crc32
-from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.file_layout import SavePlan
 from ckptkit.training.save.staging import Stager

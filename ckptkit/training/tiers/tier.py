@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
-from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.ownership import make_private, refuse_planted
+from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun

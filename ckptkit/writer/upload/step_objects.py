@@ -27,7 +27,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
-from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.writer.commit import (
     RecordGatherer,
     VisibilityTimeout,

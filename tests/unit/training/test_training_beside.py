@@ -1,0 +1,54 @@
+"""Commands that read a run beside the job that writes to it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckptkit
+from ckptkit.core.errors import NotACheckpointError
+from ckptkit.training import Checkpointer
+
+LIMIT_SECONDS = 60.0
+
+
+def partly_frozen() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 2))
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_files_that_a_job_keeps_for_its_next_save_are_no_checkpoints(tmp_path: Path) -> None:
+    model = partly_frozen()
+    with Checkpointer(tmp_path / "run", layout="dcp") as checkpointer:
+        checkpointer.save(1, {"model": model}).result(LIMIT_SECONDS)
+        nn.init.ones_(model.get_parameter("1.weight"))
+        report = checkpointer.save(2, {"model": model}).report(LIMIT_SECONDS)
+        assert report.linked_bytes  # so that files are kept beside the steps
+        assert list((tmp_path / "run/.ckptkit").rglob("*.distcp"))
+        assert ckptkit.verify(tmp_path / "run").ok
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out")
+        [listed] = [s for s in ckptkit.list_run(tmp_path / "run").steps if s.step == 2]
+    found = load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+    assert listed.complete
+
+
+def test_what_a_watch_that_was_killed_has_built_is_no_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(1, {"model": partly_frozen()}).result(LIMIT_SECONDS)
+    built = run / ".ckptkit/watch/0123456789abcdef.build"
+    ckptkit.consolidate(run, tmp_path / "built")
+    shutil.copytree(tmp_path / "built", built)
+    ckptkit.consolidate(run, tmp_path / "out")
+    assert ckptkit.verify(built).ok  # which names it itself
+    (run / "checkpoint-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(NotACheckpointError):
+        ckptkit.consolidate(run, tmp_path / "none")
