@@ -71,6 +71,10 @@ coverage: $(VENV)/.dev ## Run every test and report branch coverage
 bench: $(VENV)/.dev ## Measure against cp, accelerate and torch
 	$(BIN)/python benchmarks/run.py
 
+.PHONY: soak
+soak: $(VENV)/.dev ## A random life of runs, with faults: MINUTES=10 SEED=1
+	$(BIN)/python -m tests.campaigns.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \

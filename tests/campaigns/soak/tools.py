@@ -1,0 +1,259 @@
+"""Commands beside a training: each output is compared with what the shadow has computed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load
+
+from tests.campaigns.soak.forks import Child
+from tests.campaigns.soak.ledger import Ledger
+from tests.campaigns.soak.models import Shadow, Tensors
+from tests.campaigns.soak.plan import Chapter, Tool
+from tests.campaigns.soak.services import Services
+from tests.campaigns.soak.steps import MANIFEST, difference, output_tensors, size_of
+from tests.hub_server import Fault
+
+LIMIT_SECONDS = 300.0
+NO_STEP = 3  # the exit status where there is nothing to read
+MISSING = 2
+_TITLE = re.compile(r"Step (\d+) \((\w+)\)")
+
+
+@dataclass
+class Desk:
+    """Runs the commands of a chapter, each in a thread of its own.
+
+    Attributes:
+        services: What runs them.
+        chapter: Whose run they read.
+        run: As an argument.
+        further: Arguments for the storage of the run.
+        folder: For what they write.
+        ledger: What the run must hold.
+        lock: For the ledger, and for what the shadow computes.
+        shadow: What is true.
+    """
+
+    services: Services
+    chapter: Chapter
+    run: str
+    further: list[str]
+    folder: Path
+    ledger: Ledger
+    lock: threading.Lock
+    shadow: Shadow
+
+    def __post_init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._numbers = 0
+        self._one_push = threading.Lock()  # a second watch is refused
+        self._repo = f"org/run-{self.chapter.number}"
+
+    def start(self, tool: Tool) -> None:
+        """Starts a command beside the training."""
+        self._numbers += 1
+        thread = threading.Thread(target=self._work, args=(tool, self._numbers))
+        thread.start()
+        self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Waits for all commands."""
+        while self._threads:
+            self._threads.pop().join()
+
+    def _work(self, tool: Tool, number: int) -> None:
+        self.services.count.actions[tool.kind] += 1
+        place = self.folder / f"{tool.kind}-{number}"
+        place.mkdir(parents=True)
+        try:
+            getattr(self, f"_{tool.kind}")(tool, place)
+        except Exception as error:  # noqa: BLE001  reported, with its place
+            self._wrong(tool.kind, f"{type(error).__name__}: {error}", place)
+        else:
+            shutil.rmtree(place)
+
+    def _wrong(self, what: str, text: str, place: Path) -> None:
+        log = (place / "log").read_text(errors="replace")[-3_000:] if place.is_dir() else ""
+        where = f"chapter {self.chapter.number}, {what}"
+        self.services.count.problems.append(f"{where}: {text}\n{log}")
+
+    # Commands
+
+    def _consolidate(self, tool: Tool, place: Path) -> None:
+        if self.chapter.model == "lora":
+            self._adapter(tool, place)
+            return
+        made = self._output(tool, place, ["consolidate", self.run], ["--resume"])
+        if made is not None:
+            self._compare(place / "out", self._model(made))
+
+    def _adapter(self, tool: Tool, place: Path) -> None:
+        made = self._output(tool, place, ["adapter", "extract", self.run])
+        if made is None:
+            return
+        plain = {
+            name.replace(".default.", "."): tensor
+            for name, tensor in self._model(made).items()
+            if ".lora_" in name
+        }
+        self._compare(place / "out", plain)
+
+    def _merge(self, tool: Tool, place: Path) -> None:
+        made = self._output(tool, place, ["adapter", "merge", self.run, "--match-peft"])
+        if made is not None:
+            with self.lock:
+                truth = self.shadow.merged(made)
+            self._compare(place / "out", truth)
+
+    def _verify(self, tool: Tool, place: Path) -> None:
+        before = self._newest()
+        status = self._run(tool, place, ["verify", self.run, *self.further])
+        if status and not (status == NO_STEP and before is None):
+            self._wrong("verify", f"exit status {status}", place)
+
+    def _prune(self, tool: Tool, place: Path) -> None:
+        with self.lock:
+            self.ledger.pruned(tool.keep_last)
+        before = self._newest()
+        words = ["prune", self.run, "--keep-last", str(tool.keep_last), *self.further]
+        status = self._run(tool, place, words)
+        if status and before is not None:
+            self._wrong("prune", f"exit status {status}", place)
+
+    def _push(self, tool: Tool, place: Path) -> None:
+        if self.chapter.model not in {"llama", "lora"}:
+            self._consolidate(tool, place)  # without a configuration nothing would load
+            return
+        command = ["adapter", "merge"] if self.chapter.model == "lora" else ["consolidate"]
+        made = self._output(Tool("push"), place, [*command, self.run])
+        if made is None:
+            return
+        repo, tag = f"org/push-{self.chapter.number}", f"pushed-{made}-{place.name}"
+        with self._one_push:
+            self._trouble_hub(tool)
+            words = ["push", str(place / "out"), repo, "--tag", tag]
+            status = self._run(tool, place, words)
+        if status:
+            self._wrong("push", f"exit status {status}", place)
+            return
+        there = load(self.services.hub.read(repo, "model.safetensors", tag))
+        wrong = difference(there, output_tensors(place / "out"))
+        if wrong:
+            self._wrong("push", f"the Hub has another model: {wrong}", place)
+
+    def _watch(self, tool: Tool, place: Path) -> None:
+        words = ["watch", self.run, "--push", self._repo, "--once", "--weights-only"]
+        words += ["--state", str(self.folder / "watching"), *self.further]
+        with self._one_push:
+            before = self._newest()
+            self._trouble_hub(tool)
+            status = self._run(tool, place, words)
+        if status and before is not None:
+            self._wrong("watch", f"exit status {status}", place)
+
+    # How they are run
+
+    def _output(
+        self, tool: Tool, place: Path, words: list[str], again: list[str] | None = None
+    ) -> int | None:
+        """Makes an output of the run; returns its step, None where there was none to read."""
+        before = self._newest()
+        out = place / "out"
+        head = 2 if words[0] == "adapter" else 1
+        command = [*words[: head + 1], str(out), *words[head + 1 :], *self.further]
+        status = self._run(tool, place, [*command, *(again or ())])
+        if status:
+            if before is not None or status not in {MISSING, NO_STEP}:
+                self._wrong(words[0], f"exit status {status}", place)
+            return None
+        source = json.loads((out / MANIFEST).read_text())["source"]
+        step: int = source["step"]
+        with self.lock:
+            saves = list(self.ledger.saves.values())
+        if before is not None and not any(s.step == step and s.serial >= before for s in saves):
+            self._wrong(words[0], f"step {step} was taken, though save {before} is newer", place)
+        return step
+
+    def _newest(self) -> int | None:
+        """Returns the last save that is durable in the run itself."""
+        with self.lock:
+            found = [s.serial for s in self.ledger.saves.values() if s.is_durable and not s.name]
+        return max(found, default=None)
+
+    def _run(self, tool: Tool, place: Path, words: list[str]) -> int | None:
+        """Runs a command to its end, where it is to be killed once more; returns its status."""
+        log = str(place / "log")
+        child = self.services.fork_tool(arguments=words, log=log)
+        if tool.dies_after:
+            if child.wait(tool.dies_after) is None:
+                self.services.count.faults["SIGKILL of a command"] += 1
+                _kill(child)
+            if child.status == -signal.SIGKILL:
+                child = self.services.fork_tool(arguments=words, log=log)
+        if child.wait(LIMIT_SECONDS) is None:
+            child.signal(signal.SIGUSR1)  # where it hangs
+            child.wait(1.0)
+            _kill(child)
+            self._wrong(tool.kind, f"no end after {LIMIT_SECONDS:g} s", place)
+        return child.status
+
+    def _trouble_hub(self, tool: Tool) -> None:
+        if tool.hub_fault:
+            fault: Fault = (
+                int(tool.hub_fault) if tool.hub_fault.isdigit() else tool.hub_fault  # type: ignore[assignment]
+            )
+            pattern = random.Random(tool.dies_after).choice(("POST", "GET", "PUT"))
+            self.services.hub.fail(pattern, [fault], {"Retry-After": "0"})
+            self.services.count.faults[f"Hub answers {tool.hub_fault}"] += 1
+
+    def _model(self, step: int) -> Tensors:
+        with self.lock:
+            return self.shadow.model(step)
+
+    def _compare(self, out: Path, truth: Mapping[str, object]) -> None:
+        found = output_tensors(out)
+        wrong = difference(found, truth)  # type: ignore[arg-type]
+        if wrong:
+            self._wrong("output", wrong, out.parent)
+        self.services.count.actions["outputs compared"] += 1
+        self.services.count.size_bytes += size_of(found)
+
+    # What a watch has published
+
+    def judge_hub(self) -> None:
+        """Compares each step that a watch has pushed, which is to be there once."""
+        hub = self.services.hub
+        if not hub.has(self._repo):
+            return
+        repo = hub.repo(self._repo)
+        titles = Counter(match.groups() for c in repo.commits if (match := _TITLE.match(c.message)))
+        for title, times in titles.items():
+            if times != 1:
+                self._wrong("watch", f"step {title} was pushed {times} times", self.folder)
+        for tag in repo.tags:
+            step = int(tag.removeprefix("step-"))
+            name = "adapter_model" if self.chapter.model == "lora" else "model"
+            found = load(hub.read(self._repo, f"{name}.safetensors", tag))
+            truth = self._model(step)
+            if self.chapter.model == "lora":
+                truth = {n.replace(".default.", "."): t for n, t in truth.items() if ".lora_" in n}
+            wrong = difference(found, truth)
+            if wrong:
+                self._wrong("watch", f"{tag} on the Hub: {wrong}", self.folder)
+            self.services.count.actions["pushed steps compared"] += 1
+            self.services.count.size_bytes += size_of(found)
+
+
+def _kill(child: Child) -> None:
+    child.signal(signal.SIGKILL)
+    child.wait()
