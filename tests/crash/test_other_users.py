@@ -25,12 +25,12 @@ from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import AnswerCache
 from ckptkit.core.errors import OutputError
 from ckptkit.hub.download import open_pull_folder
-from ckptkit.runs.marks import MARKS_FOLDER, take_request
+from ckptkit.runs.marks import take_request
 from ckptkit.runs.push_journal import StepPush, journal_path, open_journal
 from ckptkit.storage.local.ownership import is_own, is_planted, make_private
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.target import LocalTarget
-from ckptkit.storage.locations import hidden_name
+from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
 from ckptkit.training import Checkpointer
 from ckptkit.training.load import node_memory
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer

@@ -91,7 +91,8 @@ class ChapterRun:
                     break
                 self._live(number, life)
                 self._desk.wait()
-                self._look()
+                if not life.next_at_once:
+                    self._look()
             self._live(*last)
             self._desk.wait()
             self._judge_rest(*before)

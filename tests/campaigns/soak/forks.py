@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,8 +49,9 @@ class Child:
         return self.status
 
     def signal(self, number: int) -> None:
-        if self.status is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):  # it has just ended
+            if self.status is None:
+                os.kill(self.pid, number)
 
 
 class Forks:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.campaigns.soak.models import Shadow, place_of, random_numbers, sow
 from tests.campaigns.soak.plan import Chapter, Harm, Life, Tool
 from tests.campaigns.soak.ranks import digest_of
 from tests.campaigns.soak.services import Services
+from tests.campaigns.soak.steps import adapter_of, difference, output_tensors, size_of
 from tests.object_store import Fault
 
 POLL_SECONDS = 0.005
@@ -49,6 +51,7 @@ class Stage:
         shadow: What is true.
         ledger: What must be there.
         start_tool: Starts a command.
+        asleep: Stopped processes of the life before.
     """
 
     services: Services
@@ -61,6 +64,7 @@ class Stage:
     shadow: Shadow
     ledger: Ledger
     start_tool: Callable[[Tool], None]
+    asleep: set[int] = field(default_factory=set)
 
     def node(self, rank: int) -> int:
         return rank // self.chapter.ranks_per_node
@@ -98,6 +102,9 @@ class LifeRun:
         self.stage.ledger.present = nodes if self.stage.nodes is not None else frozenset()
         self.stage.services.count.lives += 1
         self.stage.services.count.actions["starts of a job"] += 1
+        for pid in self.stage.asleep:
+            self._after(self.life.wakes_after, partial(self._continue, pid))
+        self._stopped, self.stage.asleep = self.stage.asleep, set()
         store = self._start(folder)
         try:
             self._follow()
@@ -124,6 +131,7 @@ class LifeRun:
             "options": self.stage.options | {"layout": self.stage.chapter.layout},
             "events": str(self._events),
             "doomed": str(folder / "doomed"),
+            "export": str(folder / "export"),
             "first_serial": (self.number + 1) * SERIALS,
             "resume_step": self.resume_step,
         }
@@ -172,7 +180,10 @@ class LifeRun:
 
     def _clean_up(self, store: Child) -> None:
         """Ends what the harm has begun, and waits for the processes of the ranks to leave."""
-        for pid in list(self._stopped):
+        if self.life.next_at_once:
+            ranks = {rank.pid for rank in self._ranks}
+            self.stage.asleep |= self._stopped - ranks
+        for pid in self._stopped - self.stage.asleep:
             self._continue(pid)
         if self.stage.small is not None:
             (self.stage.small / "filler").unlink(missing_ok=True)
@@ -180,6 +191,8 @@ class LifeRun:
             self.stage.services.store.proxy.reset()
         store.signal(signal.SIGKILL)
         store.wait()
+        if self.life.next_at_once:
+            return
         left = leftovers.outliving(ALL_OF_A_LIFE, self._mark, LEAVE_SECONDS)
         if left:
             self._wrong(f"outlived their ranks: {left}")
@@ -209,6 +222,18 @@ class LifeRun:
 
     def _on_opened(self, _: Mapping[str, Any]) -> None:
         """It was."""
+
+    def _on_exported(self, event: Mapping[str, Any]) -> None:
+        if event["rank"] == 0:
+            found = output_tensors(self._folder / "export")
+            truth = self.stage.shadow.model(event["step"])
+            if self.stage.chapter.model == "lora":
+                truth = adapter_of(truth)
+            wrong = difference(found, truth)
+            if wrong:
+                self._wrong(f"the export of step {event['step']}: {wrong}")
+            self.stage.services.count.actions["exports compared"] += 1
+            self.stage.services.count.size_bytes += size_of(found)
 
     _on_closed = _on_raised = _on_stopping = _on_opened
 
@@ -308,6 +333,7 @@ class LifeRun:
 
     def _continue(self, pid: int) -> None:
         self._stopped.discard(pid)
+        self.stage.asleep.discard(pid)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 

@@ -117,6 +117,10 @@ class Life:
         limit_bytes: Size of files above which nothing may be written; 0 for none.
         heeds: Whether SIGTERM is handled.
         lost_node: A node whose disk is empty at the start; None for none.
+        next_at_once: Whether the next life begins before the processes of this one have left;
+            those that are stopped go on in the middle of it.
+        wakes_after: Seconds from the start after which those of the life before go on.
+        exports: Whether the model is exported before the end.
     """
 
     world: int
@@ -130,6 +134,9 @@ class Life:
     limit_bytes: int = 0
     heeds: bool = False
     lost_node: int | None = None
+    next_at_once: bool = False
+    wakes_after: float = 0.0
+    exports: bool = False
 
     @property
     def is_calm(self) -> bool:
@@ -262,6 +269,9 @@ class _Drawing:
             rollback=round(draw.random(), 3) if self.chance(0.15) else None,
             options=self.options(),
             heeds=self.chance(0.3),
+            next_at_once=self.chance(0.3),
+            wakes_after=round(draw.uniform(0, 4.0), 1),
+            exports=self.chance(0.2),
         )
         trouble = draw.choice(("none", "signals", "signals", "signals", "doom", "place", "place"))
         steps = [self.step(world, trouble) for _ in range(draw.randint(1, self.scope.most_steps))]

@@ -182,6 +182,10 @@ class Rank:
 
     def finish(self, checkpointer: Checkpointer) -> None:
         """Ends as planned."""
+        if self.life["exports"]:
+            out = Path(self.spec["export"])
+            checkpointer.export(out, names="live").result()
+            self.tell("exported", step=self.step)
         end = self.life["end"]
         self.tell("ending", end=end)
         if end == "kill_all":

@@ -121,5 +121,10 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def adapter_of(model: Tensors) -> Tensors:
+    """Returns the adapter in a model, under the names of its file."""
+    return {n.replace(".default.", "."): t for n, t in model.items() if ".lora_" in n}
+
+
 def size_of(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())

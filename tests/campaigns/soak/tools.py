@@ -20,7 +20,7 @@ from tests.campaigns.soak.ledger import Ledger
 from tests.campaigns.soak.models import Shadow, Tensors
 from tests.campaigns.soak.plan import Chapter, Tool
 from tests.campaigns.soak.services import Services
-from tests.campaigns.soak.steps import MANIFEST, difference, output_tensors, size_of
+from tests.campaigns.soak.steps import MANIFEST, adapter_of, difference, output_tensors, size_of
 from tests.hub_server import Fault
 
 LIMIT_SECONDS = 300.0
@@ -101,12 +101,7 @@ class Desk:
         made = self._output(tool, place, ["adapter", "extract", self.run])
         if made is None:
             return
-        plain = {
-            name.replace(".default.", "."): tensor
-            for name, tensor in self._model(made).items()
-            if ".lora_" in name
-        }
-        self._compare(place / "out", plain)
+        self._compare(place / "out", adapter_of(self._model(made)))
 
     def _merge(self, tool: Tool, place: Path) -> None:
         made = self._output(tool, place, ["adapter", "merge", self.run, "--match-peft"])
@@ -117,7 +112,8 @@ class Desk:
 
     def _verify(self, tool: Tool, place: Path) -> None:
         before = self._newest()
-        status = self._run(tool, place, ["verify", self.run, *self.further])
+        words = ["verify", self.run, *self._selected(), *self.further]
+        status = self._run(tool, place, words)
         if status and not (status == NO_STEP and before is None):
             self._wrong("verify", f"exit status {status}", place)
 
@@ -153,7 +149,8 @@ class Desk:
 
     def _watch(self, tool: Tool, place: Path) -> None:
         words = ["watch", self.run, "--push", self._repo, "--once", "--weights-only"]
-        words += ["--state", str(self.folder / "watching"), *self.further]
+        if self.chapter.place == "s3":
+            words += ["--state", str(self.folder / "watching"), *self.further]
         with self._one_push:
             before = self._newest()
             self._trouble_hub(tool)
@@ -171,6 +168,7 @@ class Desk:
         out = place / "out"
         head = 2 if words[0] == "adapter" else 1
         command = [*words[: head + 1], str(out), *words[head + 1 :], *self.further]
+        command += self._selected()
         status = self._run(tool, place, [*command, *(again or ())])
         if status:
             if before is not None or status not in {MISSING, NO_STEP}:
@@ -183,6 +181,12 @@ class Desk:
         if before is not None and not any(s.step == step and s.serial >= before for s in saves):
             self._wrong(words[0], f"step {step} was taken, though save {before} is newer", place)
         return step
+
+    def _selected(self) -> list[str]:
+        """Returns the choice of the newest step where there are others with names of their own."""
+        with self.lock:
+            has_names = any(saved.name for saved in self.ledger.saves.values())
+        return ["--select", "."] if has_names else []
 
     def _newest(self) -> int | None:
         """Returns the last save that is durable in the run itself."""
@@ -246,7 +250,7 @@ class Desk:
             found = load(hub.read(self._repo, f"{name}.safetensors", tag))
             truth = self._model(step)
             if self.chapter.model == "lora":
-                truth = {n.replace(".default.", "."): t for n, t in truth.items() if ".lora_" in n}
+                truth = adapter_of(truth)
             wrong = difference(found, truth)
             if wrong:
                 self._wrong("watch", f"{tag} on the Hub: {wrong}", self.folder)
