@@ -28,15 +28,19 @@ export OMP_NUM_THREADS = 1
 
 .PHONY: help
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: $(VENV)/.demo ## Train a tiny Llama with FSDP2, consolidate it, load it with Transformers
 	@$(BIN)/python examples/demo/demo.py
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test (PYTEST_ARGS="-n 3 --dist loadfile --no-loadscope-reorder" by default)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(VENV)/.dev ## Run the tests but the slow ones (PYTEST_ARGS="-n 3 --dist loadfile --no-loadscope-reorder" by default)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: $(VENV)/.dev ## Run the slow tests: trainers, and kills one after another
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 .PHONY: old-torch
 old-torch: $(OLD_TORCH)/.ready ## Install torch 2.6, with which the tests then read saves too
@@ -61,7 +65,7 @@ audit: ## Look for known vulnerabilities of the pinned packages
 	else echo "pip-audit cannot be installed: nothing was looked up"; fi
 
 .PHONY: check
-check: lint types imports test ## All of the checks above
+check: lint types imports test test-slow ## All of the checks above
 
 .PHONY: coverage
 coverage: $(VENV)/.dev ## Run every test and report branch coverage

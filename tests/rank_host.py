@@ -5,10 +5,13 @@ from its input, one JSON document a line: `arguments` (the script first), `proce
 `environment`, `folder` (for `stdout` and `stderr`), `limit_seconds`. It answers with the status:
 0, or 1 when a rank failed, in which case the others are terminated, as torchrun does. What is
 forked from must have no threads, so the host of the store is a fork as well.
+
+Each command is run by a fork, which imports what the script imports, once for all ranks.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import gc
 import importlib
@@ -21,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,16 +41,12 @@ def become_rank(rank: int, port: int, command: dict[str, Any]) -> NoReturn:
     """Runs the script as torchrun would have started it."""
     os.setpgid(0, 0)
     processes = str(command["processes"])
-    os.environ.clear()
-    os.environ |= command["environment"]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
     os.environ |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # The store is hosted by a process of its own, as the agent of torchrun hosts it.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ |= {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"}
-    sys.argv = list(command["arguments"])
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     status = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -97,16 +97,45 @@ def wait_for(ranks: set[int], until: float) -> dict[int, int]:
     return statuses
 
 
+def import_for(script: Path) -> None:
+    """Imports what a script imports; what fails is left to the ranks, which report it."""
+    for statement in ast.parse(script.read_bytes()).body:
+        is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        if isinstance(statement, ast.Import | ast.ImportFrom) and not is_future:
+            with suppress(Exception):
+                exec(compile(ast.Module([statement], []), str(script), "exec"), {})  # noqa: S102
+    assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
+    gc.freeze()  # no rank looks through what was imported here
+
+
 def run(command: dict[str, Any]) -> int:
     """Runs a script on all ranks; returns 0 if all of them ended with 0."""
+    child = forked()
+    if child:
+        return int(os.waitpid(child, 0)[1] != 0)
+    status = 1
+    try:
+        os.environ.clear()
+        os.environ |= command["environment"]
+        sys.argv = list(command["arguments"])
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        status = run_ranks(command)
+    except BaseException:  # noqa: BLE001  shown, and visible in the status
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_ranks(command: dict[str, Any]) -> int:
     until = time.monotonic() + command["limit_seconds"]
-    output = os.dup(1)
     for number, name in enumerate(("stdout", "stderr"), 1):
         file = os.open(
             Path(command["folder"]) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
         )
         os.dup2(file, number)
         os.close(file)
+    import_for(Path(sys.argv[0]))
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = forked()
@@ -117,7 +146,6 @@ def run(command: dict[str, Any]) -> int:
         ranks.append(forked())
         if ranks[-1] == 0:
             listener.close()
-            os.close(output)
             become_rank(rank, port, command)
     listener.close()
     statuses = wait_for(set(ranks), until)
@@ -125,8 +153,6 @@ def run(command: dict[str, Any]) -> int:
     end(set(ranks) - statuses.keys())
     os.kill(store, signal.SIGKILL)
     os.waitpid(store, 0)
-    os.dup2(output, 1)
-    os.close(output)
     return int(failed)
 
 

@@ -128,6 +128,7 @@ def see_no_mixture(bucket: Bucket, known: dict[str, dict[str, bytes]]) -> None:
         assert "not finished" in told
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_held_back_anywhere_mixes_nothing(
     bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
 ) -> None:
@@ -384,6 +385,7 @@ class _Dying:
         self._asked.flush()
 
 
+@pytest.mark.slow
 def test_after_a_kill_at_any_request_the_same_command_leaves_nothing_but_its_output(
     bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy, dying: _Dying
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 HERE = Path(__file__).parent
 SCRIPT = HERE / "deferred_run.py"
 CHECKS = (

@@ -111,8 +111,13 @@ def kill_after_commit(ranks: list[int], run: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("example", COMMANDS)
+@pytest.mark.parametrize(
+    "example",
+    [
+        name if name in {"fsdp2", "trainer"} else pytest.param(name, marks=pytest.mark.slow)
+        for name in COMMANDS
+    ],
+)
 def test_a_job_that_was_killed_and_started_again_ends_as_if_nothing_had_happened(
     example: str, host: Host, tmp_path: Path
 ) -> None:
@@ -169,6 +174,7 @@ def check_adapter(run: Path, out: Path) -> None:
     assert not merged
 
 
+@pytest.mark.slow
 def test_a_model_with_names_of_its_own_becomes_one_that_transformers_loads(tmp_path: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "name-maps.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)

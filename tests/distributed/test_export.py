@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("export_run.py")
 KINDS = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp", "llama", "tp")
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0

@@ -15,6 +15,7 @@ KINDS = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp")
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_later_steps_are_whole_though_only_the_adapter_is_written(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("load_run.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "half"), [(2, 0), (4, 1)])
 def test_every_format_fills_tensors_that_are_cut_in_any_way_without_a_collective(
     ranks: int, half: int, run_ranks: Callable[..., Any], tmp_path: Path

@@ -15,7 +15,7 @@ from torch import nn
 from ckptkit.core.errors import ResumeError
 from ckptkit.training import Checkpointer
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("odd_optimizers_run.py")
 CASES = 9
 

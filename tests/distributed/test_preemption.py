@@ -14,6 +14,7 @@ RANKS = 4
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_request_a_command_and_a_signal_save_the_same_steps_on_all_ranks(
     run_ranks: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ from ckptkit.storage.base import OutputAttempt
 from ckptkit.storage.places import PathLike, Place
 from tests.object_store import Bucket, ObjectStore
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
 LIMIT_SECONDS = 240
 Told = dict[str, Any]

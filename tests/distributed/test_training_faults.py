@@ -15,6 +15,7 @@ FAILED_SAVES = {"full": 2, "hung": 2, "absent": 1, "late": 1, "memory": 2}  # on
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_fault_on_one_rank_is_told_on_all_and_the_next_save_works(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 HERE = Path(__file__).parent
 SCRIPT = HERE / "transformers_run.py"
 RESUMING = ("fsdp2", "fsdp1", "lora2", "lora1")

@@ -83,6 +83,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_script_of_accelerates_that_is_killed_goes_on_to_the_same_end(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

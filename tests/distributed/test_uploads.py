@@ -36,6 +36,7 @@ def steps_of(bucket: Bucket, run: str) -> dict[str, bool]:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_two_ranks_save_to_a_url_through_errors_and_a_kill_leaves_whole_steps(
     run_ranks: Callable[..., Any], object_store: ObjectStore, tmp_path: Path
 ) -> None:

@@ -211,6 +211,7 @@ def test_an_export_names_what_makes_the_rest(
     assert load_file(tmp_path / "live" / "model.safetensors").keys() == model.state_dict().keys()
 
 
+@pytest.mark.slow
 def test_what_is_computed_is_computed_of_each_source_of_an_average(
     model: Any, source: Path, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parent / "stock_readers"
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 LIMIT_SECONDS = 240
 OWN = Path(sys.executable)
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
