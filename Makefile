@@ -79,6 +79,10 @@ bench: $(VENV)/.dev ## Measure against cp, accelerate and torch
 soak: $(VENV)/.dev ## A random life of runs, with faults: MINUTES=10 SEED=1
 	$(BIN)/python -m tests.campaigns.soak --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
+.PHONY: fuzz
+fuzz: $(VENV)/.dev ## Fuzz every parser, guided by coverage (RUNS=100000, or MINUTES=, and SEED=1)
+	$(BIN)/python -m tests.campaigns.fuzz all $(if $(MINUTES),--minutes $(MINUTES),--runs $(or $(RUNS),100000)) --seed $(or $(SEED),1)
+
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \

@@ -31,6 +31,7 @@ from ckptkit.conversion.verify import run_verification
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import (
     CkptkitError,
+    FormatError,
     InputError,
     MissingFileError,
     NotACheckpointError,
@@ -268,15 +269,35 @@ def _digest(data: bytes) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
+_RECORDED = ("out", "request", "markers", "identity", "values", "manifest")
+
+
+def _check_record(record: Any, where: str) -> dict[str, Any]:
+    """Returns the record of a removal; its files, as `FileRef`, are below the place."""
+    try:
+        files = tuple(FileRef(str(p), int(n), str(i)) for p, n, i in record["files"])
+        checked = {key: record[key] for key in _RECORDED} | {"files": files}
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
+        raise FormatError(
+            f"is no record of a removal: {error!r:.100}",
+            where=where,
+            hint="if no command was interrupted while it removed this source, remove that file",
+        ) from error
+    for file in files:
+        check_relative(file.path, where)
+    return checked
+
+
 def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
     """Returns the removal that a killed run of the same command has begun, or None."""
     src, name = place_of(job.src), _record_name(job.destination)
     for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
         try:
             with open_source(root) as source:
-                record = json.loads(source.read(name, 0, source.stat(name).size_bytes))
-        except (MissingFileError, NotACheckpointError, ValueError, OSError):
+                plain = json.loads(source.read(name, 0, source.stat(name).size_bytes))
+        except (MissingFileError, NotACheckpointError, ValueError, RecursionError, OSError):
             continue
+        record = _check_record(plain, f"{root.location}/{name}")
         if record["out"] != resolve_path(job.destination):
             continue
         if record["request"] != _request_of(job):
@@ -285,12 +306,10 @@ def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
                 where=os.fspath(job.destination),
                 hint="run the same command as before, to finish the removal",
             )
-        for path, _, _ in record["files"]:
-            check_relative(path, f"{root.location}/{name}")
         return SourceRemoval(
             root=root,
             out=job.destination,
-            files=tuple(FileRef(*file) for file in record["files"]),
+            files=record["files"],
             markers=tuple(record["markers"]),
             identity=record["identity"],
             values=record["values"],

@@ -243,7 +243,7 @@ class NamingProgram(Closing):
             raise RefusedError(f"transformers could not answer: {last}", hint=hint)
         try:
             document = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict):
             self.close()

@@ -178,11 +178,12 @@ def _parse_document(document: Mapping[str, Any]) -> Manifest:
     tied = _check_table(document["tied"], "'tied'")
     files = _check_table(document["files"], "'files'")
     tensors = _check_table(document["tensors"], "'tensors'")
+    versions = _check_table(document["versions"], "'versions'")
     return Manifest(
         kind=str(document["kind"]),
         source=_check_table(document["source"], "'source'"),
         options=_check_table(document["options"], "'options'"),
-        versions=_check_table(document["versions"], "'versions'"),
+        versions={name: str(version) for name, version in versions.items()},
         tied={name: str(other) for name, other in tied.items()},
         files={path: _parse_file(path, record) for path, record in files.items()},
         tensors={name: _parse_tensor(name, record) for name, record in tensors.items()},

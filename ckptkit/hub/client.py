@@ -122,7 +122,7 @@ def pause_before(error: BaseException, attempt: int, *, reached: bool = True) ->
 def _asked_pause(error: BaseException) -> float | None:
     headers = getattr(getattr(error, "response", None), "headers", {})
     after = headers.get("Retry-After", "")
-    if after.strip().isdigit():
+    if after.strip().isdecimal():
         return float(after)
     reset = _RESET.search(headers.get("RateLimit", ""))
     return float(reset[1]) if reset else None
@@ -338,7 +338,24 @@ def list_files(hub: Hub, revision: str) -> list[Any]:
     entries = hub.call(
         lambda: list(list_tree(hub.repo_id, recursive=True, revision=revision))  # asks page by page
     )
-    return [entry for entry in entries if hasattr(entry, "blob_id")]
+    files: list[Any] = [entry for entry in entries if hasattr(entry, "blob_id")]
+    for file in files:
+        if not (_is_text(file.path) and is_size(file.size) and _is_text(file.blob_id)):
+            raise HubError(
+                f"the Hub lists a file without a name, a size or a hash: {file.path!r:.200}",
+                where=hub.repo_id,
+                hint="see whether HF_ENDPOINT is the address of a Hub",
+            )
+    return files
+
+
+def is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    """Says whether a value is a text that can be written down: no half of a surrogate pair."""
+    return isinstance(value, str) and value.isprintable()
 
 
 def tree_of(hub: Hub, revision: str) -> dict[str, str]:

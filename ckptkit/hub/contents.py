@@ -232,6 +232,7 @@ def scrub_content(path: str, data: bytes, document: Any, base_model: str | None)
 
 MARK = "<!-- written by ckptkit push; delete this line to keep your changes -->"
 _CAUSAL = "ForCausalLM"
+_PLAIN = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +309,8 @@ def _front(facts: ModelFacts) -> Iterator[str]:
         yield "library_name: peft"
     elif facts.config.get("model_type"):
         yield "library_name: transformers"
-    architectures = facts.config.get("architectures") or [""]
-    if str(architectures[0]).endswith(_CAUSAL):
+    architectures = facts.config.get("architectures")
+    if isinstance(architectures, list) and str(architectures[:1]).endswith(f"{_CAUSAL}']"):
         yield "pipeline_tag: text-generation"
     yield "tags:"
     yield "- ckptkit"
@@ -322,12 +323,13 @@ def _front(facts: ModelFacts) -> Iterator[str]:
 def _rows(facts: ModelFacts) -> Iterator[tuple[str, str]]:
     if facts.step is not None:
         yield "Step", f"{facts.step:,}"
-    if facts.dtype:
-        yield "Element type", f"`{facts.dtype}`"
     adapter = facts.adapter or {}
-    for key, name in (("peft_type", "Adapter"), ("r", "Rank"), ("lora_alpha", "Alpha")):
-        if isinstance(adapter.get(key), (str, int, float)):
-            yield name, f"`{adapter[key]}`".replace("|", "")
+    stated = [("Element type", facts.dtype)]
+    keys = (("peft_type", "Adapter"), ("r", "Rank"), ("lora_alpha", "Alpha"))
+    stated += [(name, str(adapter.get(key, ""))) for key, name in keys]
+    for name, value in stated:
+        if _PLAIN.fullmatch(value):  # any other text of a file could be markup
+            yield name, f"`{value}`"
     if facts.manifest is not None:
         origin = facts.manifest.source
         form, ranks = origin.get("format"), origin.get("world_size")

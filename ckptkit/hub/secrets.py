@@ -233,7 +233,7 @@ def redact_secrets(text: str, known: Sequence[str] = ()) -> str:
     for secret in known:
         if secret:
             text = text.replace(secret, "[secret]")
-    data = text.encode(errors="surrogateescape")
+    data = text.encode(errors="surrogatepass")
     for kind in _KINDS:
         data = kind.pattern.sub(b"[secret]", data)
     for kind in _NAMED:

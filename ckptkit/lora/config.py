@@ -12,10 +12,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.lora.patterns import match_expression
 from ckptkit.plan.weight_kinds import advice_on, refusal_of
 
 # Every option of `LoraConfig` that is read here or has no meaning after training.
@@ -39,7 +40,7 @@ _Value = TypeVar("_Value")
 
 def _parse_number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
     value = document.get(key, default)
-    if not _is_finite(value):
+    if not is_finite(value):
         raise _wrong(key, value, "a number", where)
     return value  # type: ignore[no-any-return]  # checked above
 
@@ -82,7 +83,7 @@ def _parse_numbers_by_pattern(
         raise _wrong(key, value, "an object", where)
     for pattern, number in value.items():
         _check_pattern(pattern, f"{key!r}", where, is_embedded=True)
-        if not _is_finite(number):
+        if not is_finite(number):
             raise _wrong(f"{key}[{pattern}]", number, "a number", where)
     return dict(value)
 
@@ -90,7 +91,7 @@ def _parse_numbers_by_pattern(
 def _parse_ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, int]:
     numbers = _parse_numbers_by_pattern(document, key, where=where)
     for pattern, value in numbers.items():
-        if not isinstance(value, int) or value < 1:
+        if not is_dimension(value):
             name = f"{key}[{pattern}]"
             raise _wrong(name, value, "a positive whole number", where)
     return {pattern: int(value) for pattern, value in numbers.items()}
@@ -128,7 +129,12 @@ def _check_pattern(pattern: str, what: str, where: str, *, is_embedded: bool = F
         ) from error
 
 
-def _is_finite(value: Any) -> bool:
+def is_dimension(value: object) -> TypeGuard[int]:
+    """Says whether a parsed value can be the length of a dimension, which is at least 1."""
+    return type(value) is int and 0 < value < 1 << 63
+
+
+def is_finite(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max  # JSON has whole numbers of any size
 
@@ -229,7 +235,7 @@ class LoraSettings:
         """
         _refuse_unmodelled(document, where)
         rank, bias = document.get("r", 8), document.get("bias", "none")
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        if not is_dimension(rank):
             raise _wrong("r", rank, "a positive whole number", where)
         if bias not in get_args(Bias):
             raise FormatError(
@@ -302,7 +308,8 @@ def find_match(values: Mapping[str, _Value], module: str, default: _Value) -> _V
 def find_matches(values: Mapping[str, _Value], module: str) -> list[_Value]:
     """Returns the values of all patterns that fit a module, in order; see `find_match`."""
     path = module.removeprefix(PEFT_PREFIX)
-    return [value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", path)]
+    form = r"(.*\.)?({})$"
+    return [value for key, value in values.items() if match_expression(key, path, form)]
 
 
 def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
@@ -385,7 +392,7 @@ def find_old_alpha(settings: LoraSettings, module: str, rank: int) -> float | No
     """
     path = module.removeprefix(PEFT_PREFIX)
     patterns = (*settings.rank_pattern, *settings.alpha_pattern)
-    key = next((p for p in patterns if re.match(rf".*\.{p}$", path)), path)
+    key = next((p for p in patterns if match_expression(p, path, r".*\.{}$")), path)
     if settings.rank_pattern.get(key, settings.r) != rank:
         return None
     return settings.alpha_pattern.get(key, settings.lora_alpha)

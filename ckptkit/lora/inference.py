@@ -22,6 +22,7 @@ from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.lora.config import ALL_LINEAR, LoraSettings
 from ckptkit.lora.dialects import BASE_LAYER, make_plain_name
 from ckptkit.lora.layers import AdapterTable, LoraLayer
+from ckptkit.lora.patterns import match_expression
 
 _EXPERTS = "experts"  # Transformers' name of modules whose parameters hold all experts
 _MATRIX = 2
@@ -255,7 +256,7 @@ def _notes(document: Mapping[str, Any]) -> tuple[str, ...]:
 def is_target(settings: LoraSettings, module: str) -> bool:
     """Returns whether `target_modules` names a module of the base."""
     if _fits(settings.exclude_modules or (), module) or any(
-        re.match(rf"(^|.*\.){name}($|\..*)", module) is not None
+        match_expression(name, module, r"(^|.*\.){}($|\..*)") is not None
         for name in settings.modules_to_save  # which name it, or one that contains it
     ):
         return False
@@ -263,7 +264,7 @@ def is_target(settings: LoraSettings, module: str) -> bool:
     if targets is None:
         return False
     if isinstance(targets, str):
-        return targets.lower() == ALL_LINEAR or re.fullmatch(targets, module) is not None
+        return targets.lower() == ALL_LINEAR or _is_whole(targets, module)
     if module in _set_of(targets):
         return True
     return _fits(targets, module) and _in_layers(settings, module)
@@ -303,10 +304,14 @@ def find_target_parameters(
 
 def _fits(names: str | tuple[str, ...], module: str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return _is_whole(names, module)
     parts = module.split(".")
     targets = _set_of(names)
     return any(".".join(parts[start:]) in targets for start in range(len(parts)))
+
+
+def _is_whole(expression: str, module: str) -> bool:
+    return match_expression(expression, module, r"(?:{})\Z") is not None
 
 
 @lru_cache(16)
@@ -323,7 +328,8 @@ def _in_layers(settings: LoraSettings, module: str) -> bool:
     if not patterns:
         match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
         return match is not None and int(match[1]) in layers
-    matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in patterns)
+    form = r"(?:^|.*?\.){}\.(\d+)\."
+    matches = (match_expression(pattern, module, form) for pattern in patterns)
     first = next((match for match in matches if match is not None), None)
     return first is not None and int(first[1]) in layers
 

@@ -15,7 +15,6 @@ Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `utils.py`
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -24,6 +23,8 @@ from typing import Any, Literal
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Shape, TensorEntry
+from ckptkit.core.model_configs import parse_json_object
+from ckptkit.lora.config import is_dimension, is_finite
 
 FourBitType = Literal["nf4", "fp4"]
 QUANT_TYPES: Mapping[str, FourBitType] = {"nf4": "nf4", "fp4": "fp4"}
@@ -74,27 +75,22 @@ class FourBitState:
     @classmethod
     def parse(cls, data: bytes, *, where: str) -> FourBitState:
         """Parses the bytes of a `quant_state` tensor."""
-        try:
-            document = json.loads(data)
-        except ValueError as error:
-            raise FormatError(f"is not JSON: {error}", where=where, hint=_HINT) from error
-        if not isinstance(document, dict):
-            raise FormatError("is no JSON object", where=where, hint=_HINT)
+        document = parse_json_object(data, where=where)
         quant_type = _parse_choice(document, "quant_type", tuple(QUANT_TYPES), where)
         blocksize = _parse_choice(document, "blocksize", BLOCKSIZES, where)
         dtype = _parse_choice(document, "dtype", DTYPES, where)
         shape = document.get("shape")
-        whole = isinstance(shape, list) and all(isinstance(n, int) and n > 0 for n in shape)
+        whole = isinstance(shape, list) and all(map(is_dimension, shape))
         if not whole or not shape:
             raise FormatError(f"has {shape!r} for 'shape', expected sizes", where=where)
         nested = document.get("nested_blocksize", 0)
         offset: Any = 0.0
         if "nested_blocksize" in document:
-            if not isinstance(nested, int) or nested <= 0:
+            if not is_dimension(nested):
                 what = "for 'nested_blocksize', expected a count"
                 raise FormatError(f"has {nested!r} {what}", where=where)
             offset = document.get("nested_offset")
-            if not isinstance(offset, int | float) or not math.isfinite(offset):
+            if not is_finite(offset):
                 what = "for 'nested_offset', expected a number"
                 raise FormatError(f"has {offset!r} {what}", where=where)
         kind = QUANT_TYPES[quant_type]

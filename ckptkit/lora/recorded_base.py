@@ -190,7 +190,7 @@ def parse_base_record(manifest: Manifest, where: str) -> BaseRecord:
         if quantization is None:
             return BaseRecord(digests)
         return BaseRecord(digests, quantization_from_json(quantization))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(
             "what the manifest says of the adapter's base is damaged",
             where=where,

@@ -41,6 +41,7 @@ from difflib import get_close_matches
 from functools import cache
 from hashlib import sha256
 from itertools import product
+from math import prod
 from typing import Any
 
 from ckptkit.core.errors import UsageError
@@ -51,6 +52,7 @@ _KEYS = (
 )
 _RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop", "zeros")
 _MOST_BYTES = 1 << 20
+_MOST_FORMS = 256
 
 
 _TOKEN = re.compile(
@@ -148,6 +150,7 @@ def parse_template(text: Any, *, where: str = "") -> NameTemplate:
         raise UsageError(f"{text!r} is not a name", where=where, hint=_HINT)
     captures: list[str] = []
     optional: set[str] = set()
+    _refuse_many_forms(text, where)
     for token in _TOKEN.finditer(text):
         if token["wrong"]:
             raise UsageError(
@@ -171,6 +174,17 @@ def parse_template(text: Any, *, where: str = "") -> NameTemplate:
         if token["capture"]:
             captures.append(token["capture"])
     return NameTemplate(text, tuple(captures), frozenset(optional))
+
+
+def _refuse_many_forms(text: str, where: str) -> None:
+    tokens = _TOKEN.finditer(text)
+    forms = prod((token["alternatives"] or "").count("|") + 1 for token in tokens)
+    if forms > _MOST_FORMS:
+        raise UsageError(
+            f"{text[:100]!r} stands for more than {_MOST_FORMS} names",
+            where=where,
+            hint="write a rule for some of the alternatives, and another one for the others",
+        )
 
 
 _HINT = (
@@ -409,7 +423,7 @@ def _check_names(
 def _check_keys(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for key in table:
         if key not in known:
-            nearest = get_close_matches(key, known, n=1, cutoff=0.0)
+            nearest = get_close_matches(key[:100], known, n=1, cutoff=0.0)
             raise UsageError(
                 f"has the key {key!r}; known are {', '.join(known)}",
                 where=where,

@@ -43,6 +43,8 @@ class Sizes:
     config: Mapping[str, Any]
     where: str
     _under_way: list[str] = field(default_factory=list)
+    # Each size once: of sizes that are sums of one another, the terms double with each.
+    _known: dict[str, int | _AbsentError] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         """Returns whether a size is declared."""
@@ -66,6 +68,12 @@ class Sizes:
                 hint="pass the folder of a model of that family with --base, or the map of the"
                 " model's own family with --map",
             ) from error
+        except RecursionError as error:
+            raise UsageError(
+                f"{expression!r} is computed from too many other sizes",
+                where=self.where,
+                hint="write the expressions out",
+            ) from error
 
     def count(self, expression: str | int) -> int:
         """Returns the value of an expression that counts something, and so is at least 1.
@@ -83,6 +91,17 @@ class Sizes:
         return value
 
     def _named(self, name: str) -> int:
+        if name not in self._known:
+            try:
+                self._known[name] = self._compute(name)
+            except _AbsentError as error:
+                self._known[name] = error
+        known = self._known[name]
+        if isinstance(known, _AbsentError):
+            raise known
+        return known
+
+    def _compute(self, name: str) -> int:
         if name in self._under_way:
             raise UsageError(
                 f"the size {name!r} is computed from itself: {' -> '.join(self._under_way)}"

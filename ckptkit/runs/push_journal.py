@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ckptkit.core.errors import NoSpaceError, OutputError, RefusedError
+from ckptkit.core.errors import FormatError, NoSpaceError, OutputError, RefusedError
 from ckptkit.runs.marks import FileLocks, identity_in
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
 from ckptkit.storage.local.durable import replace_file
@@ -31,7 +31,6 @@ _VERSION = 1
 _SUFFIX = ".json"
 _MOST_BYTES = 64 << 20
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
-_DAMAGED = (ValueError, LookupError, TypeError, RecursionError)
 PushState = Literal["pushing", "pushed"]
 
 
@@ -139,8 +138,8 @@ def open_journal(
         return PushJournal(path, repo_id, run, {}), ""
     except OSError as error:
         raise _unwritable(path, error) from error
-    except _DAMAGED as error:
-        why = f"is no journal: {type(error).__name__}"
+    except FormatError as error:
+        why = error.message
     aside = path.with_name(f"{path.name}.aside")
     try:
         path.replace(aside)
@@ -159,7 +158,7 @@ def read_journals(state: Path) -> tuple[StepPush, ...]:
     for path in sorted(state.glob(f"*{_SUFFIX}")) if state.is_dir() else ():
         try:
             pushes += _read(path)[1].values()
-        except (OSError, *_DAMAGED):
+        except (OSError, FormatError):
             continue
     return tuple(sorted(pushes, key=lambda push: push.step))
 
@@ -226,7 +225,18 @@ def watch_identity(folder: Path) -> str:
 
 def _read(path: Path) -> tuple[str, dict[int, StepPush]]:
     with path.open("rb") as file:
-        document: Any = json.loads(file.read(_MOST_BYTES))
+        return parse_journal(file.read(_MOST_BYTES), where=str(path))
+
+
+def parse_journal(data: bytes, *, where: str) -> tuple[str, dict[int, StepPush]]:
+    """Returns the identity of the run, and its pushes by their steps."""
+    try:
+        return _checked(json.loads(data))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"is no journal: {error!r:.200}", where=where) from error
+
+
+def _checked(document: Any) -> tuple[str, dict[int, StepPush]]:
     if document["ckptkit_pushes"] != _VERSION:
         raise ValueError(f"version {document['ckptkit_pushes']!r} was found against {_VERSION}")
     pushes: dict[int, StepPush] = {}

@@ -95,8 +95,8 @@ def parse_request(method: str, target: str, headers: Mapping[str, str]) -> Signe
     path, _, query = _ABSOLUTE.sub("", target, count=1).partition("?")
     path = path or "/"
     try:
-        for value in headers.values():
-            value.encode()  # of bytes that are no UTF-8, nothing could be signed
+        for text in (method, *headers, *headers.values()):
+            text.encode()  # of bytes that are no UTF-8, nothing could be signed
         pairs = [pair.partition("=") for pair in query.split("&") if pair]
         decoded = [(_decode(name), _decode(value)) for name, _, value in pairs]
         return SignedRequest(method, _decode(path), decoded, headers)

@@ -236,7 +236,7 @@ def parse_options(pairs: Sequence[str], *, option: str) -> dict[str, Any]:
             )
         value: Any = text
         if path[-1].lower().rpartition("_")[2] not in _SECRETS:
-            with suppress(ValueError):  # then it is no JSON, and stays a text
+            with suppress(ValueError, RecursionError):  # then it is no JSON, and stays a text
                 value = json.loads(text)
         _put(options, path, value, option)
     return options

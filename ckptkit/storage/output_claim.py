@@ -199,7 +199,7 @@ class OutputClaim:
             return None
         try:
             document = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             document = {}
         is_old = bool(entry.modified) and entry.modified + 30 * _LEASE_SECONDS < time.time()
         etag = entry.etag or entry.identity
@@ -249,9 +249,13 @@ def _identify_process(number: int) -> str:
     return "" if state in {"Z", "X"} else f"{number} {fields[18]}"
 
 
+_MOST_DIGITS = 20
+
+
 def _is_dead(document: Mapping[str, Any]) -> bool:
     process = str(document.get("process", ""))
     if not _identify_machine() or document.get("machine") != _identify_machine() or not process:
         return False
     number = process.partition(" ")[0]
-    return not number.isdecimal() or _identify_process(int(number)) != process
+    is_number = number.isdecimal() and len(number) < _MOST_DIGITS
+    return not is_number or _identify_process(int(number)) != process

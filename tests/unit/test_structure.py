@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MODULES_IN_A_FOLDER = 15
 LIMITS = {
-    "modules": 369,
+    "modules": 370,
     "modules with one importer": 46,
     "modules in import circles": 0,
     "public class names with several meanings": 3,

@@ -193,7 +193,7 @@ class _StepFacts:
                 found = step if kind == "step" else sizes.get(kind, size)
                 if found is not None and found != size:
                     raise FormatError(
-                        f"{RUN_CONFIG!r} has {kind} {size:,}, {METADATA!r} has {found:,}",
+                        f"{RUN_CONFIG!r} has {kind} {size:,}, {METADATA!r} has {found!r:.40}",
                         where=where,
                         hint=MIXED_SAVES,
                     )

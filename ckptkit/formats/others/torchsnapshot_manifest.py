@@ -296,7 +296,7 @@ def _parse_blocks(shards: object) -> Iterator[SavedBlock]:
 
 def _parse_block(entry: Mapping[str, Any], offsets: Shape, sizes: Shape) -> SavedBlock:
     serializer, extent = entry.get("serializer"), entry.get("byte_range")
-    if serializer not in {_RAW, _ARCHIVE}:
+    if serializer not in (_RAW, _ARCHIVE):  # a file may hold what has no hash
         raise UnsupportedError(
             f"is stored by {quote(str(serializer))}, not modelled",
             hint="save the tensor without quantization",

@@ -85,8 +85,7 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
     data = read(directory_start, directory_stop)
     rows = _read_rows(data, count, directory_start, where)
     rows.sort(key=itemgetter(1))
-    limits = [row[1] for row in rows[1:]]
-    limits.append(directory_start)
+    limits = [*(row[1] for row in rows), directory_start][1:]
     entries: dict[str, ZipEntry] = {}
     expected = 0
     for (name, start, size, crc32, flags, crc_at), limit in zip(rows, limits, strict=True):

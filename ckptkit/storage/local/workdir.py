@@ -349,7 +349,7 @@ def read_journal(path: Path) -> list[Entry]:
         checksum, _, text = line.partition(b" ")
         # What a kill cut off was ended with the next line, and has no text or another checksum.
         if text and checksum == b"%08x" % crc32(text):
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 entry = json.loads(text)
                 if isinstance(entry, dict):
                     entries.append(entry)

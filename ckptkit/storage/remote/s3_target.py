@@ -61,7 +61,7 @@ def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
     try:
         for key, upload in json.loads(mark)[UPLOADS]:
             yield str(key), str(upload)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return
 
 
@@ -133,7 +133,7 @@ def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
             store.abort(key, upload)
     try:
         planned = frozenset(str(key) for key in json.loads(data)[_PLANNED])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return frozenset()
     return frozenset(key for key in planned if key.startswith(prefix))
 

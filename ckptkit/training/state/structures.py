@@ -250,7 +250,7 @@ def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
         if kind in {"list", "leaf", "parameter"}:
             return {}
         return {
-            key: tuple(nodes[child][1])
+            key: _checked_path(nodes[child][1])
             for key, child in items
             if nodes[child][0] in {"leaf", "parameter"}
         }
@@ -261,9 +261,16 @@ def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
 def leaf_paths(nodes: Nodes, where: str) -> list[KeyPath]:
     """Returns the paths of a structure's leaves."""
     try:
-        return [tuple(node[1]) for node in nodes if node[0] in {"leaf", "parameter"}]
-    except (TypeError, LookupError) as error:
+        return [_checked_path(node[1]) for node in nodes if node[0] in {"leaf", "parameter"}]
+    except (TypeError, ValueError, LookupError) as error:
         raise FormatError(f"the structure of a value is damaged: {error}", where=where) from error
+
+
+def _checked_path(path: Iterable[Any]) -> KeyPath:
+    checked = tuple(path)
+    if not all(isinstance(key, str | int) for key in checked):
+        raise ValueError(f"{checked!r:.100} is no path of keys")
+    return checked
 
 
 def assemble(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str) -> Any:

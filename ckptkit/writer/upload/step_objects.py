@@ -105,7 +105,7 @@ def take_run(store: Store, nonce: str) -> None:
 
 
 _SUFFIX = ".uploaded"
-_DAMAGED = (OSError, ValueError, LookupError, TypeError)
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError)
 
 
 @dataclass(slots=True)
