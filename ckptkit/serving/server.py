@@ -261,7 +261,8 @@ class ModelServer(Closing):
         except S3Error as error:
             answer = answer_error(error, request_id, request.raw_path, is_head=is_head)
         except Exception:
-            logger.exception("a request for %r failed", request.raw_path)
+            # Without its query, which has the signature of a presigned URL.
+            logger.exception("a request for %r failed", request.raw_path.partition("?")[0])
             answer = answer_error(_unexpected(), request_id, request.raw_path, is_head=is_head)
         response = _make_response(answer, request_id)
         if request.method not in {"GET", "HEAD"}:

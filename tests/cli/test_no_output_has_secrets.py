@@ -18,11 +18,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.error import HTTPError
+from urllib.parse import parse_qs, quote, urlsplit
+from urllib.request import urlopen
 
 import pytest
 import torch
 
+import ckptkit
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.errors import (
     CkptkitError,
@@ -34,6 +37,7 @@ from ckptkit.core.errors import (
 from ckptkit.hub.client import Hub
 from ckptkit.hub.watch.watch import WatchRequest
 from ckptkit.options import ConsolidateRequest
+from ckptkit.serving import server
 from ckptkit.serving.server import choose_address
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
@@ -43,6 +47,7 @@ from tests.command_line import run_command
 from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
+from tests.s3_client import client_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -331,7 +336,11 @@ def test_a_training_that_saves_to_a_store_and_pushes(
     run, state = f"{bucket.url}/training", {"model": torch.nn.Linear(4, 3)}
     storage = bucket.store.options | {"token": PLANTED["aws session token"]}
     options: dict[str, Any] = {"local": tmp_path / "node", "storage_options": storage}
-    pushing = {"push_to_hub": "me/trained", "hub_token": TOKEN, "hub_timeout_seconds": 120}
+    pushing: dict[str, Any] = {
+        "push_to_hub": "me/trained",
+        "hub_token": TOKEN,
+        "hub_timeout_seconds": 120,
+    }
     with Checkpointer(run, **options, **pushing) as saver:
         shown = [repr(saver), str(vars(saver))]
         report = saver.save(1, state, metrics={"loss": 1.0}).pushed(120)
@@ -349,6 +358,25 @@ def test_a_training_that_saves_to_a_store_and_pushes(
     assert "training/checkpoint-1/ckptkit.json" in objects_without_secrets(bucket)
     for path in hub.repo("me/trained").files():
         assert found_in(hub.read("me/trained", path)) == [], path
+
+
+def test_a_server_that_fails_logs_no_signature(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(server, "answer_request", fail)
+    with ckptkit.serve(STEP, name="m") as serving:
+        client = client_of(serving.environment, signature_version="s3v4")
+        place = {"Bucket": "ckptkit", "Key": "m/config.json"}
+        url = client.generate_presigned_url("get_object", Params=place)
+        with pytest.raises(HTTPError, match="500"):
+            urlopen(url)  # noqa: S310  of this machine
+        signature = parse_qs(urlsplit(url).query)["X-Amz-Signature"][0]
+    assert "/ckptkit/m/config.json" in caplog.text
+    assert signature not in caplog.text
+    assert serving.environment["AWS_SECRET_ACCESS_KEY"] not in caplog.text
 
 
 # --- objects and errors ---
@@ -369,6 +397,7 @@ def made_objects() -> Iterator[Callable[[], object]]:
     )
 
 
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("make", [*made_objects()])
 def test_no_object_shows_a_secret(make: Callable[[], object]) -> None:
     made = make()
