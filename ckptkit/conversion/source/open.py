@@ -60,7 +60,7 @@ from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
-from ckptkit.runs.run_paths import hold_candidates
+from ckptkit.runs.run_paths import hold_candidates, marker
 from ckptkit.runs.save_order import left_behind
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
@@ -140,19 +140,32 @@ def open_checkpoint(
     """
     check_path(path, "SRC")
     location = place_of(path)
-    with ExitStack() as stack:
-        root, only = open_root(stack, location)
-        if only is not None and also:
-            raise UsageError("cannot be combined with a file as SRC", where="--also")
-        folders = [root, *open_others(stack, location, also)]
-        source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
-        checkpoint = _Search(source, location, only, limit_bytes).run(select)
-        if model_config is not None:
-            index = _with_model_config(checkpoint.index, model_config)
-            checkpoint = replace(checkpoint, index=index)
-        candidates = [unit.candidate for unit in checkpoint.units]
-        stack.enter_context(hold_candidates(folders, candidates))
-        yield checkpoint
+    for tries_left in reversed(range(_TRIES)):
+        with ExitStack() as stack:
+            root, only = open_root(stack, location)
+            if only is not None and also:
+                raise UsageError("cannot be combined with a file as SRC", where="--also")
+            folders = [root, *open_others(stack, location, also)]
+            source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
+            search = _Search(source, location, only, limit_bytes)
+            try:
+                checkpoint = search.run(select)
+                candidates = [unit.candidate for unit in checkpoint.units]
+                stack.enter_context(hold_candidates(folders, candidates))
+            except InputError:
+                if not tries_left or not search.has_lost_files():
+                    raise
+                continue
+            if tries_left and search.has_lost_steps(candidates):
+                continue
+            if model_config is not None:
+                index = _with_model_config(checkpoint.index, model_config)
+                checkpoint = replace(checkpoint, index=index)
+            yield checkpoint
+            return
+
+
+_TRIES = 5  # a job may remove steps of its run while they are searched
 
 
 def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
@@ -248,6 +261,24 @@ class _Search:
         self._steps = StepManifests(source, ())
         self._paths: Sequence[str] = ()
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
+        self._has_passed_over = False
+
+    def has_lost_files(self) -> bool:
+        """Returns whether files that were listed are gone."""
+        try:
+            return not set(self._paths).issubset(list_files(self._source))
+        except InputError:
+            return True
+
+    def has_lost_steps(self, chosen: Sequence[Candidate]) -> bool:
+        """Returns whether one of these is gone, or may have been chosen because others are."""
+        if self._has_passed_over and self.has_lost_files():
+            return True
+        locations = [folder.location for folder in self._source.folders]
+        if any(map(is_url, locations)):
+            return False  # nothing is removed there that is being read
+        places = ([Path(location, marker(one)) for location in locations] for one in chosen)
+        return not all(any(path.exists() for path in paths) for paths in places)
 
     def run(self, select: str | None) -> OpenedCheckpoint:
         candidates = self._candidates()
@@ -389,6 +420,11 @@ class _Search:
             return None
 
     def _lacks(self, candidate: Candidate) -> str:
+        missing = self._describe_missing(candidate)
+        self._has_passed_over |= bool(missing)
+        return missing
+
+    def _describe_missing(self, candidate: Candidate) -> str:
         unfinished = self._steps.lacks(candidate)
         if unfinished:
             return unfinished

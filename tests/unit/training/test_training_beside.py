@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptkit
-from ckptkit.core.errors import NotACheckpointError
+from ckptkit.conversion.source.open import _Search
+from ckptkit.core.errors import MissingFileError, NotACheckpointError
 from ckptkit.training import Checkpointer
 
 LIMIT_SECONDS = 60.0
@@ -52,3 +54,38 @@ def test_what_a_watch_that_was_killed_has_built_is_no_checkpoint(tmp_path: Path)
     (run / "checkpoint-1").rename(tmp_path / "elsewhere")
     with pytest.raises(NotACheckpointError):
         ckptkit.consolidate(run, tmp_path / "none")
+
+
+@pytest.mark.parametrize("listed", [("checkpoint-1",), ("checkpoint-0", "checkpoint-1")])
+@pytest.mark.parametrize("moment", ["_candidates", "run"])
+def test_steps_that_a_job_removes_while_they_are_searched_are_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: tuple[str, ...], moment: str
+) -> None:
+    run, later = tmp_path / "run", tmp_path / "later"
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    with Checkpointer(run) as checkpointer:
+        for step, model in enumerate(models):
+            checkpointer.save(step, {"model": model}).result(LIMIT_SECONDS)
+    (run / "checkpoint-2").rename(later)
+    for step in {"checkpoint-0", "checkpoint-1"}.difference(listed):
+        shutil.rmtree(run / step)
+    look, moments = getattr(_Search, moment), iter([True])
+
+    def overtaken(search: _Search, *arguments: Any) -> Any:
+        found = look(search, *arguments)
+        if next(moments, False):
+            later.rename(run / "checkpoint-2")
+            shutil.rmtree(run / "checkpoint-1")
+        return found
+
+    monkeypatch.setattr(_Search, moment, overtaken)
+    ckptkit.consolidate(run, tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["weight"], models[2].weight)
+
+
+def test_a_file_that_was_never_there_is_missing_at_once(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        step = checkpointer.save(1, {"model": nn.Linear(3, 2)}).result(LIMIT_SECONDS)
+    next(step.rglob("*.distcp")).unlink()
+    with pytest.raises(MissingFileError, match="distcp"):
+        ckptkit.consolidate(step, tmp_path / "out")
