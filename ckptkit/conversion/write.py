@@ -61,8 +61,9 @@ from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, RawCopy, Segment, ServerCopy
 from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.storage.base import CopyingTarget, Target, distant
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import free_bytes, output_exists_error
-from ckptkit.storage.local.workdir import is_empty
+from ckptkit.storage.local.workdir import is_empty, sweep_work_folders
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
@@ -506,6 +507,8 @@ def check_destination(
     if not target.is_dir() or is_empty(target):
         return
     if not overwrite:
+        # Its process may have been killed between the commit and the end.
+        sweep_work_folders(target.parent, target, LOCAL_DISK, committed_only=True)
         raise output_exists_error(local_path(out))
     if target == here or target in here.parents:
         raise RefusedError(

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -156,7 +157,10 @@ def judge_after_sweep(out: Path, disk: Disk) -> str:
     return judge(visible(out) if out.exists() else {})
 
 
-def run(scene: str, folder: Path, kind: str) -> dict[str, int]:
+Record = Callable[[str, object], None]
+
+
+def run(scene: str, folder: Path, kind: str, record: Record) -> dict[str, int]:
     command = [sys.executable, __file__, scene, str(folder), kind]
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
@@ -164,19 +168,24 @@ def run(scene: str, folder: Path, kind: str) -> dict[str, int]:
     )
     assert done.returncode == 0, done.stderr.decode()
     seen: dict[str, int] = json.loads(done.stdout)
+    record("kills", seen["steps"] - 1)
     return seen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_leaves_no_output_or_a_whole_one(tmp_path: Path, kind: str) -> None:
-    seen = run("fresh", tmp_path, kind)
+def test_a_kill_leaves_no_output_or_a_whole_one(
+    tmp_path: Path, kind: str, record_property: Record
+) -> None:
+    seen = run("fresh", tmp_path, kind, record_property)
     assert seen["partial"] == seen["old"] == 0
     assert seen["absent"] > 30
     assert seen["new"] > 1
 
 
-def test_a_kill_while_overwriting_leaves_the_old_output_or_the_new(tmp_path: Path) -> None:
-    seen = run("overwrite", tmp_path, "native")
+def test_a_kill_while_overwriting_leaves_the_old_output_or_the_new(
+    tmp_path: Path, record_property: Record
+) -> None:
+    seen = run("overwrite", tmp_path, "native", record_property)
     assert seen["partial"] == seen["absent"] == 0
     assert seen["old"] > 30
     assert seen["new"] > 1
@@ -184,16 +193,18 @@ def test_a_kill_while_overwriting_leaves_the_old_output_or_the_new(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["no_exchange", "portable"])
 def test_a_kill_while_overwriting_in_two_steps_never_leaves_a_mixture(
-    tmp_path: Path, kind: str
+    tmp_path: Path, kind: str, record_property: Record
 ) -> None:
-    seen = run("overwrite", tmp_path, kind)
+    seen = run("overwrite", tmp_path, kind, record_property)
     assert seen["partial"] == 0
     assert 1 <= seen["absent"] < 10  # between the two renames
     assert seen["old"] > 30
     assert seen["new"] > 1
 
 
-def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(tmp_path: Path) -> None:
+def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
+    tmp_path: Path, record_property: Record
+) -> None:
     out = tmp_path / "parent" / "out"
     out.mkdir(parents=True)
     mount, umount = shutil.which("mount"), shutil.which("umount")
@@ -204,7 +215,7 @@ def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(tmp_path
     if done.returncode:
         pytest.skip(f"mount was refused: {done.stderr.decode().strip()}")
     try:
-        seen = run("inside", tmp_path, "native")
+        seen = run("inside", tmp_path, "native", record_property)
     finally:
         subprocess.run([umount, str(out)], check=True)
     assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later

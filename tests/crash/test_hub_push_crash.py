@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,8 +37,9 @@ def hub() -> Iterator[HubServer]:
     ],
 )
 def test_a_push_killed_anywhere_is_completed_by_the_next(
-    hub: HubServer, tmp_path: Path, request_: str
+    hub: HubServer, tmp_path: Path, request_: str, record_property: Callable[[str, object], None]
 ) -> None:
+    record_property("kills", 1)
     hub.clear()
     model = consolidated(tmp_path, seed=len(request_))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "0"}

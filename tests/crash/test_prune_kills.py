@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ def seen(run: Path) -> Counter[bool]:
 
 # A step loses its name, its four files, its folder, and is gone after seven changes.
 @pytest.mark.parametrize(("before", "begun"), [(0, 0), (1, 1), (6, 1), (9, 1)])
-def test_a_kill_leaves_steps_whole_or_gone(tmp_path: Path, before: int, begun: int) -> None:
+def test_a_kill_leaves_steps_whole_or_gone(
+    tmp_path: Path, before: int, begun: int, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("kills", 1)
     for step in (1, 2, 3):
         save_step(tmp_path, step)
     assert prune_and_die(tmp_path, before) == -9

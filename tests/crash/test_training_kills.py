@@ -30,6 +30,7 @@ SETTINGS = {
 }
 LIMIT_SECONDS = 240
 Run = Callable[[str], dict[str, Any]]
+Record = Callable[[str, object], None]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -86,8 +87,11 @@ def parse(said: str) -> dict[str, Any]:
     return found
 
 
-def test_training_goes_on_when_writers_are_killed_at_any_phase_of_a_save(run: Run) -> None:
+def test_training_goes_on_when_writers_are_killed_at_any_phase_of_a_save(
+    run: Run, record_property: Record
+) -> None:
     found = run("writers")
+    record_property("kills", sum(len(case["seen"]) for case in found.values()))
     assert len(found["writer"]["seen"]) > 15
     assert set(found["writer"]["seen"]) == set(found["both"]["seen"]) == {0}
     assert found["writer"]["left"] == 0
@@ -98,23 +102,41 @@ def test_training_goes_on_when_writers_are_killed_at_any_phase_of_a_save(run: Ru
     assert set(found["discard"]["seen"]) == {0}
 
 
-def test_ranks_that_lose_one_of_them_are_told_and_start_again(run: Run) -> None:
-    assert run("ranks")["points"] >= 18
+def test_ranks_that_lose_one_of_them_are_told_and_start_again(
+    run: Run, record_property: Record
+) -> None:
+    points = run("ranks")["points"]
+    record_property("kills", points)
+    assert points >= 18
 
 
-def test_a_run_that_is_killed_as_a_whole_again_and_again_goes_on(run: Run) -> None:
-    assert run("all")["points"] >= 20
+def test_a_run_that_is_killed_as_a_whole_again_and_again_goes_on(
+    run: Run, record_property: Record
+) -> None:
+    points = run("all")["points"]
+    record_property("kills", points)
+    assert points >= 20
 
 
-def test_what_is_durable_on_the_nodes_when_all_is_killed_is_drained_anew(run: Run) -> None:
-    assert run("nodes")["points"] == 13
+def test_what_is_durable_on_the_nodes_when_all_is_killed_is_drained_anew(
+    run: Run, record_property: Record
+) -> None:
+    points = run("nodes")["points"]
+    record_property("kills", points)
+    assert points == 13
 
 
-def test_a_signal_in_the_middle_of_a_save_is_heeded_after_it(run: Run) -> None:
-    assert run("signals")["points"] == 4
+def test_a_signal_in_the_middle_of_a_save_is_heeded_after_it(
+    run: Run, record_property: Record
+) -> None:
+    points = run("signals")["points"]
+    record_property("kills", points)
+    assert points == 4
 
 
-def test_torchrun_restarts_what_lost_a_rank_in_a_save(tmp_path: Path) -> None:
+def test_torchrun_restarts_what_lost_a_rank_in_a_save(
+    tmp_path: Path, record_property: Record
+) -> None:
     """Run by torchrun, which is what restarts the ranks."""
     done = subprocess.run(
         [sys.executable, "-m", *TORCHRUN, MODULE, str(tmp_path), "restarts"],
@@ -127,5 +149,6 @@ def test_torchrun_restarts_what_lost_a_rank_in_a_save(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-12_000:]
     found = parse(done.stdout)
+    record_property("kills", found["restarts"])
     assert found["restarts"] == 2
     assert 4 <= found["last"] == found["steps"]

@@ -128,7 +128,7 @@ def whole_steps(store: Store) -> Iterator[str]:
 
 
 def test_a_kill_before_any_request_leaves_whole_steps_or_none_that_look_whole(
-    tmp_path: Path,
+    tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     old, new, retired = (
         Step.kept(tmp_path / str(salt), salt=salt, step=400 if salt == 2 else 500)
@@ -159,6 +159,7 @@ def test_a_kill_before_any_request_leaves_whole_steps_or_none_that_look_whole(
         assert all(store.get(path) == data for path, data in new.files().items())
         assert not any("/.ranks/" in path for path in store.entries("checkpoint-500"))
         number += 1
+    record_property("kills", number - 1)
     assert number > 12
     # The old one retires the other only once the new one is whole.
     assert seen == {(True, True), (True, False), (False, True)}

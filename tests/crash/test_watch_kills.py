@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def pushed(hub: HubServer) -> Counter[int]:
 
 @pytest.mark.slow
 def test_kills_at_every_request_and_write_leave_one_commit_and_one_tag_per_step(
-    tmp_path: Path,
+    tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -136,6 +136,7 @@ def test_kills_at_every_request_and_write_leave_one_commit_and_one_tag_per_step(
             assert set(pushed(hub).values()) <= {1}
         assert watch.run() == 0
         found, repo = pushed(hub), hub.repo(REPO)
+    record_property("kills", kills)
     assert kills >= LEAST_KILLS
     assert found == Counter(range(1, steps + 1))
     assert steps > 3

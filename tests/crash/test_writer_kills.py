@@ -125,17 +125,23 @@ def memory_disk() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_whole_steps_only(memory_disk: Path) -> None:
+def test_a_kill_at_any_moment_leaves_whole_steps_only(
+    memory_disk: Path, record_property: Callable[[str, object], None]
+) -> None:
     steps, seen = experiment(memory_disk / "run", 1, exchanges=True)
+    record_property("kills", steps - 1)
     assert steps > 50
     assert set(seen) == {"old", "new", "alone"}
     assert seen == sorted(seen, key=["old", "new", "alone"].index)
 
 
 @pytest.mark.slow
-def test_without_exchange_a_kill_is_mended_by_the_next_start(memory_disk: Path) -> None:
+def test_without_exchange_a_kill_is_mended_by_the_next_start(
+    memory_disk: Path, record_property: Callable[[str, object], None]
+) -> None:
     calls = count_calls(memory_disk / "count")
     steps, seen = experiment(memory_disk / "run", calls - 20, exchanges=False)
+    record_property("kills", len(seen) - 1)
     assert steps > calls - 10
     assert {"old", "neither", "new", "alone"} == set(seen)
 

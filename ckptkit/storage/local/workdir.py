@@ -87,7 +87,11 @@ def claim_work_folder(parent: Path, name: str, disk: Disk) -> WorkFolder:
             shutil.rmtree(path, ignore_errors=True)
             raise
         if work is not None:
-            work.files.mkdir()
+            try:
+                work.files.mkdir()
+            except OSError:
+                work.remove()
+                raise
             return work
     raise FileNotFoundError(f"{_ATTEMPTS} new folders disappeared from {str(parent)!r}")
 
@@ -147,10 +151,18 @@ def _lock_work_folder(path: Path, disk: Disk, *, shared: bool = False) -> WorkFo
     return None if lock is None else WorkFolder(path, lock)
 
 
-def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
+def sweep_work_folders(
+    parent: Path, out: Path, disk: Disk, *, committed_only: bool = False
+) -> None:
     """Removes the work folders for `out` whose process is gone, after undoing half a commit.
 
     Without locks, no process can know which others are alive, and nothing is removed.
+
+    Args:
+        parent: Where they are.
+        out: The output.
+        disk: The file operations of the platform.
+        committed_only: Whether those stay that still have files of an output.
     """
     if not disk.locks:
         return
@@ -161,6 +173,9 @@ def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
                 if lock is None:
                     continue
                 work = WorkFolder(path, lock)
+                if committed_only and (work.files.exists() or work.old.exists()):
+                    work.release()
+                    continue
                 try:
                     _recover(work, out)
                 finally:

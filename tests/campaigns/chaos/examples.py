@@ -1,0 +1,158 @@
+"""ckpt-chaos over the examples: two ranks, of which one dies at a file event of its own.
+
+Source:
+    ckpt-chaos: https://pypi.org/project/ckpt-chaos/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+HERE = Path(__file__).resolve().parent
+VERDICTS = ("PASS", "HARD_FAIL", "SILENT_DIVERGENCE", "LOST_WORK")
+FAIL_ON = ",".join(VERDICTS[1:])
+STEP = r"resumed from step (\d+)"
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example, and where it has its checkpoints.
+
+    Attributes:
+        arguments: What starts it, in front of the folder of its run.
+        checkpoints: A pattern below that folder.
+        steps: How many it trains; it saves every second one.
+    """
+
+    arguments: tuple[str, ...]
+    checkpoints: str = "checkpoint-*"
+    steps: int = 4
+
+    @property
+    def name(self) -> str:
+        return self.arguments[-1]
+
+
+# accelerate numbers its checkpoints from 0, which ckpt-chaos takes for no checkpoint at all.
+EXAMPLES = (
+    Example(("fsdp2.py",)),
+    Example(("trainer.py",)),
+    Example(("accelerate_fsdp.py",), "checkpoints/checkpoint_*", 6),
+    Example(("trl_lora.py",)),
+    Example(("ckptkit.run", "unmodified.py")),
+)
+
+
+@dataclass
+class Verdicts:
+    """What came of the kills of one example in one mode.
+
+    Attributes:
+        events: The file events of the rank that a kill could take.
+        kills: How many of them it was killed at.
+        found: How often each verdict was given.
+        resumed: How many of the runs went on from a checkpoint.
+        wrong: What was not passed.
+    """
+
+    events: int
+    kills: int = 0
+    found: Counter[str] = field(default_factory=Counter)
+    resumed: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def example_host() -> Iterator[Path]:
+    """Starts the process whose forks the ranks are; yields its socket."""
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONHASHSEED": "0",  # PEFT's configuration has sets
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        place = Path(folder) / "host"
+        with subprocess.Popen(
+            [sys.executable, str(HERE / "example_host.py"), str(place)],
+            env=os.environ | settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as host:
+            assert host.stdout is not None
+            assert host.stdin is not None
+            assert host.stdout.readline() == b"ready\n"
+            yield place
+            host.stdin.close()
+
+
+def run_example(
+    example: Example, host: Path, work: Path, *, modes: tuple[str, ...], points: int, rank: int
+) -> dict[str, Verdicts]:
+    """Kills a rank of an example at its events, and returns what ckpt-chaos found, by mode.
+
+    Args:
+        example: What is trained.
+        host: The socket of its ranks.
+        work: A folder of its own, for what the runs write.
+        modes: Of ckpt-chaos.
+        points: How many kills there are at most in all modes together, spread over the events.
+        rank: The one that is killed.
+    """
+    run = "{out}/run"
+    digest = shlex.join([sys.executable, str(HERE / "show_digest.py"), "{out}"])
+    command = [
+        *(sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work)),
+        *("--checkpoint-glob", f"{run}/{example.checkpoints}", "--step-regex", STEP),
+        *("--result-cmd", digest, "--fail-on", FAIL_ON, "--modes", ",".join(modes)),
+        *("--ranks", "2", "--crash-rank", str(rank), "--max-points", str(points), "--"),
+        *(sys.executable, "-IS", str(HERE / "example_client.py"), str(host)),
+        *(*example.arguments, run, "--steps", str(example.steps), "--save-every", "2"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    results = [json.loads(path.read_text()) for path in sorted(work.glob("pt_*/result.json"))]
+    if not results:
+        raise AssertionError(done.stdout + done.stderr)
+    found = judged(work, modes, rank, results)
+    assert (done.returncode != 0) == any(one.wrong for one in found.values()), done.stdout
+    return found
+
+
+def judged(
+    work: Path, modes: tuple[str, ...], rank: int, results: list[dict[str, object]]
+) -> dict[str, Verdicts]:
+    from ckpt_chaos.invariants import ResumeOutcome, classify
+
+    lines = (work / f"reference/events.log.rank{rank}").read_text().splitlines()
+    events = {"torn": sum(line.endswith("\t1") for line in lines)}
+    found = {mode: Verdicts(events.get(mode, len(lines))) for mode in modes}
+    for result in results:
+        outcome = result["outcome"]
+        assert isinstance(outcome, dict)
+        verdict = classify(ResumeOutcome(**outcome))
+        point = result.get("point")
+        if point is None:  # the run without a kill
+            assert verdict == "PASS", result
+            continue
+        assert isinstance(point, list)
+        one = found[point[1]]
+        one.kills += bool(result["crashed"])
+        one.found[verdict] += 1
+        one.resumed += outcome["resumed_from_step"] is not None
+        if verdict != "PASS":
+            one.wrong.append(f"{result['label']}: {verdict} {outcome}")
+    return found

@@ -1,0 +1,109 @@
+"""A seeded sample of the chaos campaign, and a check that its faults happen where they are to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.chaos import commands, stores, writers
+from tests.campaigns.chaos.scenes import ACTS, Scene, play, some_calls
+from tests.campaigns.chaos.system_calls import (
+    IO_ERROR,
+    KILL,
+    NO_SPACE,
+    TERM,
+    Fault,
+    arm,
+    calls_of,
+    is_possible,
+)
+from tests.object_store import ObjectStore
+
+SEED = "of CI"
+pytestmark = pytest.mark.skipif(not is_possible(), reason="needs Linux 5.14 on x86-64")
+
+
+@pytest.fixture
+def memory_disk() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def work(folder: Path) -> None:
+    (folder / "a").mkdir()
+    with (folder / "a/b").open("w") as file:
+        file.write("text")
+        file.flush()
+        os.fsync(file.fileno())
+    (folder / "a/b").rename(folder / "c")
+    shutil.rmtree(folder / "a")
+
+
+@pytest.mark.parametrize(
+    ("act", "call", "status", "left"),
+    [
+        (KILL, 0, 0, ["c"]),
+        (KILL, 3, -9, ["a", "a/b"]),
+        (TERM, 2, -15, ["a"]),
+        (NO_SPACE, 3, 1, ["a", "a/b"]),
+        (IO_ERROR, 5, 1, ["a", "a/b"]),
+        (IO_ERROR, 6, 1, ["a", "c"]),
+    ],
+)
+def test_a_fault_happens_before_the_call_that_was_chosen(
+    tmp_path: Path, act: str, call: int, status: int, left: list[str]
+) -> None:
+    folder, log = tmp_path / "folder", tmp_path / "calls"
+    folder.mkdir()
+    child = os.fork()
+    if child == 0:
+        with suppress(OSError):
+            arm(Fault(act, call, str(folder), str(log)))
+            work(folder)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    assert found == left
+    kinds = [reached.kind for reached in calls_of(log)]
+    whole = ["mkdir", "open", "write", "sync", "rename", "remove"]
+    if act == NO_SPACE:  # what is buffered is written again when the file is closed
+        assert kinds[:3] == whole[:3]
+    elif call:
+        assert kinds == whole[:call]
+    else:
+        assert kinds == whole
+
+
+def survives(scene: Scene, folder: Path, most: int) -> None:
+    played = play(scene, folder, some_calls(SEED, most))
+    assert played.losses == []
+    assert set(played.faults) == set(ACTS)
+    assert played.verified >= sum(played.faults.values())
+
+
+def test_faults_in_the_processes_of_a_save_lose_no_step(memory_disk: Path) -> None:
+    stage = memory_disk / "stage"
+    stage.mkdir()
+    survives(writers.Saving(memory_disk / "model"), stage, 4)
+    survives(writers.Keeping(memory_disk / "nodes"), stage, 2)
+    survives(writers.Draining(memory_disk / "nodes"), stage, 3)
+
+
+def test_faults_in_commands_and_uploads_leave_whole_outputs(
+    memory_disk: Path, object_store: ObjectStore
+) -> None:
+    stage = memory_disk / "stage"
+    stage.mkdir()
+    bucket = object_store.bucket("chaos")
+    with commands.command_host() as host:
+        for scene in commands.commands(host):
+            survives(scene, stage, 1)
+        survives(stores.Uploading(host, bucket, memory_disk / "nodes"), stage, 1)
+    bucket.clear()
