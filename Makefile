@@ -83,6 +83,11 @@ soak: $(VENV)/.dev ## A random life of runs, with faults: MINUTES=10 SEED=1
 fuzz: $(VENV)/.dev ## Fuzz every parser, guided by coverage (RUNS=100000, or MINUTES=, and SEED=1)
 	$(BIN)/python -m tests.campaigns.fuzz all $(if $(MINUTES),--minutes $(MINUTES),--runs $(or $(RUNS),100000)) --seed $(or $(SEED),1)
 
+.PHONY: chaos
+chaos: $(VENV)/.dev ## Kills and faults at each system call: PARTS=disks,commands SEED=1 MOST=5
+	$(BIN)/python -m tests.campaigns.chaos $(if $(PARTS),--parts $(PARTS)) \
+		$(if $(SEED),--seed $(SEED)) $(if $(MOST),--most $(MOST)) $(if $(ONLY),--only '$(ONLY)')
+
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
