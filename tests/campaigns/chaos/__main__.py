@@ -78,8 +78,8 @@ class Campaign:
                         rows.append([*row, one.resumed, *counts])
                         self.losses += [f"{example.name}: {wrong}" for wrong in one.wrong]
                         print(*rows[-1], flush=True)
-        columns = ("example", "rank killed", "mode", "file events", "chosen", "killed")
-        columns += ("resumed from a step", *VERDICTS)
+        columns = ["example", "rank killed", "mode", "file events", "chosen", "killed"]
+        columns += ["resumed from a step", *VERDICTS]
         self.tables.append(Table("Kills of trainers, by ckpt-chaos", columns, rows))
 
     def disks(self) -> None:
@@ -119,8 +119,8 @@ class Campaign:
             print(*rows[-1], flush=True)
             if found["losses"]:
                 print(done.stderr[-3000:])
-        columns = ("process whose calls count", "system calls", KILL_JOB, TERM_JOB)
-        columns += ("states compared by ranks that resumed", "lost")
+        columns = ["process whose calls count", "system calls", KILL_JOB, TERM_JOB]
+        columns += ["states compared by ranks that resumed", "lost"]
         self.tables.append(Table("Kills of a whole job of two ranks", columns, rows))
 
     def commands(self) -> None:
