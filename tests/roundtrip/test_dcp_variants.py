@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict_loader
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptkit
-from ckptkit.core.errors import AmbiguousSourceError, MissingFileError
+from ckptkit.core.errors import AmbiguousSourceError, MissingFileError, UnsupportedError
 from tests.made_up_shards import HALVES, WHOLE, Pieces, write_shards
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -200,3 +201,13 @@ def test_torch_writes_a_file_that_nobody_reads_for_a_mapping_with_a_name_too_man
     assert both.ours().keys() == {"w", "gain"}
     notes = ckptkit.inspect(both.folder).notes
     assert any("no shard has: 'tied.weight'" in note for note in notes)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_save_without_collectives_is_refused_by_name(tmp_path: Path) -> None:
+    """The real thing: a `.metadata` for each rank, and none of the whole."""
+    state = {"model": {"weight": torch.ones(3, 2)}}
+    dcp.save(state, checkpoint_id=tmp_path / "run", no_dist=True, use_collectives=False)
+    with pytest.raises(UnsupportedError, match="use_collectives=False"):
+        ckptkit.consolidate(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

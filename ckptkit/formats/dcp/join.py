@@ -433,17 +433,27 @@ class Join:
                 f" {stop[at]:,} of the same file",
             )
         for number in distinct(file[1:][tied]).tolist():
-            inside = np.flatnonzero(file == number)
-            before = np.concatenate([np.zeros(1, np.int64), stop[inside][:-1]])
-            holes = np.flatnonzero(start[inside] - before >= LEAST_ARCHIVE_BYTES)
-            if len(holes):
-                at = int(holes[0])
-                raise self._fail(
-                    self.key[order[inside[at]]],
-                    f"the {start[inside[at]] - before[at]:,} bytes before it belong to nothing,"
-                    " while others of the file belong to two tensors",
-                )
-            self.tied_files[number] = int(stop[inside][-1])
+            self.tied_files[number] = self._check_holes(number)
+
+    def _check_holes(self, number: int) -> int:
+        """Refuses bytes of a file that nothing refers to; returns where the last item ends.
+
+        What is stored of tensors without elements counts, though it is read for none of them.
+        """
+        rows = np.flatnonzero((self.file == number) & (self.length > 0))
+        rows = rows[np.argsort(self.start[rows], kind="stable")]
+        start = self.start[rows]
+        stop = np.maximum.accumulate(start + self.length[rows])
+        before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])
+        holes = np.flatnonzero(start - before >= LEAST_ARCHIVE_BYTES)
+        if len(holes):
+            at = int(holes[0])
+            raise self._fail(
+                self.key[rows[at]],
+                f"the {start[at] - before[at]:,} bytes before it belong to nothing,"
+                " while others of the file belong to two tensors",
+            )
+        return int(stop[-1])
 
     def _check_images(self, objects: Ints, chunks: Ints) -> None:
         """Checks files in which all chunks are in one image after the objects.

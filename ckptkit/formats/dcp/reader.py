@@ -17,7 +17,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptkit.core.errors import FormatError, IncompleteCheckpointError, MissingFileError
+from ckptkit.core.errors import (
+    FormatError,
+    IncompleteCheckpointError,
+    MissingFileError,
+    UnsupportedError,
+)
 from ckptkit.core.index import (
     CONTAINERS,
     ChunkTable,
@@ -134,6 +139,7 @@ class Images:
 
 METADATA = ".metadata"
 _DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # 'frozen' files are ckptkit's
+_OF_RANK = re.compile(r"__\d{1,7}\.metadata")
 _TORCH_ZIP = CONTAINERS.index("torch_zip")
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
 _MOST_DECOMPRESSED_BYTES = 64 << 20  # of one compressed object
@@ -176,7 +182,9 @@ class DcpReader:
         own = [
             path
             for path in paths
-            if path.endswith(".distcp") or posixpath.basename(path) in {METADATA, LIGHTNING_META}
+            if path.endswith(".distcp")
+            or (name := posixpath.basename(path)) in {METADATA, LIGHTNING_META}
+            or _OF_RANK.fullmatch(name)
         ]
         candidates, known = [], set(paths)
         for folder, files in group_by_folder(own).items():
@@ -202,6 +210,13 @@ class DcpReader:
         path = posixpath.join(candidate.folder, METADATA)
         where = posixpath.join(source.location, path)
         if path not in candidate.files:
+            if any(_OF_RANK.fullmatch(posixpath.basename(other)) for other in candidate.files):
+                raise UnsupportedError(
+                    "each rank wrote a '.metadata' of its own: `dcp.save(use_collectives=False)`"
+                    " is not read",
+                    where=posixpath.join(source.location, candidate.folder),
+                    hint="load it with the same ranks, and save it with use_collectives=True",
+                )
             raise MissingFileError(
                 f"{candidate.reason}: the save did not finish, or the file was not copied",
                 where=where,

@@ -270,7 +270,8 @@ def plan_model(
         The plan; its tensors are described and not yet bound to what they are copied from.
     """
     config, entries, extents = parse_config(side), list(_entries(table)), _extents(table)
-    refuse_random_weights(entries, location=where, config=config)
+    if options.names != "live":
+        refuse_random_weights(entries, location=where, config=config)
     refuse_casting_quantized(entries, options, config, location=where)
     same, broken = dict[Fqn, Fqn](), dict(find_tie_conflicts(config, extents))
     for target, source in find_tie_candidates(config, extents).items():

@@ -175,7 +175,10 @@ def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, Ten
 
 def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
     """Whether an optimizer has state here; FSDP1's ranks without elements have none."""
-    return isinstance(parameter, DTensor) or any(slot.elements for slot in slots)
+    if isinstance(parameter, DTensor):
+        return True
+    # One that is not sharded may have no elements, and nevertheless a count of steps.
+    return any(slot.elements or not slot.sharded for slot in slots)
 
 
 def _empty(

@@ -34,6 +34,7 @@ from ckptkit.training.state.collect import BoundModel, BoundObject, BoundState
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.fsdp import has_flat_parameters
 from ckptkit.training.state.objects import flatten
+from ckptkit.training.state.objects_on_disk import read_blob
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import adapt, assemble, leaf_paths
 from ckptkit.training.step_names import clean_fqn, parallel_prefixes
@@ -228,7 +229,7 @@ def _bytes(stored: StoredStep, other: BoundObject, rank: int) -> bytes:
         path = _file(other, rank)
         return source.read(path, 0, source.stat(path).size_bytes)
     blob: BlobRef = stored.index(other.unit).values[_path(stored, other, rank)]
-    return source.read(blob.path, blob.start, blob.stop)
+    return read_blob(source, blob, where=_name(other))
 
 
 def object_changes(

@@ -393,10 +393,10 @@ def _unit(
     handle = module._handle
     flat = handle.flat_param
     sharded, inter = bool(handle.uses_sharded_strategy), getattr(module, "_inter_node_pg", None)
-    copies = Copies()
-    if not sharded:
-        copies = Copies(handle.world_size, handle.rank)
-    elif inter is not None and module.sharding_strategy.name.lstrip("_").startswith("HYBRID"):
+    is_hybrid = module.sharding_strategy.name.lstrip("_").startswith("HYBRID")
+    copies = Copies() if sharded else Copies(handle.world_size, handle.rank)
+    # HYBRID_SHARD over groups of one rank becomes NO_SHARD, of that rank and those with copies.
+    if inter is not None and (is_hybrid or not sharded):
         copies = Copies(dist.get_world_size(inter), dist.get_rank(inter))
     sharing = handle.world_size if sharded else 1
     rank = handle.rank if sharded else 0

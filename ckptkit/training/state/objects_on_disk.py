@@ -29,7 +29,7 @@ from ckptkit.core.errors import (
     UnsafePickleError,
 )
 from ckptkit.core.text import quote
-from ckptkit.formats.dcp.reader import BlobRef
+from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.pickle.machine import (
     Global,
     InertDict,
@@ -79,15 +79,22 @@ def read_object(source: Source, blob: BlobRef, *, where: str) -> Any:
         The value, of plain types, tensors on the CPU and numpy arrays.
     """
     place = f"{posixpath.join(source.location, blob.path)}, {where}"
-    data = _read_checked(source, blob.path, (blob.start, blob.stop), place)
-    return object_from_bytes(data, where=place)
+    return object_from_bytes(read_blob(source, blob, where=place), where=place)
+
+
+def read_blob(source: Source, blob: BlobRef, *, where: str) -> bytes:
+    """Returns the archive of a value that a DCP data file has, decompressed where it has to be."""
+    _check_size(blob.stop - blob.start, where)
+    read, size = open_blob(source, blob, where=where)
+    return read(0, size)
 
 
 def read_torch_file(source: Source, path: str) -> Any:
     """Reads a small file that `torch.save` wrote; as `read_object` does."""
     place = posixpath.join(source.location, path)
-    data = _read_checked(source, path, (0, source.stat(path).size_bytes), place)
-    return object_from_bytes(data, where=place)
+    size_bytes = source.stat(path).size_bytes
+    _check_size(size_bytes, place)
+    return object_from_bytes(source.read(path, 0, size_bytes), where=place)
 
 
 def is_readable(data: bytes) -> str:
@@ -131,10 +138,9 @@ def _parsed(data: bytes, *, where: str) -> tuple[ZipArchive, object]:
         raise ResumeError(error.message, where=error.where, hint=_HINT) from error
 
 
-def _read_checked(source: Source, path: str, extent: tuple[int, int], where: str) -> bytes:
-    if extent[1] - extent[0] > _MOST_BYTES:
-        raise FormatError(f"{extent[1] - extent[0]:,} bytes are no small object", where=where)
-    return source.read(path, *extent)
+def _check_size(size_bytes: int, where: str) -> None:
+    if size_bytes > _MOST_BYTES:
+        raise FormatError(f"{size_bytes:,} bytes are no small object", where=where)
 
 
 class _ValueBuilder:

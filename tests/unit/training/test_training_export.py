@@ -203,6 +203,18 @@ def test_adapters_and_packed_weights_are_not_exported_as_models(tmp_path: Path) 
         assert "'fc1.weight' belongs to a packed 4-bit or 8-bit weight" in told
 
 
+def test_packed_weights_are_exported_under_the_names_of_training(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int8), requires_grad=False)
+    state = {"model": nn.ModuleDict({"fc1": layer})}
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state).result(60)
+        checkpointer.export(tmp_path / "out", state=state, names="live").result(60)
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "expected", names="live")
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
 def test_weights_that_are_declared_tied_but_differ_are_both_written(tmp_path: Path) -> None:
     embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4)
     inner = nn.ModuleDict({"embed_tokens": embedding})

@@ -20,10 +20,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
+import ckptkit
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import FileRecord, Manifest
 from ckptkit.storage.local.source import LocalSource
@@ -399,3 +401,58 @@ def test_a_tie_that_drops_nothing_is_not_warned_of(
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     for weight in (other.table.weight, other.head.weight):
         assert weight.detach().numpy().tobytes() == saved.table.weight.detach().numpy().tobytes()
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+def test_ties_beside_tensors_without_elements_are_no_damage(tmp_path: Path, layout: Any) -> None:
+    saved, other = Twins(tied=True), Twins(tied=True)
+    for twins in (saved, other):
+        for name in ("a", "b", "z"):  # before, between and behind in the file of the rank
+            twins.register_parameter(name, nn.Parameter(torch.ones(0, 5, 5)))
+        twins.register_buffer("buffer", torch.ones(0))
+    with Checkpointer(tmp_path / "run", layout=layout) as checkpointer:
+        checkpointer.save(1, {"model": saved}).result(60)
+        assert checkpointer.resume({"model": other}) == 1
+    assert torch.equal(other.table.weight, saved.table.weight)
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "out", names="live")
+    assert ckptkit.verify(tmp_path / "run").ok
+
+
+def test_the_state_of_a_parameter_without_elements_is_resumed(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Parameter, dict[str, Any]]:
+        model, empty = nn.Linear(3, 2), nn.Parameter(torch.ones(0, 4))
+        model.register_parameter("empty", empty)
+        return empty, {"model": model, "optimizer": AdamW(model.parameters())}
+
+    parameter, state = make()
+    for each in state["model"].parameters():
+        each.grad = torch.ones_like(each)
+    state["optimizer"].step()
+    other, fresh = make()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        checkpointer.resume(fresh)
+    found, expected = fresh["optimizer"].state[other], state["optimizer"].state[parameter]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_compressed_save_of_torch_is_resumed_from(tmp_path: Path) -> None:
+    old, new = trained(), state_of()
+    values = {
+        "model": old["model"].state_dict(),
+        "optimizer": get_optimizer_state_dict(old["model"], old["optimizer"]),
+        "scheduler": old["scheduler"].state_dict(),
+        "counts": old["counts"],
+    }
+    writer = dcp.FileSystemWriter(tmp_path / "stock", _extensions=[ZStandard()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(values, storage_writer=writer)
+    with Checkpointer(tmp_path / "run", layout="dcp") as checkpointer:
+        checkpointer.resume({name: new[name] for name in values}, folder=tmp_path / "stock")
+    assert new["counts"] == old["counts"]
+    assert new["scheduler"].state_dict() == old["scheduler"].state_dict()
+    assert new["optimizer"].param_groups[0]["lr"] == old["optimizer"].param_groups[0]["lr"]
+    for one, other in zip(new["model"].parameters(), old["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
