@@ -88,6 +88,13 @@ chaos: $(VENV)/.dev ## Kills and faults at each system call: PARTS=disks,command
 	$(BIN)/python -m tests.campaigns.chaos $(if $(PARTS),--parts $(PARTS)) \
 		$(if $(SEED),--seed $(SEED)) $(if $(MOST),--most $(MOST)) $(if $(ONLY),--only '$(ONLY)')
 
+.PHONY: differential
+differential: $(VENV)/.dev ## Random models, meshes and savers against all readers: RUNS=200 SEED=1
+	$(BIN)/python -m tests.campaigns.differential \
+		--runs $(or $(RUNS),200) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.campaigns.differential --families \
+		--runs $(or $(RUNS),200) --seed $(or $(SEED),1)
+
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \

@@ -41,7 +41,7 @@ from ckptkit.engine.outcome import Event, Planned
 from ckptkit.hub_names.transformers.program import answer_question
 from tests.small_models import class_named, model_classes, small_model_config, time_limit
 
-WEIGHTS = "model.safetensors"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "model-families.md"
 SECONDS_PER_CLASS = 300
 CLASSES_PER_PROCESS = 200
 LONGEST = 300
@@ -98,22 +98,42 @@ def try_class(name: str, folder: Path) -> Result:
     """Consolidates a small model of a class, and compares."""
     model_class = class_named(name)
     kind = model_class.config_class.model_type or "(none)"
-    reference, out = folder / "reference", folder / "out"
     try:
         model = model_class(small_model_config(model_class))
     except Exception as error:  # noqa: BLE001  any class may want what is not here
         return Result(name, kind, "not built", _said(error))
+    return try_model(model, folder)
+
+
+def try_model(model: Any, folder: Path, **options: Any) -> Result:
+    """Consolidates a model and compares; `options` are those of `save_pretrained`."""
+    name, kind = type(model).__name__, type(model).config_class.model_type or "(none)"
+    reference, out = folder / "reference", folder / "out"
     fill(model)
     try:
-        model.save_pretrained(reference)
+        model.save_pretrained(reference, **options)
     except Exception as error:  # noqa: BLE001  and may not be saved
         return Result(name, kind, "not saved", _said(error))
-    theirs = load_file(reference / WEIGHTS)
+    theirs = load_folder(reference)
     notes: list[str] = []
     outcome, reason = _compared(model, folder / "source", out, reference, notes)
     left_out = len(model.state_dict().keys() - theirs.keys())
     not_compared = _said(next((n for n in notes if "not compared" in n), ""))
     return Result(name, kind, outcome, reason, len(theirs), left_out, not_compared)
+
+
+def equal_classes() -> list[str]:
+    """Returns the classes that the page says are equal."""
+    rows = PAGE.read_text(encoding="utf-8").partition("\n## Equal\n")[2].splitlines()[3:]
+    return [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[2])]
+
+
+def load_folder(folder: Path) -> dict[str, Any]:
+    """Returns the tensors of all weight files of a folder."""
+    found: dict[str, Any] = {}
+    for path in folder.glob("model*.safetensors"):
+        found |= load_file(path)
+    return found
 
 
 def _compared(
@@ -131,7 +151,7 @@ def _compared(
     except CkptkitError as error:
         found = _own_fault(model, reference)
         return ("refused too", found) if found else ("refused", _said(error))
-    found = _differences(load_file(out / WEIGHTS), load_file(reference / WEIGHTS))
+    found = differences(load_folder(out), load_folder(reference))
     found = found or _of_configs(out, reference)
     if found:
         return "differs", found
@@ -164,7 +184,7 @@ def _said(error: BaseException | str) -> str:
     return f"{name}{text}"[:LONGEST]
 
 
-def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     """Says how the tensors of two files differ; empty where they do not."""
     more, fewer = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
     if more or fewer:
@@ -192,10 +212,13 @@ def _reloaded(model: Any, folder: Path) -> str:
     wrong = {key: sorted(map(str, value))[:3] for key, value in loading.items() if value}
     if wrong:
         return f"loads with {wrong}"[:LONGEST]
-    ignored = set(model._keys_to_ignore_on_save or ())  # loading makes them anew
-    found = loaded.state_dict()
-    mine = {k: v for k, v in model.state_dict().items() if k not in ignored}
-    return _differences({k: v for k, v in found.items() if k not in ignored}, mine)
+    return differences(saved_state(loaded), saved_state(model))
+
+
+def saved_state(model: Any) -> dict[str, Any]:
+    """Returns the tensors of a model but for those that loading makes anew."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    return {k: v for k, v in model.state_dict().items() if k not in ignored}
 
 
 def run_class(name: str) -> Result:

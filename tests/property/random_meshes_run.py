@@ -1,4 +1,4 @@
-"""Saves tensors split at random over ranks, through torch's own DCP: `... FOLDER`.
+"""Saves tensors split at random over ranks, through torch's own DCP: `... FOLDER SEED`.
 
 One process imports torch and forks the ranks of every world from itself.
 """
@@ -50,12 +50,14 @@ class Case:
 
     Attributes:
         number: Which of all; also its name.
+        seed: What all is drawn from.
         mesh: The ranks, nested in lists.
         placements: How it is split over each dimension of the mesh.
         full: The tensor itself.
     """
 
     number: int
+    seed: int
     mesh: torch.Tensor
     placements: tuple[Placement, ...]
     full: torch.Tensor
@@ -66,17 +68,19 @@ class Case:
 
     def __str__(self) -> str:
         shape, placed = list(self.full.shape), list(self.placements)
-        return f"{SEED=} {self.name}: {self.full.dtype} {shape} {placed} {self.mesh.tolist()}"
+        return (
+            f"seed {self.seed} {self.name}: {self.full.dtype} {shape} {placed} {self.mesh.tolist()}"
+        )
 
 
-def case(number: int, world: int) -> Case:
-    chance = random.Random(SEED + number)  # noqa: S311
+def case(number: int, world: int, seed: int) -> Case:
+    chance = random.Random(seed + number)  # noqa: S311
     size = chance.choice([n for n in MESHES if n <= world] + [world] * 3)
     ranks = chance.sample(range(world), size)
     mesh = torch.tensor(ranks).reshape(chance.choice(MESHES[size]))
     shape = [chance.choice(SIZES) for _ in range(chance.choice((0, 1, 1, 2, 2, 2, 3, 4)))]
     full = _tensor(chance, shape, chance.choice(DTYPES))
-    return Case(number, mesh, _placements(chance, mesh.shape, len(shape)), full)
+    return Case(number, seed, mesh, _placements(chance, mesh.shape, len(shape)), full)
 
 
 def _placements(
@@ -107,14 +111,14 @@ def _tensor(chance: random.Random, shape: Sequence[int], dtype: torch.dtype) -> 
     return flat.reshape(shape)
 
 
-def checkpoints() -> dict[str, list[Case]]:
+def checkpoints(seed: int = SEED) -> dict[str, list[Case]]:
     """All cases by the folder that they are saved in."""
     found: dict[str, list[Case]] = {}
     number = 0
     for world, (count, folders) in WORLDS.items():
         for _ in range(count):
             folder = f"world_{world}_{number % folders}"
-            found.setdefault(folder, []).append(case(number, world))
+            found.setdefault(folder, []).append(case(number, world, seed))
             number += 1
     return found
 
@@ -133,7 +137,7 @@ def save(folder: str, cases: Sequence[Case]) -> None:
     dcp.save({"model": state}, storage_writer=writer)
 
 
-def live(rank: int, world: int, listener: socket.socket, home: Path) -> None:
+def live(rank: int, world: int, listener: socket.socket, home: Path, seed: int) -> None:
     store = TCPStore(
         "127.0.0.1",
         listener.getsockname()[1],
@@ -142,19 +146,19 @@ def live(rank: int, world: int, listener: socket.socket, home: Path) -> None:
         master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    for folder, cases in checkpoints().items():
+    for folder, cases in checkpoints(seed).items():
         if folder.startswith(f"world_{world}_"):
             save(str(home / folder), cases)
     dist.barrier()
 
 
-def fork(rank: int, world: int, listener: socket.socket, home: Path) -> int:
+def fork(rank: int, world: int, listener: socket.socket, home: Path, seed: int) -> int:
     child = os.fork()
     if child:
         return child
     signal.alarm(LIMIT_SECONDS)
     try:
-        live(rank, world, listener, home)
+        live(rank, world, listener, home, seed)
     except BaseException:  # noqa: BLE001  the child must not go on as its parent
         traceback.print_exc()
         sys.stderr.flush()
@@ -164,10 +168,10 @@ def fork(rank: int, world: int, listener: socket.socket, home: Path) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    home = Path(sys.argv[1])
+    home, seed = Path(sys.argv[1]), int(sys.argv[2])
     for world in WORLDS:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            children = [fork(rank, world, listener, home) for rank in range(world)]
+            children = [fork(rank, world, listener, home, seed) for rank in range(world)]
         ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         assert ends == [0] * world, f"the ranks of a world of {world} ended with {ends}"
 

@@ -10,9 +10,8 @@ import pytest
 
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("torch")
-from tests.all_model_types import try_class  # noqa: E402
+from tests.all_model_types import PAGE, equal_classes, try_class  # noqa: E402
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "model-families.md"
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of models, about their own defaults
 
 # Ties by patterns, by modules, by layers, in parts of a model; names and elements that change.
@@ -22,12 +21,6 @@ FIXED = (
     *("SamModel", "UnlimitedOcrTextModel", "Zamba2ForCausalLM"),
 )
 RANDOM = 5
-
-
-def equal_classes() -> list[str]:
-    """Returns the classes that the page says are equal."""
-    rows = PAGE.read_text(encoding="utf-8").partition("\n## Equal\n")[2].splitlines()[3:]
-    return [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[2])]
 
 
 def sample() -> list[str]:
