@@ -1,7 +1,8 @@
-"""A sample of the differential campaign: a few draws, and one that has once failed."""
+"""A sample of the differential campaign: a few draws, and those that have once failed."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,26 @@ GROUPS_OF_ONE = Draw(
     output=USUAL["output"],
 )
 
+# A rank that holds nothing of a flat parameter but padding has a state of the optimizer for it.
+PADDING_ALONE = replace(
+    GROUPS_OF_ONE,
+    number=1_001,
+    units=(Unit("0", (Spec("weight", (1,), "float32"),)),),
+    first=Mesh(2, "fsdp1", (2,), original=False),
+    second=Mesh(2, "fsdp1", (2,), original=False),
+)
+FOUND = (GROUPS_OF_ONE, PADDING_ALONE)
+
 
 @pytest.mark.distributed
 def test_what_is_read_is_what_was_alive(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path)
     try:
-        found = campaign.run([*(make_draw(SEED, number) for number in NUMBERS), GROUPS_OF_ONE])
+        found = campaign.run([*(make_draw(SEED, number) for number in NUMBERS), *FOUND])
     finally:
         campaign.close()
     assert [(one.draw.number, one.saver, one.reader, one.error) for one in found if one.error] == []
-    assert {one.draw.number for one in found} == {*NUMBERS, GROUPS_OF_ONE.number}
+    assert {one.draw.number for one in found} == {*NUMBERS, *(draw.number for draw in FOUND)}
     assert sum(one.size_bytes > 0 for one in found) > 10 * len(NUMBERS)
 
 

@@ -174,11 +174,13 @@ def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, Ten
 
 
 def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
-    """Whether an optimizer has state here; FSDP1's ranks without elements have none."""
+    """Whether an optimizer has state here; FSDP1's ranks without elements may have none.
+
+    They have some of a flat parameter, which is padded, and of what is not sharded.
+    """
     if isinstance(parameter, DTensor):
         return True
-    # One that is not sharded may have no elements, and nevertheless a count of steps.
-    return any(slot.elements or not slot.sharded for slot in slots)
+    return any(slot.elements or slot.start is not None or not slot.sharded for slot in slots)
 
 
 def _empty(

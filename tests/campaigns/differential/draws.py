@@ -187,7 +187,12 @@ def make_draw(seed: int, number: int) -> Draw:
         first,
         second,
         stock,
-        _stock_options(chance, stock, units),
+        _stock_options(
+            chance,
+            stock,
+            units,
+            separate=first.strategy in ("plain", "ddp") and not any(u.tied for u in units),
+        ),
         _own_options(chance),
         _output(chance),
     )
@@ -271,7 +276,10 @@ def _tensors(chance: random.Random, dtype: str, *, scalars: bool, empty: bool) -
     return tuple(found)
 
 
-def _stock_options(chance: random.Random, stock: str, units: Sequence[Unit]) -> dict[str, Any]:
+def _stock_options(
+    chance: random.Random, stock: str, units: Sequence[Unit], *, separate: bool
+) -> dict[str, Any]:
+    """Draws options; `separate` says that no two tensors share memory."""
     if stock == "hf_writer":
         # torch's own consolidation takes floats with dimensions.
         fits = all(spec.shape and spec.dtype in TRAINED for unit in units for spec in unit.tensors)
@@ -286,14 +294,17 @@ def _stock_options(chance: random.Random, stock: str, units: Sequence[Unit]) -> 
         return {"zip": chance.random() < 0.7}
     if stock == "safetensors":
         return {}
+    form = chance.choices(("torch", "safetensors", "zstd"), (8, 1, 1))[0]
+    if form == "safetensors" and not separate:
+        form = "zstd"  # safetensors refuses shared memory, and torch loses errors of threads
     return {
         "single_file_per_rank": chance.random() < 0.6,
-        "thread_count": chance.choice((1, 1, 2, 3)),
+        "thread_count": 1 if form == "safetensors" else chance.choice((1, 1, 2, 3)),
         "sync_files": chance.random() < 0.3,
         "per_thread_copy_ahead": chance.choice((0, 10_000_000)),
         # For which `async_save` would pin memory, which needs an accelerator.
         "cache_staged_state_dict": stock != "dcp_async" and chance.random() < 0.2,
-        "form": chance.choices(("torch", "safetensors", "zstd"), (8, 1, 1))[0],
+        "form": form,
         "dedup_save_to_lowest_rank": chance.random() < 0.3,
         "enable_plan_caching": chance.random() < 0.2,
     }
@@ -319,7 +330,7 @@ def _output(chance: random.Random) -> dict[str, Any]:
         "only": chance.choice(("", "", "include", "exclude")),
         "optimizer": chance.random() < 0.4,
         "workers": chance.choice((None, 1, 3)),
-        "weights": chance.choice((None, (0.25, 0.75), (3.0, -1.0))),
+        "weights": chance.choice((None, [0.25, 0.75], [3.0, -1.0])),
         "encoding": chance.choice(("xor", "overwrite")),
         "checksum": chance.choice(("xxh3-128", "adler32")),
     }
