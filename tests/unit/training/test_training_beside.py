@@ -67,8 +67,8 @@ def test_steps_that_a_job_removes_while_they_are_searched_are_not_missed(
         for step, model in enumerate(models):
             checkpointer.save(step, {"model": model}).result(LIMIT_SECONDS)
     (run / "checkpoint-2").rename(later)
-    for step in {"checkpoint-0", "checkpoint-1"}.difference(listed):
-        shutil.rmtree(run / step)
+    for name in {"checkpoint-0", "checkpoint-1"}.difference(listed):
+        shutil.rmtree(run / name)
     look, moments = getattr(_Search, moment), iter([True])
 
     def overtaken(search: _Search, *arguments: Any) -> Any:
