@@ -95,6 +95,10 @@ differential: $(VENV)/.dev ## Random models, meshes and savers against all reade
 	$(BIN)/python -m tests.campaigns.differential --families \
 		--runs $(or $(RUNS),200) --seed $(or $(SEED),1)
 
+.PHONY: gpu
+gpu: $(VENV)/.dev ## Check and measure saves on a CUDA device, if there is one
+	$(BIN)/python -m tests.campaigns.gpu $(GPU_ARGS)
+
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
 	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \

@@ -24,9 +24,9 @@ PINS = HERE.parent / "constraints.txt"
 DECISIONS = HERE / "advisories.txt"
 PAGE = "https://pypi.org/pypi/{}/json"
 SECONDS = 60.0
-PAGE_SECONDS = 20.0
+PAGE_SECONDS = 60.0
 REQUEST_SECONDS = 5
-AT_ONCE = 8
+AT_ONCE = 16
 Found = Mapping[str, list[str]]  # identifiers of a package's advisories, the first with its aliases
 
 

@@ -245,7 +245,8 @@ class _CudaCopies:
             _copy_on(side, device, rest)
             # A thread that waits for it sleeps, instead of taking a core from the training.
             with torch.cuda.device(device):
-                events.append((device, side.record_event(torch.cuda.Event(blocking=True))))
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                events.append((device, side.record_event(event)))
         for target, source in pairs:
             if not is_plain(source):
                 copy_through_host(target, source)

@@ -413,7 +413,8 @@ class FakeStream:
 class FakeEvent:
     def __init__(self, *, blocking: bool) -> None:
         assert blocking  # the thread that waits takes no processor time
-        self.name, self.log = "", []
+        self.name = ""
+        self.log: list[str] = []
 
     def synchronize(self) -> None:
         self.log.append("host waits")
