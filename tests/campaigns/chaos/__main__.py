@@ -74,12 +74,12 @@ class Campaign:
                     found = run_example(example, host, work, modes=MODES, points=points, rank=rank)
                     for mode, one in found.items():
                         counts = [one.found[verdict] for verdict in VERDICTS]
-                        row = [example.name, rank, mode, one.events, sum(counts), one.kills]
-                        rows.append([*row, one.resumed, *counts])
-                        self.losses += [f"{example.name}: {wrong}" for wrong in one.wrong]
+                        row = [example.name, rank, mode, one.events, one.kills]
+                        rows.append([*row, one.resumed, *counts, one.restarted])
+                        self.losses += [f"{example.name}: {wrong}" for wrong in one.wrong.values()]
                         print(*rows[-1], flush=True)
-        columns = ["example", "rank killed", "mode", "file events", "chosen", "killed"]
-        columns += ["resumed from a step", *VERDICTS]
+        columns = ["example", "rank killed", "mode", "file events", "kills"]
+        columns += ["resumed from a step", *VERDICTS, "as a restart after the end"]
         self.tables.append(Table("Kills of trainers, by ckpt-chaos", columns, rows))
 
     def disks(self) -> None:

@@ -1,5 +1,9 @@
 """ckpt-chaos over the examples: two ranks, of which one dies at a file event of its own.
 
+Transformers' Trainer that is started again after its last step trains one step more, ckptkit or
+not. A run that was killed after its last save is therefore compared with one that was not killed
+and started twice.
+
 Source:
     ckpt-chaos: https://pypi.org/project/ckpt-chaos/
 """
@@ -9,11 +13,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +48,11 @@ class Example:
     def name(self) -> str:
         return self.arguments[-1]
 
+    @property
+    def last(self) -> int:
+        """The number of its last checkpoint."""
+        return self.steps if self.checkpoints == "checkpoint-*" else self.steps // 2 - 1
+
 
 # accelerate numbers its checkpoints from 0, which ckpt-chaos takes for no checkpoint at all.
 EXAMPLES = (
@@ -63,14 +73,17 @@ class Verdicts:
         kills: How many of them it was killed at.
         found: How often each verdict was given.
         resumed: How many of the runs went on from a checkpoint.
-        wrong: What was not passed.
+        restarted: How many were killed after their last save, and are bit by bit what a run that
+            was not killed becomes when it is started again.
+        wrong: What was not passed, by the folder of the run.
     """
 
     events: int
     kills: int = 0
     found: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
-    wrong: list[str] = field(default_factory=list)
+    restarted: int = 0
+    wrong: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -115,21 +128,63 @@ def run_example(
     """
     run = "{out}/run"
     digest = shlex.join([sys.executable, str(HERE / "show_digest.py"), "{out}"])
+    start = [
+        *(sys.executable, "-IS", str(HERE / "example_client.py"), str(host)),
+        *(*example.arguments, run, "--steps", str(example.steps), "--save-every", "2"),
+    ]
     command = [
         *(sys.executable, "-m", "ckpt_chaos", "run", "--work", str(work)),
         *("--checkpoint-glob", f"{run}/{example.checkpoints}", "--step-regex", STEP),
         *("--result-cmd", digest, "--fail-on", FAIL_ON, "--modes", ",".join(modes)),
-        *("--ranks", "2", "--crash-rank", str(rank), "--max-points", str(points), "--"),
-        *(sys.executable, "-IS", str(HERE / "example_client.py"), str(host)),
-        *(*example.arguments, run, "--steps", str(example.steps), "--save-every", "2"),
+        *("--ranks", "2", "--crash-rank", str(rank), "--max-points", str(points), "--", *start),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     results = [json.loads(path.read_text()) for path in sorted(work.glob("pt_*/result.json"))]
     if not results:
         raise AssertionError(done.stdout + done.stderr)
     found = judged(work, modes, rank, results)
-    assert (done.returncode != 0) == any(one.wrong for one in found.values()), done.stdout
+    if any(one.wrong for one in found.values()):
+        excuse(work, found, example, start)
     return found
+
+
+def excuse(
+    work: Path, found: Mapping[str, Verdicts], example: Example, command: Sequence[str]
+) -> None:
+    """Takes out what is as it is after a restart of a run that has ended."""
+    out = work / "twice" / "out"
+    for _ in range(2):
+        run_ranks([word.replace("{out}", str(out)) for word in command])
+    expected = digest_of(out)
+    for verdicts in found.values():
+        for point, text in [*verdicts.wrong.items()]:
+            is_after_last = f"'resumed_from_step': {example.last}," in text
+            if is_after_last and digest_of(work / point / "out") == expected:
+                del verdicts.wrong[point]
+                verdicts.restarted += 1
+                verdicts.found["SILENT_DIVERGENCE"] -= 1
+
+
+def digest_of(out: Path) -> str:
+    command = [sys.executable, str(HERE / "show_digest.py"), str(out)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def run_ranks(command: Sequence[str]) -> None:
+    """Runs two ranks to their end, as ckpt-chaos does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=os.environ | job | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in ("0", "1")
+    ]
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
 
 
 def judged(
@@ -154,5 +209,5 @@ def judged(
         one.found[verdict] += 1
         one.resumed += outcome["resumed_from_step"] is not None
         if verdict != "PASS":
-            one.wrong.append(f"{result['label']}: {verdict} {outcome}")
+            one.wrong[f"pt_{result['order']:03d}"] = f"{result['label']}: {verdict} {outcome}"
     return found

@@ -23,6 +23,7 @@ import signal
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -142,8 +143,9 @@ def is_possible() -> bool:
 
 def calls_of(log: Path) -> list[Reached]:
     """Returns the calls that were reached, in order; waits for their log."""
-    until = time.monotonic() + 30
+    until, failure = time.monotonic() + 30, Path(f"{log}.error")
     while not log.exists():
+        assert not failure.exists(), failure.read_text()
         assert time.monotonic() < until, f"{log} was not written"
         time.sleep(0.002)
     return [Reached(*line) for line in json.loads(log.read_text())]
@@ -244,6 +246,8 @@ def _watch(armed: int, shared: mmap.mmap, fault: Fault) -> NoReturn:
         Path(draft).write_text(json.dumps(reached))
         Path(draft).replace(fault.log)
         status = 0
+    except BaseException:  # noqa: BLE001  it is seen nowhere else
+        Path(f"{fault.log}.error").write_text(traceback.format_exc())
     finally:
         os._exit(status)
 

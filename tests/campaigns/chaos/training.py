@@ -98,10 +98,11 @@ def chain(folder: Path, actor: Actor, stride: int, first: int) -> dict[str, Any]
         ends = (ENDS[act],) * 2 if call else (1, 1)  # they say that they were to be killed
         try:
             Pair(partial(life, folder, actor.name, doom), ends).run()
-        except AssertionError:
+        except AssertionError as error:
             # Another start may have a call less: nothing was killed then, and nothing is lost.
-            if not log.exists() or len(calls_of(log)) >= call > 0:
-                raise
+            reached = len(calls_of(log))
+            if reached >= call > 0:
+                raise AssertionError(f"{error}; {reached} calls were reached") from error
         return len(calls_of(log))
 
     calls = live(KILL_JOB, 0)
