@@ -179,6 +179,20 @@ def test_a_kill_in_the_middle_leaves_no_output_and_the_next_run_sweeps_up(
     assert ckptkit.verify(out).ok
 
 
+def test_what_a_kill_after_the_commit_left_goes_when_the_next_run_is_refused(
+    source: Path, out: Path
+) -> None:
+    ckptkit.consolidate(source, out, names="live")
+    committed, begun = (out.with_name(f".out.ckptkit-{digit * 16}") for digit in "01")
+    committed.mkdir()
+    (committed / ".lock").touch()
+    (begun / "files").mkdir(parents=True)
+    (begun / "journal").touch()
+    with pytest.raises(OutputExistsError):
+        ckptkit.consolidate(source, out, names="live")
+    assert sorted(out.parent.iterdir()) == [begun, out]
+
+
 def test_a_listener_that_fails_stops_the_run_and_leaves_nothing(source: Path, out: Path) -> None:
     def fail() -> None:
         raise KeyboardInterrupt

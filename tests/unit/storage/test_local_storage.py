@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.errors import (
     InputError,
     MissingFileError,
+    NoSpaceError,
     OutputError,
     OutputExistsError,
     UnsafePathError,
@@ -345,3 +348,19 @@ def test_free_bytes_is_that_of_the_destination(tmp_path: Path) -> None:
     target = LocalTarget(tmp_path / "out")
     assert target.free_bytes() == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     target.abandon()
+
+
+def test_a_work_folder_in_which_nothing_can_be_made_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Path.mkdir
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == "files":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(NoSpaceError):
+        LocalTarget(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
