@@ -23,6 +23,7 @@ from ckptkit.core.errors import FormatError, NoSpaceError, OutputError, RefusedE
 from ckptkit.runs.marks import FileLocks, identity_in
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
 from ckptkit.storage.local.durable import replace_file
+from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.locations import MARKS_FOLDER
 
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
@@ -174,6 +175,8 @@ def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> F
         disk: The file operations of the platform.
     """
     taken: list[OpenFile] = []
+    if state != run:
+        _make_private_state(state)
     try:
         for folder in dict.fromkeys(folder for folder in (state, run) if folder is not None):
             file = _locked(folder, disk, must=folder == state)
@@ -183,6 +186,17 @@ def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> F
         FileLocks(taken).close()
         raise
     return FileLocks(taken)
+
+
+def _make_private_state(state: Path) -> None:
+    """Makes a folder outside the run, where models are built that may be private as the run is."""
+    try:
+        state.parent.mkdir(parents=True, exist_ok=True)
+        make_private(state)
+    except FileExistsError:
+        refuse_planted(state)
+    except OSError as error:
+        raise _unwritable(state, error) from error
 
 
 def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:

@@ -26,7 +26,13 @@ from ckptkit.conversion.naming_program import AnswerCache
 from ckptkit.core.errors import OutputError
 from ckptkit.hub.download import open_pull_folder
 from ckptkit.runs.marks import take_request
-from ckptkit.runs.push_journal import StepPush, journal_path, open_journal
+from ckptkit.runs.push_journal import (
+    WATCH_FOLDER,
+    StepPush,
+    journal_path,
+    open_journal,
+    take_watch_lock,
+)
 from ckptkit.storage.local.ownership import is_own, is_planted, make_private
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.target import LocalTarget
@@ -197,6 +203,17 @@ def test_state_is_not_written_through_a_link(everybody: Path, tmp_path: Path) ->
     journal.note(StepPush(1, "digest", "pushing", "org/name"))
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
     assert json.loads(path.read_bytes())["steps"].keys() == {"1"}
+
+
+def test_the_state_of_a_watch_outside_the_run_is_private(everybody: Path) -> None:
+    """Models are built there, of runs that may be private."""
+    run = everybody / "run" / WATCH_FOLDER
+    take_watch_lock(everybody / "a/state", run).close()
+    assert not can_be_read(everybody / "a/state")
+    assert can_be_read(run)  # who may read the run sees which steps were pushed
+    plant(everybody / "planted")
+    with pytest.raises(OutputError, match="belongs to another user"):
+        take_watch_lock(everybody / "planted", run)
 
 
 def test_a_pipe_in_place_of_a_request_does_not_stop_the_training(tmp_path: Path) -> None:
