@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.engine.casts import BLOCK_ELEMENTS, Caster
+from tests.property.examples import examples
 
 GUARD = 64
 NAMES = ["float64", "float32", "float16", "bfloat16", "float8_e5m2"]
@@ -31,7 +32,7 @@ def at_address(array: NDArray[Any], offset: int) -> NDArray[np.uint8]:
     return view
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     size=SIZES,
     names=st.tuples(st.sampled_from(NAMES), st.sampled_from(NAMES)),
@@ -57,7 +58,7 @@ def test_size_and_address_change_nothing_and_nothing_beside_is_touched(
     assert source.tobytes() == values.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     bits=st.lists(st.integers(0, 2**32 - 1), max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=4),
@@ -80,7 +81,7 @@ def test_dividing_a_tensor_into_calls_changes_neither_result_nor_count(
     assert counted == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40))
 def test_bfloat16_is_the_nearest_by_exact_arithmetic(bits: list[int]) -> None:
     target = np.zeros(len(bits), np.uint16)

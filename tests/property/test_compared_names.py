@@ -20,6 +20,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 import ckptkit  # noqa: E402
 from ckptkit.core.errors import RefusedError  # noqa: E402
+from tests.property.examples import examples  # noqa: E402
 
 TEXT = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**TEXT, "intermediate_size": 20, "num_key_value_heads": 1}
@@ -84,7 +85,7 @@ def reported(family: str, folder: Path) -> bool:
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(family=st.sampled_from(sorted(FAMILIES)), data=st.data())

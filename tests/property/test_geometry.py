@@ -24,6 +24,7 @@ from ckptkit.core.geometry import (
     slabs,
 )
 from ckptkit.core.index import Box, Chunk, ChunkTable, Shape, Span
+from tests.property.examples import examples
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 solid_shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -126,7 +127,7 @@ def test_what_is_missing_or_doubled_is_found_and_named(
 ) -> None:
     monkeypatch.setattr(geometry, "_GRID_CELLS", grid_cells)
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(st.data(), tilings())
     def check(data: st.DataObject, tiling: tuple[Shape, list[Box]]) -> None:
         shape, boxes = tiling

@@ -21,6 +21,7 @@ from ckptkit.engine.rearranged import RearrangeKernel, StridedBox
 from ckptkit.hub_names.arrangements import Arrangement, join
 from ckptkit.hub_names.disk_tensors import HubTensor, find_run, find_whole, find_window
 from ckptkit.plan.plan import TensorSpec
+from tests.property.examples import examples
 
 Array = NDArray[np.int64]
 Live = dict[Fqn, Array]
@@ -133,7 +134,7 @@ class Program:
 
 
 @given(st.data(), st.lists(st.sampled_from([1, 2, 3, 4, 6]), max_size=4), st.integers(1, 40))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_series_of_moves_is_followed_exactly_or_refused(
     data: st.DataObject, shape: list[int], block: int
 ) -> None:

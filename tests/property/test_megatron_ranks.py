@@ -18,6 +18,7 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.megatron.model_files import Parallelism
 from ckptkit.formats.megatron.reader import MegatronReader
+from tests.property.examples import examples
 
 NAMES = st.sampled_from(
     [
@@ -85,7 +86,7 @@ def read(files: dict[str, Any]) -> None:
             assert ckptkit.inspect(folder).format == "megatron"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.dictionaries(FOLDERS, STATES, min_size=1, max_size=4))
 def test_any_states_give_an_index_or_our_errors(files: dict[str, Any]) -> None:
     read(files)

@@ -35,6 +35,7 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Fqn, Key, Span
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.plan.plan import Demand, TensorSpec
+from tests.property.examples import examples
 
 Array = NDArray[Any]
 RANK, ALPHA = 4, 7
@@ -378,7 +379,7 @@ def test_biases_of_an_adapter_are_added_as_peft_adds_them(
     assert found.tobytes() == array_of(peft.merge_and_unload().head.bias).tobytes()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     out=st.integers(1, 70),
     inputs=st.integers(1, 70),

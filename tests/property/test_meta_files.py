@@ -16,6 +16,7 @@ from ckptkit.core.errors import InputError
 from ckptkit.core.index import Box, TensorIndex
 from ckptkit.formats.others.meta import MetaReader
 from ckptkit.storage.overlay import MemorySource
+from tests.property.examples import examples
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -95,7 +96,7 @@ def models(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, torch.Tensor], di
 SOUND = split(whole(SMALL, 4), SMALL, 2, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(models())
 def test_any_split_gives_the_whole_tensors(
     model: tuple[dict[str, int], dict[str, torch.Tensor], dict[str, bytes]],
@@ -119,14 +120,14 @@ def test_any_split_gives_the_whole_tensors(
         assert np.array_equal(out, tensors[entry.name].numpy())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(SOUND)), st.binary(max_size=300), min_size=1))
 def test_arbitrary_bytes_end_in_our_own_errors(changed: dict[str, bytes]) -> None:
     with suppress(InputError):
         read(SOUND | changed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(PARAMS, st.booleans())
 def test_arbitrary_sizes_end_in_our_own_errors(params: Any, nested: bool) -> None:
     content = {"model": params} if nested else params
@@ -134,7 +135,7 @@ def test_arbitrary_sizes_end_in_our_own_errors(params: Any, nested: bool) -> Non
         read(SOUND | {"params.json": json.dumps(content).encode()})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(sorted(SOUND)), PATCHES, st.integers(0, 6000))
 def test_overwritten_files_end_in_our_own_errors(
     name: str, patches: list[tuple[int, bytes]], length: int

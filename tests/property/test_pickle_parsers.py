@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.dcp.metadata import ALLOWED, DcpMetadata, parse_metadata
 from ckptkit.formats.pickle.pickles import parse_pickle
+from tests.property.examples import examples
 
 OPCODES = [bytes([code]) for code in b"(.012NIJKMLFGVXTUBCtl]ae}sudpqrghjcRbQ\x80\x81\x85\x86\x87"]
 OPCODES += [bytes([code]) for code in range(0x88, 0x99)]
@@ -63,13 +64,13 @@ def assert_bounded(data: bytes) -> None:
     assert peak < 300 * len(data) + 500_000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_give_our_errors(data: bytes) -> None:
     assert_bounded(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(FRAGMENTS, max_size=60).map(b"".join))
 def test_arbitrary_opcodes_give_values_or_our_errors(data: bytes) -> None:
     assert_bounded(data + b".")
@@ -77,7 +78,7 @@ def test_arbitrary_opcodes_give_values_or_our_errors(data: bytes) -> None:
         parse_pickle(data + b".", ALLOWED, where="")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(VALUES, st.sampled_from([3, 4, 5]))
 def test_pickled_values_come_back_equal(value: Any, protocol: int) -> None:
     assert parse_pickle(pickle.dumps(value, protocol), {}, where="") == value
@@ -131,7 +132,7 @@ def same(one: DcpMetadata, other: DcpMetadata) -> bool:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(checkpoints(), st.sampled_from([2, 4, 5]))
 def test_shortcuts_do_not_change_the_outcome(metadata: Metadata, protocol: int) -> None:
     data = pickle.dumps(metadata, protocol)

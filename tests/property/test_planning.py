@@ -25,6 +25,7 @@ from ckptkit.plan.plan import (
     TensorSpec,
     Trailer,
 )
+from tests.property.examples import examples
 
 LEAF = 64  # in place of 8 MiB, so that small tensors have several leaves
 DTYPES = st.sampled_from([dtype for dtype in BY_NAME.values() if dtype.safetensors])
@@ -50,7 +51,7 @@ def literal(file: OutputFile, number: int = 0) -> bytes:
     return body.data
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(products(), LAYOUTS, st.integers(1, 500))
 def test_segments_are_contiguous_and_every_tensor_is_written_once(
     wanted: list[Product], layout: object, max_file_bytes: int
@@ -76,7 +77,7 @@ def test_segments_are_contiguous_and_every_tensor_is_written_once(
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(products(), LAYOUTS, st.integers(1, 500), st.integers(1, 3))
 def test_tasks_cover_each_file_exactly_once_and_split_no_leaf(
     wanted: list[Product], layout: object, max_file_bytes: int, leaves_per_task: int
@@ -111,7 +112,7 @@ def test_tasks_cover_each_file_exactly_once_and_split_no_leaf(
             ]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(products(), st.integers(1, 500))
 def test_no_file_holds_more_than_was_asked_for_unless_it_is_one_tensor(
     wanted: list[Product], max_file_bytes: int
@@ -130,7 +131,7 @@ def test_no_file_holds_more_than_was_asked_for_unless_it_is_one_tensor(
         assert sum(sizes) <= max_file_bytes or len([size for size in sizes if size]) == 1
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(products(), st.integers(1, 500))
 def test_the_safetensors_library_reads_every_header_and_the_index_agrees(
     wanted: list[Product], max_file_bytes: int

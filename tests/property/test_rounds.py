@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.agree.save_requests import SaveRequest, SaveStepAgreement
+from tests.property.examples import examples
 
 NEVER_VOID_SECONDS = 3600.0
 MAX_DRIFT = 3
@@ -71,7 +72,7 @@ def finish(ranks: list[Rank]) -> None:
 
 
 @given(count=st.integers(1, 4), events=EVENTS)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_all_ranks_save_and_stop_at_the_same_steps(
     count: int, events: list[tuple[str, int]]
 ) -> None:

@@ -13,6 +13,7 @@ from ckptkit.core.geometry import row_major_strides
 from ckptkit.core.index import Box, Shape
 from ckptkit.core.tiles import Tile, find_tile, walk_boxes
 from ckptkit.engine.reader import ArrayMemory, slices_of
+from tests.property.examples import examples
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
@@ -61,7 +62,7 @@ def fill(tile: Tile, stored: Any, target: Any, wanted: Box) -> None:
         part.put(whole, stored[slices_of(walk.box)])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(moved(), st.data())
 def test_what_a_tile_finds_is_what_numpy_moves(case: Any, data: st.DataObject) -> None:
     shape, grid, part, (start, steps), other = case
@@ -88,7 +89,7 @@ def test_what_a_tile_finds_is_what_numpy_moves(case: Any, data: st.DataObject) -
     assert np.array_equal(back, np.where(there, source, 0)[slices_of(wanted)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(sizes, st.permutations(range(4)), st.data())
 def test_exchanged_dimensions_are_always_found(
     shape: Shape, order: list[int], data: st.DataObject

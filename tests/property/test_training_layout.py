@@ -20,6 +20,7 @@ from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES, SavePlan, plan_sa
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.pieces import Piece, watched_by
+from tests.property.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn]
 SHAPES = st.one_of(
@@ -108,7 +109,7 @@ def see_frozen_apart(plan: SavePlan, pieces: list[Piece]) -> None:
             assert ((f"{unit}/{path}" if unit else path) in trained) != piece.frozen
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     tensors=st.lists(TENSORS, max_size=12),
     limited=st.booleans(),

@@ -1,6 +1,6 @@
 """What a save accepts comes back equal, type by type and key by key; all else is refused by path.
 
-Run more of it with CKPTKIT_VALUES_EXAMPLES=500.
+Run more of it with CKPTKIT_EXAMPLES=10.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 import datetime as dt
 import enum
 import math
-import os
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from decimal import Decimal
@@ -28,8 +27,9 @@ from torch import nn
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.training import Checkpointer
 from ckptkit.training.state.collect import Layout
+from tests.property.examples import examples
 
-EXAMPLES = int(os.environ.get("CKPTKIT_VALUES_EXAMPLES", "8"))
+EXAMPLES = examples(40)
 LAYOUTS: tuple[Layout, ...] = ("accelerate", "dcp", "trainer")
 
 

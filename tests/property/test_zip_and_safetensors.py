@@ -25,6 +25,7 @@ from ckptkit.formats.pickle.zip_directory import read_directory
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.storage.overlay import MemorySource
+from tests.property.examples import examples
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 JSON = st.recursive(
@@ -88,7 +89,7 @@ def try_everything(data: bytes) -> None:
             continue
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes_end_in_our_own_errors(data: bytes) -> None:
     try_everything(data)
@@ -96,7 +97,7 @@ def test_arbitrary_bytes_end_in_our_own_errors(data: bytes) -> None:
     try_everything(b"PK\3\4" + data + ARCHIVE[-98:])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from([ARCHIVE, FILE]),
     st.lists(st.tuples(st.integers(0, 3000), st.binary(min_size=1, max_size=8)), max_size=4),
@@ -112,7 +113,7 @@ def test_overwritten_archives_end_in_our_own_errors(
     try_everything(bytes(data[:length]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 def test_arbitrary_pickles_in_whole_archives_end_in_our_own_errors(
     pickle: bytes,
@@ -125,7 +126,7 @@ def test_arbitrary_pickles_in_whole_archives_end_in_our_own_errors(
     try_everything(buffer.getvalue())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(HEADERS, st.integers(0, 40))
 def test_arbitrary_headers_are_refused_or_read_like_the_reference_does(
     header: object, data_bytes: int
@@ -141,7 +142,7 @@ def test_arbitrary_headers_are_refused_or_read_like_the_reference_does(
     assert {key: entry.shape for key, entry in index.tensors.items()} == reference
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.dictionaries(st.text(min_size=1, max_size=6), SHAPES, max_size=5), st.data())
 def test_what_safetensors_writes_is_found(
     shapes: dict[str, tuple[int, ...]], data: st.DataObject
@@ -162,7 +163,7 @@ def test_what_safetensors_writes_is_found(
         assert image[record.start : record.stop] == tensor.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(SHAPES, st.permutations(range(4)), st.integers(0, 3))
 def test_any_view_that_torch_saves_is_found(
     shape: tuple[int, ...], order: list[int], offset: int

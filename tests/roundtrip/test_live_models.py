@@ -49,16 +49,21 @@ from tests.small_models import class_named, small_model_config
 
 FRAMEWORKS = (
     "megatron_fsdp_gpt_oss_ep2",
-    "megatron_model_gemma3",
-    "megatron_model_llama_tp2_pp2",
     "megatron_model_qwen2_moe_tp2_ep2",
     "megatron_ranks_qwen2_moe_tp2_ep2",
     "meta_llama_2",
-    "nanotron_llama_interleaved",
     "nanotron_qwen2_moe",
     "torchtitan_family_gpt_oss",
-    "torchtitan_family_llama_tied",
-    "torchtitan_family_qwen3_moe",
+    *(
+        pytest.param(case, marks=pytest.mark.slow)  # of frameworks that are above
+        for case in (
+            "megatron_model_gemma3",
+            "megatron_model_llama_tp2_pp2",
+            "nanotron_llama_interleaved",
+            "torchtitan_family_llama_tied",
+            "torchtitan_family_qwen3_moe",
+        )
+    ),
 )
 ZERO = ("zero1_adam_four_ranks", "zero2_adam_float16", "zero3_adam")
 SHARDS = "fsdp2_plain"

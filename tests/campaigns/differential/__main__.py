@@ -23,7 +23,7 @@ from tests.campaigns.differential.tables import make_tables
 from tests.campaigns.report import Table, write_report
 from tests.property.random_meshes_run import checkpoints
 
-TOGETHER = 60
+TOGETHER = 20
 DRAWS_PER_GRID = 20  # of the tensors that are split at random, one seed for so many draws
 
 
@@ -35,14 +35,16 @@ def main() -> int:
 
         return run_families(options.runs, options.seed)
     draws = draws_of(options)
+    until = began + 60 * options.minutes if options.minutes else None
     with tempfile.TemporaryDirectory(prefix="differential-") as folder:
         campaign = Campaign(Path(folder))
         try:
-            found = [
-                one
-                for start in range(0, len(draws), TOGETHER)
-                for one in campaign.run(draws[start : start + TOGETHER])
-            ]
+            found: list[Comparison] = []
+            for start in range(0, len(draws), TOGETHER):
+                if until is not None and time.monotonic() > until:
+                    draws = draws[:start]
+                    break
+                found += campaign.run(draws[start : start + TOGETHER])
             failures = [one for one in found if one.error]
             for one in failures:
                 show(one if options.no_shrink or options.draw else campaign.shrink(one), one)
@@ -59,6 +61,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=200, help="how many draws")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, help="draws no more after so many minutes")
     parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
     parser.add_argument("--draw", help="one draw as JSON, or @FILE, as a failure prints it")
     parser.add_argument("--no-shrink", action="store_true", help="leaves failures as they are")
