@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.read import scan
-from ckptkit.core.checksums import digest_like, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.checksums import digest_like
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
     ChecksumError,
@@ -35,7 +35,8 @@ from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer_states import OPTIMIZER
 from ckptkit.plan.plan import SOURCE, StackedPart
-from ckptkit.runs.step_manifests import digest_problems, file_problems, step_folder
+from ckptkit.runs.step_manifests import file_problems, step_folder
+from ckptkit.runs.stored_proofs import digest_problems
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
@@ -110,6 +111,7 @@ class Verification:
         unverified: Names of tensors for which no checksum was stored; of an output, those for
             which its source had none: their digests are compared all the same.
         proven: What was checked beside the tensors, in words.
+        mended: The files that `repair` has replaced.
     """
 
     path: str
@@ -119,6 +121,7 @@ class Verification:
     size_bytes: int
     unverified: tuple[str, ...]
     proven: tuple[str, ...] = ()
+    mended: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.ok
@@ -251,13 +254,9 @@ class _Output:
         for problem in file_problems(self._source, "", self._manifest):
             wrong.append(problem.where)
             yield problem
-        for path, record in self._manifest.files.items():
-            if not record.digest or path in wrong:
-                continue
-            ranges = leaf_ranges(record.size_bytes)
-            pieces = (self._source.read(path, start, stop) for start, stop in ranges)
-            if tree_digest([leaf_digest(memoryview(piece)) for piece in pieces]) != record.digest:
-                yield Problem(_MISMATCH, path, "has another digest than the manifest")
+        for problem in digest_problems(self._source, "", self._manifest, leaving_out=wrong):
+            is_other = problem.code == ChecksumError.code
+            yield replace(problem, code=_MISMATCH) if is_other else problem
         for path in self._source.walk(0):
             if path.endswith(".safetensors") and path not in self._manifest.files:
                 yield Problem("stray-file", path, "is not in the manifest; loaders may read it")

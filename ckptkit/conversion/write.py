@@ -424,6 +424,7 @@ def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
                 file=file.path,
                 digest=digests.of_tensor(spec.name),
                 proof=_proof(segment, unverified, is_compared=str(spec.name) in stored),
+                crc32=digests.crc32_of_tensor(spec),
             )
             for file, segment, spec in planned.plan.specs()
         },
@@ -463,8 +464,10 @@ def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]], *, is_com
     reads: Iterable[tuple[str, str]] = body.reads if isinstance(body, Compute) else ()
     if isinstance(body, (Copy, ServerCopy)):
         reads = ((body.origin, body.key),)
+    if is_compared:
+        return BY_MANIFEST
     if not unverified.isdisjoint(reads):
-        return BY_MANIFEST if is_compared else UNVERIFIED
+        return UNVERIFIED
     return BY_STORE if isinstance(body, ServerCopy) else "crc32"
 
 

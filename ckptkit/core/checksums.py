@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from ckptkit.core.crc import ONE, POLYNOMIAL, crc32, crc32_combine, crc32_moved, factor_after
 from ckptkit.core.index import Ints
-from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.core.manifest import CRC32_SCHEME, LEAF_BYTES
 
 DIGEST_SCHEME = "xxh3-128-8MiB"
+_DIGEST_BYTES = 16  # of a leaf
 __all__ = [
     "DIGEST_SCHEME",
     "ChecksumPiece",
@@ -30,10 +31,13 @@ __all__ = [
     "crc32_moved",
     "crc32s_moved",
     "digest_of",
+    "join_crc32s",
     "join_leaves",
     "join_pieces",
+    "join_sums",
     "leaf_digest",
     "leaf_ranges",
+    "leaf_sums",
     "tree_digest",
 ]
 
@@ -118,6 +122,16 @@ def leaf_digest(data: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def leaf_sums(data: memoryview) -> bytes:
+    """Returns the digest of a leaf, and behind it the CRC-32 of the leaf: 20 bytes, big-endian."""
+    return join_sums(leaf_digest(data), crc32(data))
+
+
+def join_sums(digest: bytes, crc: int) -> bytes:
+    """Returns what `leaf_sums` does, from the two sums."""
+    return digest + crc.to_bytes(4, "big")
+
+
 def tree_digest(leaves: Sequence[bytes]) -> str:
     """Joins the digests of a tensor's leaves to the digest of the tensor.
 
@@ -147,8 +161,22 @@ def tree_digest(leaves: Sequence[bytes]) -> str:
 
 
 def join_leaves(leaves: Mapping[int, bytes]) -> str:
-    """Returns the digest of a tensor from its leaves by number, digested in any order."""
-    return tree_digest([leaves[number] for number in sorted(leaves)])
+    """Returns the digest of a tensor from its leaves by number, digested in any order.
+
+    Args:
+        leaves: What `leaf_digest` or `leaf_sums` gave for each.
+    """
+    return tree_digest([leaves[number][:_DIGEST_BYTES] for number in sorted(leaves)])
+
+
+def join_crc32s(leaves: Mapping[int, bytes], size_bytes: int) -> int:
+    """Returns the CRC-32 of a tensor from what `leaf_sums` gave for its leaves, by number."""
+    whole = RangeChecksum()
+    for number, leaf in leaves.items():
+        start = number * LEAF_BYTES
+        length = min(LEAF_BYTES, size_bytes - start)
+        whole.add(start, length, int.from_bytes(leaf[_DIGEST_BYTES:], "big"))
+    return whole.value(size_bytes)
 
 
 def digest_of(data: memoryview) -> str:
@@ -157,7 +185,6 @@ def digest_of(data: memoryview) -> str:
     return tree_digest([leaf_digest(flat[a:b]) for a, b in leaf_ranges(flat.nbytes)])
 
 
-CRC32_SCHEME = "crc32"
 _FEW = 32  # ranges whose sums are joined faster one by one
 _MASK = (1 << 64) - 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NewType, Protocol, overload
@@ -91,6 +92,12 @@ class RecordTable(Sequence[Record]):
             np.array([CONTAINERS.index(r.container) for r in records], np.int64),
             np.array([UNKNOWN if r.crc32 is None else r.crc32 for r in records], np.int64),
         )
+
+    def with_crc32s(self, crc32s: Ints) -> RecordTable:
+        """Returns the records with checksums, `UNKNOWN` where there is none."""
+        changed = copy(self)
+        changed.crc32 = crc32s
+        return changed
 
     def __len__(self) -> int:
         return len(self.file)

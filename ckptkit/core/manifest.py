@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import FormatError, UnsafePathError
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import ChecksumError, FormatError, UnsafePathError
 from ckptkit.core.text import a_kind
 
 if TYPE_CHECKING:  # the writer process reads manifests without numpy
@@ -34,6 +35,9 @@ UNVERIFIED = "unverified"
 MAP_VERSION = "map "
 """What the name of a name map among the versions begins with; its digest is the version."""
 LEAF_BYTES = 8 << 20  # digests are trees over leaves of this many bytes of a tensor
+CRC32_SCHEME = "crc32"
+CHECKSUM = "checksum"
+"""In a manifest: the checksum of all its other content."""
 _MAX_MANIFEST_BYTES = 256 << 20
 
 
@@ -51,6 +55,8 @@ class TensorRecord:
             compared with those stored, `digest` when ckptkit wrote the source, or a delta, and
             the digest there is the same, `unverified` when the source had none of these, `live`
             when it was the memory of training.
+        crc32: CRC-32 of its bytes, which readers compare of parts that they read in any order;
+            None in what ckptkit 0.1 wrote, unless it is the digest.
     """
 
     dtype: str
@@ -58,6 +64,7 @@ class TensorRecord:
     file: str
     digest: str
     proof: str
+    crc32: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +110,19 @@ class Manifest:
     def to_json(self) -> bytes:
         """Returns the file's bytes: sorted, indented JSON, the same for the same content.
 
+        The checksum in it is that of all other content.
+        """
+        document = self.to_document()
+        document[CHECKSUM] = _compute_checksum(document)
+        text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+        return f"{text}\n".encode()
+
+    def to_document(self) -> dict[str, Any]:
+        """Returns the content as plain values, without the checksum.
+
         JSON has no numbers that are not finite: in `source` and `options` they become null.
         """
-        document = {
+        return {
             "ckptkit_manifest": MANIFEST_VERSION,
             "kind": self.kind,
             "source": _make_finite(dict(self.source)),
@@ -124,11 +141,10 @@ class Manifest:
                     "digest": t.digest,
                     "proof": t.proof,
                 }
+                | ({} if t.crc32 is None else {"crc32": f"{t.crc32:08x}"})
                 for name, t in self.tensors.items()
             },
         }
-        text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
-        return f"{text}\n".encode()
 
 
 def source_of_all(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,8 +166,10 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
     check_manifest_size(len(data), where=where)
     try:
         document = _check_table(json.loads(data), "the file")
-        version = document["ckptkit_manifest"]
-        manifest = _parse_document(document) if version == MANIFEST_VERSION else None
+        version, manifest = document["ckptkit_manifest"], None
+        if version == MANIFEST_VERSION:
+            _check_checksum(document, where)
+            manifest = _parse_document(document)
     except KeyError as error:
         raise FormatError(f"not a ckptkit manifest: it lacks {error}", where=where) from error
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
@@ -172,6 +190,26 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
                 where=where,
             )
     return manifest
+
+
+def _compute_checksum(document: Mapping[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return f"{CRC32_SCHEME}:{crc32(text.encode()):08x}"
+
+
+def _check_checksum(document: dict[str, Any], where: str) -> None:
+    """Compares the checksum of the content, which ckptkit 0.1 did not write."""
+    if CHECKSUM not in document:
+        return
+    expected = document.pop(CHECKSUM)
+    found = _compute_checksum(document)
+    if found != expected:
+        raise ChecksumError(
+            f"has checksum {found} against {expected!r:.40} stored in it",
+            where=where,
+            hint="the file was damaged or edited after it was written; take it from a copy, or"
+            f" remove {MANIFEST_NAME} to read the folder without its proofs",
+        )
 
 
 def _parse_document(document: Mapping[str, Any]) -> Manifest:
@@ -197,12 +235,16 @@ def _parse_file(path: str, value: object) -> FileRecord:
 
 def _parse_tensor(name: str, value: object) -> TensorRecord:
     record = _check_table(value, repr(name))
+    digest = str(record["digest"])
+    crc = record.get("crc32", digest.removeprefix(f"{CRC32_SCHEME}:"))
+    is_known = "crc32" in record or crc != digest
     return TensorRecord(
         dtype=str(record["dtype"]),
         shape=tuple(_check_count(size) for size in record["shape"]),
         file=str(record["file"]),
-        digest=str(record["digest"]),
+        digest=digest,
         proof=str(record["proof"]),
+        crc32=_check_count(int(str(crc), 16)) if is_known else None,
     )
 
 

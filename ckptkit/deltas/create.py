@@ -30,7 +30,8 @@ from ckptkit.conversion.write import (
     write_output,
 )
 from ckptkit.core.arrays import aligned_buffer
-from ckptkit.core.checksums import join_leaves, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.checksums import join_leaves, join_sums, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.core.manifest import LEAF_BYTES, FileRecord, Manifest
 from ckptkit.core.threads import Throttle, run_crew
@@ -432,7 +433,7 @@ class _Found:
     Attributes:
         hasher: Of the bytes after the change.
         leaves_before: The digests of the leaves before the change.
-        leaves_after: The same after it.
+        leaves_after: The same after it, each with the CRC-32 of the leaf.
         changed_elements: How many elements have other bits.
     """
 
@@ -443,7 +444,7 @@ class _Found:
         self.changed_elements = 0
         self._kind = np.dtype(f"u{itemsize}")
         self._leaf = xxhash.xxh3_128(), xxhash.xxh3_128()
-        self._filled = 0
+        self._filled = self._crc32 = 0
 
     def add(self, before: memoryview, after: memoryview, encoder: Encoder) -> None:
         """Adds the next block, which ends with a leaf or in it; `before` is changed."""
@@ -452,6 +453,7 @@ class _Found:
             self.hasher.update(other)
             self._leaf[0].update(one)
             self._leaf[1].update(other)
+            self._crc32 = crc32(other, self._crc32)
             if not same_bytes(one, other):
                 unequal = np.frombuffer(one, self._kind) != np.frombuffer(other, self._kind)
                 self.changed_elements += int(np.count_nonzero(unequal))
@@ -467,6 +469,6 @@ class _Found:
 
     def _end_leaf(self) -> None:
         self.leaves_before.append(self._leaf[0].digest())
-        self.leaves_after.append(self._leaf[1].digest())
+        self.leaves_after.append(join_sums(self._leaf[1].digest(), self._crc32))
         self._leaf = xxhash.xxh3_128(), xxhash.xxh3_128()
-        self._filled = 0
+        self._filled = self._crc32 = 0

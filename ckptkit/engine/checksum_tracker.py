@@ -15,6 +15,7 @@ from typing import Any
 from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, join_pieces
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer
 
 READ_BYTES = 1 << 20
@@ -259,8 +260,9 @@ def _compare(record: TrackedRecord, read_bytes: int = READ_BYTES) -> None:
             f"bytes [{record.start:,}, {record.stop:,}) have CRC-32 {crc:08x} against"
             f" {record.expected:08x} stored",
             where=record.where,
-            hint="the file was damaged after it was saved; copy it again, or take an earlier"
-            " checkpoint",
+            hint="the file was damaged or changed after it was saved; copy it again, or take an"
+            " earlier checkpoint. If an output of ckptkit was changed on purpose, remove its"
+            f" {MANIFEST_NAME}",
         )
 
 

@@ -12,9 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.core.checksums import CRC32_SCHEME, ChecksumPiece, join_leaves, leaf_digest
+from ckptkit.core.checksums import (
+    ChecksumPiece,
+    join_crc32s,
+    join_leaves,
+    leaf_sums,
+)
 from ckptkit.core.index import Span
-from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.core.manifest import CRC32_SCHEME, LEAF_BYTES
 from ckptkit.engine.checksum_tracker import DeferredChecksums, OpenRecord, Slot
 from ckptkit.plan.plan import (
     TASK_BYTES,
@@ -40,7 +45,7 @@ def _no_leaves() -> Leaves:
 
 @dataclass(slots=True)
 class Digests:
-    """Leaves of digests, by tensor name and by path of side file.
+    """The sums of leaves, by tensor name and by path of side file; see `leaf_sums`.
 
     `crc32s` are the checksums of tensors that a store copied in part. No task reads those parts.
     """
@@ -54,6 +59,13 @@ class Digests:
         if name in self.crc32s:
             return f"{CRC32_SCHEME}:{self.crc32s[name]:08x}"
         return join_leaves(self.tensors.get(name, {}))
+
+    def crc32_of_tensor(self, spec: TensorSpec) -> int:
+        """Returns the CRC-32 of a tensor's bytes, which are all written."""
+        name = str(spec.name)
+        if name in self.crc32s:
+            return self.crc32s[name]
+        return join_crc32s(self.tensors.get(name, {}), spec.size_bytes)
 
     def of_file(self, path: str) -> str:
         """Returns the digest of a side file's bytes."""
@@ -213,7 +225,7 @@ def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
             return checksums.fill(0, part, expected) and view == expected
         checksums.note((0, part.number), part.start, view)
         written = digests.tensors.get("" if spec is None else str(spec.name), {})
-        return leaf_digest(view) == written.get(part.start // LEAF_BYTES)
+        return leaf_sums(view) == written.get(part.start // LEAF_BYTES)
 
     for task in cut_into_tasks(0, file):
         data = block[: task.stop - task.start]

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import FormatError, VerificationError
-from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_manifest
+from ckptkit.core.manifest import CHECKSUM, MANIFEST_NAME, FileRecord, Manifest, parse_manifest
 from ckptkit.core.model_configs import model_config_to_json, to_json
 from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.client import is_local, is_repo_id
@@ -165,7 +165,11 @@ def scrub(path: str, document: Any, base_model: str | None) -> Any:
         return document
     if name == MANIFEST_NAME:
         parts = ("source", "options")
-        return {k: _without_folders(v) if k in parts else v for k, v in document.items()}
+        return {
+            key: _without_folders(value) if key in parts else value
+            for key, value in document.items()
+            if key != CHECKSUM  # of the content with its paths
+        }
     return {
         key: _without_places(key, value, base_model if name == ADAPTER_CONFIG else None)
         for key, value in document.items()

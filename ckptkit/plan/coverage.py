@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ckptkit.core.errors import (
+    ChecksumError,
     IncompleteCheckpointError,
     InputError,
     LimitError,
@@ -16,6 +17,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.geometry import drop_replicas, find_defect
 from ckptkit.core.index import Box, Key, Problem, Span, TensorEntry, TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME
 
 _ERRORS: dict[str, type[InputError]] = {
     error.code: error
@@ -25,6 +27,7 @@ _ERRORS: dict[str, type[InputError]] = {
         IncompleteCheckpointError,
         UnsupportedError,
         LimitError,
+        ChecksumError,
     )
 }
 _LABELS = ("rows", "columns")
@@ -33,6 +36,8 @@ _HINTS = {
     MissingFileError.code: "copy the file back, name where other nodes keep theirs with --also, or"
     " take an earlier checkpoint",
     TruncatedFileError.code: "the copy or the save was cut short; compare its size with the origin",
+    ChecksumError.code: f"it was damaged or edited after it was written: take {MANIFEST_NAME} from"
+    " a copy, or remove it to read the folder without its proofs",
     IncompleteCheckpointError.code: "give the directory that holds the files of every rank",
 }
 

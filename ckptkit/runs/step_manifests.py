@@ -7,12 +7,11 @@ are there, and are found by name.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ckptkit.core.crc import crc32
-from ckptkit.core.errors import ChecksumError, InputError, MissingFileError, TruncatedFileError
-from ckptkit.core.index import FileRange, Problem, RunFacts
+from ckptkit.core.errors import InputError, MissingFileError, TruncatedFileError
+from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex
 from ckptkit.core.manifest import (
     MANIFEST_NAME,
     RUN_FACTS,
@@ -22,12 +21,12 @@ from ckptkit.core.manifest import (
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder
-from ckptkit.formats.registry import list_paths, recognise
+from ckptkit.formats.registry import list_paths, read_index, recognise
+from ckptkit.runs.stored_proofs import prove_index
 from ckptkit.storage.base import Source, distant, is_there, prefetch
 from ckptkit.storage.manifests import read_manifest
 
 _WRITER = "ckptkit"
-_READ_BYTES = 1 << 20
 
 
 class StepManifests:
@@ -68,6 +67,15 @@ class StepManifests:
     def is_output(self, folder: str) -> bool:
         """Returns whether a folder holds an output of ckptkit, and not a step of a run."""
         return folder in self._outputs
+
+    def read_index(self, candidate: Candidate) -> TensorIndex:
+        """Parses a candidate, and compares it with the manifest of its folder, if it has one."""
+        index = read_index(self._source, candidate)
+        folder = step_folder(candidate.folder)
+        manifest = self._outputs.get(folder) or self.manifest(folder)
+        if manifest is None:
+            return index
+        return prove_index(self._source, folder, manifest, candidate, index)
 
     def without_side_folders(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Leaves out candidates in the side folder of a step, which is no model."""
@@ -166,30 +174,6 @@ def file_problems(source: Source, folder: str, manifest: Manifest) -> Iterator[P
                 path,
                 f"has {size:,} bytes against {record.size_bytes:,} in the manifest",
             )
-
-
-def digest_problems(
-    source: Source, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
-) -> Iterator[Problem]:
-    """Reads the files whose CRC-32 is in a step's manifest.
-
-    Yields:
-        The files with another CRC-32, and those that cannot be read.
-    """
-    for name, record in manifest.files.items():
-        path = posixpath.join(folder, name)
-        if not record.digest or path in leaving_out:
-            continue
-        crc = 0
-        try:
-            for start in range(0, record.size_bytes, _READ_BYTES):
-                stop = min(start + _READ_BYTES, record.size_bytes)
-                crc = crc32(source.read(path, start, stop), crc)
-        except InputError as error:
-            yield Problem(error.code, path, error.message)
-            continue
-        if record.digest != f"crc32:{crc:08x}":
-            yield Problem(ChecksumError.code, path, "has another CRC-32 than the manifest")
 
 
 def _number(value: object, otherwise: int | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import operator
@@ -206,7 +205,7 @@ class Session:
             step=count,
             folder=self.run.working_folder(final, self._peers.nonce, number),
             final=final,
-            manifest=json.loads(manifest.to_json()),
+            manifest=manifest.to_document(),
             retires=name is None,
         )
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
@@ -220,14 +220,16 @@ class _Attempt:
             target = self.folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("xb", buffering=1 << 20) as file:
+                written = SummedWriter(file)
 
-                def write(data: bytes) -> None:
-                    self.counter.done_bytes += file.write(data)
+                def write(data: bytes, written: SummedWriter = written) -> None:
+                    written.write(data)
+                    self.counter.done_bytes += len(data)
 
                 write_metadata(write, unit.tensors, unit.objects)
                 file.flush()
                 os.fsync(file.fileno())
-                self.gathering.files[path] = FileRecord(file.tell())
+            self.gathering.files[path] = FileRecord(written.size_bytes, crc_digest(written.crc32))
 
     def copy_from(self, beside: str) -> list[str]:
         """Copies the files of a folder into the step; returns notes.
@@ -261,6 +263,25 @@ class _Attempt:
         put_file(self.folder / MANIFEST_NAME, manifest)
         self.disk.sync_directory(self.folder)
         return sum(file.size_bytes for file in self.gathering.files.values()) + len(manifest)
+
+
+class SummedWriter:
+    """Writes to a file, and counts and sums what is written.
+
+    Attributes:
+        size_bytes: How much it was.
+        crc32: Of all of it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.size_bytes = self.crc32 = 0
+
+    def write(self, data: bytes) -> None:
+        """Writes some bytes, all of them."""
+        self._file.write(data)
+        self.size_bytes += len(data)
+        self.crc32 = crc32(data, self.crc32)
 
 
 def manifest_bytes(

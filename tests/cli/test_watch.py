@@ -43,6 +43,7 @@ def add(run: Path, step: int) -> None:
     path = run / f".draft-{step}/ckptkit.json"
     manifest = json.loads(path.read_text())
     manifest["source"] |= {"step": step, "save_number": step}
+    manifest.pop("checksum", None)
     path.write_text(json.dumps(manifest))
     (run / f".draft-{step}").rename(run / f"checkpoint-{step}")
 

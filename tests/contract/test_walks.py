@@ -24,10 +24,10 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (92, 725, 131),
-    "adapter merge": (108, 892, 181),
-    "save": (35, 221, 49),
-    "push": (47, 253, 40),
+    "consolidate": (94, 743, 132),
+    "adapter merge": (112, 921, 183),
+    "save": (35, 222, 49),
+    "push": (47, 258, 40),
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")
 

@@ -105,6 +105,7 @@ def add_step(run: Path, step: int) -> None:
     shutil.copytree(STEP, draft)
     manifest = json.loads((draft / "ckptkit.json").read_text())
     manifest["source"] |= {"step": step, "save_number": step}
+    manifest.pop("checksum", None)
     (draft / "ckptkit.json").write_text(json.dumps(manifest))
     draft.rename(run / f"checkpoint-{step}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -172,7 +171,7 @@ class Save:
             folder=str(self.folder),
             final=str(self.final),
             proofs=tuple(proofs),
-            manifest=json.loads(manifest.to_json()),
+            manifest=manifest.to_document(),
             **{"visible_seconds": 1.0} | further,
         )
 

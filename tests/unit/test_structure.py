@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MODULES_IN_A_FOLDER = 15
 LIMITS = {
-    "modules": 370,
-    "modules with one importer": 46,
+    "modules": 372,
+    "modules with one importer": 47,
     "modules in import circles": 0,
     "public class names with several meanings": 3,
     "module names used in two packages": 9,

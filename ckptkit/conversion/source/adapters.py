@@ -505,6 +505,7 @@ def find_record(
         for path in dict.fromkeys([*named, *own]):
             document = _read(source, path)
             if document is not None:
+                folders.prove(location, path)
                 is_own = Path(location).name == SIDE_FOLDER
                 return AdapterRecord(document, posixpath.join(location, path), is_own)
     return None

@@ -43,6 +43,7 @@ from ckptkit.plan.optimizer_states import (
 )
 from ckptkit.plan.plan import OutputFile
 from ckptkit.plan.vocabulary import is_embedding, is_head
+from ckptkit.runs.step_manifests import StepManifests
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, open_source
 
@@ -126,7 +127,7 @@ def read_pretrained_index(source: Source) -> TensorIndex | None:
     for wanted in _WEIGHTS:
         for candidate in candidates:
             if wanted in map(posixpath.basename, candidate.files):
-                return read_index(source, candidate)
+                return StepManifests(source, [candidate]).read_index(candidate)
     return None
 
 

@@ -53,7 +53,6 @@ from ckptkit.formats.registry import (
     estimate_parsing_bytes,
     list_plug_in_problems,
     make_not_found_error,
-    read_index,
     recognise,
 )
 from ckptkit.formats.torch_files import TorchFileReader
@@ -410,7 +409,7 @@ class _Search:
                     hint=f"allow at least {needed:,} bytes",
                 )
             prefetch_headers(self._source, candidate)
-            self._indexes[key] = read_index(self._source, candidate)
+            self._indexes[key] = self._steps.read_index(candidate)
         return self._indexes[key]
 
     def _step_inside(self, candidate: Candidate) -> int | None:

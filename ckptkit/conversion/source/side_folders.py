@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, open_folder
-from ckptkit.core.errors import FormatError, InputError
+from ckptkit.core.errors import FormatError, InputError, MissingFileError
+from ckptkit.core.manifest import SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.formats.discovery import RELEASE, is_unit_folder, parse_step
 from ckptkit.plan.side_files import (
@@ -24,8 +25,11 @@ from ckptkit.plan.side_files import (
     is_side_file,
     rewrite_side_file,
 )
+from ckptkit.runs.step_manifests import step_folder
+from ckptkit.runs.stored_proofs import check_file
 from ckptkit.storage.base import Folder, StoreFolder
 from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, place_of
 
 if TYPE_CHECKING:
@@ -55,6 +59,7 @@ class SideFolders:
     ) -> None:
         self.base = None if base is None else place_of(base)
         self.sources: dict[str, Folder] = {}
+        self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
         base_folder = None if base is None else open_folder(stack, base, "--base")
         formats = {unit.candidate.format for unit in checkpoint.units}
         names = (*_NESTED, *(() if formats.isdisjoint(_MEGATRON_FORMATS) else _OF_MEGATRON), "")
@@ -62,6 +67,9 @@ class SideFolders:
         for root in checkpoint.source.folders:
             above: dict[str, StoreFolder | None] = {}
             step = _in(root.location, checkpoint.folder)
+            if checkpoint.manifest is not None:
+                saved = _in(root.location, step_folder(checkpoint.units[0].candidate.folder))
+                self._proofs[_in(saved, SIDE_FOLDER)] = checkpoint.manifest, f"{SIDE_FOLDER}/"
             units = [_in(root.location, folder) for folder in models]
             inside = [home for unit in units if unit != step for home in (unit, *_above(unit))]
             homes = [*inside, step, *_above(step)]
@@ -86,7 +94,21 @@ class SideFolders:
         return choose_side_files(listed, allow_code=allow_code)
 
     def read(self, file: SideFile) -> bytes:
+        """Returns the content, which has the digest that ckptkit wrote for it, if there is one."""
+        self.prove(file.origin, file.path)
         return self.sources[file.origin].read(file.path, 0, file.size_bytes)
+
+    def prove(self, origin: str, path: str) -> None:
+        """Compares a file of a folder with the digest that ckptkit wrote for it, if it did."""
+        source = self.sources[origin]
+        if origin not in self._proofs:
+            self._proofs[origin] = None
+            with suppress(MissingFileError):
+                self._proofs[origin] = read_manifest(source), ""
+        proof = self._proofs[origin]
+        if proof is not None:
+            manifest, begin = proof
+            check_file(source, path, manifest, f"{begin}{path}")
 
     def outputs(
         self, files: Sequence[SideFile], config: Mapping[str, Any] | None, *, allow_code: bool
@@ -106,6 +128,8 @@ class SideFolders:
             data = rewrite_side_file(
                 file.name, file.size_bytes, read, config, allow_code=allow_code
             )
+            if data is None:
+                self.prove(file.origin, file.path)
             body = RawCopy(file.origin, file.path) if data is None else Literal(data)
             size = file.size_bytes if data is None else len(data)
             outputs.append(lay_out_file(file.name, [(size, body, None)]))

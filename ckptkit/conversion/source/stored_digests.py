@@ -44,13 +44,24 @@ class StoredDigest:
             )
 
 
-def read_stored_digests(checkpoint: OpenedCheckpoint) -> dict[str, StoredDigest]:
-    """Returns the digests of tensors by their names on disk; none where ckptkit wrote none."""
+def read_stored_digests(
+    checkpoint: OpenedCheckpoint, *, without_crc32: bool = False
+) -> dict[str, StoredDigest]:
+    """Returns the digests of tensors by their names on disk; none where ckptkit wrote none.
+
+    Args:
+        checkpoint: The folder.
+        without_crc32: Leaves out tensors whose CRC-32 is compared while they are read.
+    """
     manifest = read_model_manifest(checkpoint)
     if manifest is None:
         return {}
     records = manifest.tensors.items()
-    return {name: StoredDigest(name, record, checkpoint.path) for name, record in records}
+    return {
+        name: StoredDigest(name, record, checkpoint.path)
+        for name, record in records
+        if not without_crc32 or record.crc32 is None
+    }
 
 
 def read_model_manifest(checkpoint: OpenedCheckpoint) -> Manifest | None:

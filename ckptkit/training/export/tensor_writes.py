@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 
 from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.core.arrays import aligned_buffer
-from ckptkit.core.checksums import CRC32_SCHEME, ChecksumShare, compute_share, digest_of, is_whole
+from ckptkit.core.checksums import ChecksumShare, compute_share, digest_of, is_whole
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import NoSpaceError, OutputError, SaveError
 from ckptkit.core.geometry import row_major_strides, slabs
 from ckptkit.core.index import Box, Fqn, Ints, Shape, Span
-from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
+from ckptkit.core.manifest import CRC32_SCHEME, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.casts import Caster, overflow_error
 from ckptkit.options import changed_options
@@ -412,7 +412,9 @@ def _manifest(
                 " of a pipeline have a tensor of that name",
             )
         digest = f"{CRC32_SCHEME}:{whole.crc32:08x}"
-        record = TensorRecord(spec.dtype.name, spec.shape, file.path, digest=digest, proof=_PROOF)
+        record = TensorRecord(
+            spec.dtype.name, spec.shape, file.path, digest, _PROOF, crc32=whole.crc32
+        )
         tensors[str(spec.name)] = record
     files: dict[str, FileRecord] = {}
     for file in plan.files:  # those without tensors have a digest

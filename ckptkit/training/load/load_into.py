@@ -127,7 +127,7 @@ class ModelLoad(Closing):
             self._checkpoint, self._stored, self._sources = found
             if kept:
                 self._sources = self._sources.without(self._live.tensors, kept)
-            self._digests = read_stored_digests(self._checkpoint)
+            self._digests = read_stored_digests(self._checkpoint, without_crc32=True)
             self._stack = stack.pop_all()
 
     @property

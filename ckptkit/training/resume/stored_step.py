@@ -20,7 +20,8 @@ from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, Manifest, check_mani
 from ckptkit.core.text import Closing
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
-from ckptkit.runs.step_manifests import digest_problems, lost_entries
+from ckptkit.runs.step_manifests import lost_entries
+from ckptkit.runs.stored_proofs import digest_problems
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source

@@ -6,7 +6,6 @@ chooses the backend of a job: this one, or saves to shared storage.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -508,7 +507,7 @@ def _describe_copies(tier: LocalTier) -> list[dict[str, Any]]:
                 "world_size": source["world_size"],
                 "ranks": list(copy.ranks),
                 "drained": copy.is_drained,
-                "manifest": json.loads(replace(copy.manifest, source=source, files={}).to_json()),
+                "manifest": replace(copy.manifest, source=source, files={}).to_document(),
             }
         )
     return described

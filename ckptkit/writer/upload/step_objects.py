@@ -30,6 +30,7 @@ from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.writer.commit import (
     RecordGatherer,
+    SummedWriter,
     VisibilityTimeout,
     crc_digest,
     manifest_bytes,
@@ -283,11 +284,12 @@ class _Step:
     def _put_index(self, path: str, unit: MergedUnit) -> None:
         """Writes an index, which may be large, to the local disk and uploads it."""
         with tempfile.TemporaryFile(dir=self._request.scratch or None) as file:
-            write_metadata(file.write, unit.tensors, unit.objects)
+            written = SummedWriter(file)
+            write_metadata(written.write, unit.tensors, unit.objects)
             file.flush()
-            size_bytes = file.tell()
+            size_bytes = written.size_bytes
             self._sender.send(_DescriptorFile(file.fileno()), size_bytes, f"{self._name}/{path}")
-        self._gathering.files[path] = FileRecord(size_bytes)
+        self._gathering.files[path] = FileRecord(size_bytes, crc_digest(written.crc32))
 
 
 class _DescriptorFile:
