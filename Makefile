@@ -71,6 +71,10 @@ check: lint types imports test test-slow ## All of the checks above
 coverage: $(VENV)/.dev ## Run every test and report branch coverage
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term
 
+.PHONY: bit-rot
+bit-rot: $(VENV)/.dev ## Flip bits in every format and count what is found (SEED=1 FLIPS=400)
+	$(BIN)/python -m tests.campaigns.bit_rot --seed $(or $(SEED),1) --flips $(or $(FLIPS),400)
+
 .PHONY: bench
 bench: $(VENV)/.dev ## Measure against cp, accelerate and torch
 	$(BIN)/python benchmarks/run.py
