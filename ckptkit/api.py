@@ -341,22 +341,38 @@ def verify(
     select: str | None = None,
     also: Sequence[PathLike] = (),
     src_options: Mapping[str, Any] | None = None,
+    repair: bool = False,
+    copies: Sequence[PathLike] = (),
     listener: Listener | None = None,
 ) -> Verification:
     """Reads a checkpoint, a delta, or an output of ours, and checks every stored checksum.
 
+    With `repair`, damaged files are replaced if all of them can be mended from replicas in the
+    checkpoint, or from `copies` of it, and the whole is then proven.
+
     Returns:
-        What was checked, and what is wrong.
+        What was checked, and what is wrong; with `repair`, what is wrong still, and in `mended` the
+        files that were replaced.
 
     Raises:
         InputError: If what is there cannot be parsed at all.
+        RefusedError: If nothing can be mended at the place.
+        OutputError: If mended files cannot be written; no damaged one is lost.
+        UsageError: If options do not fit together.
     """
+    from ckptkit.conversion.repair import run_repair
     from ckptkit.conversion.verify import run_verification
     from ckptkit.deltas.checks import verify_delta
     from ckptkit.deltas.form import is_delta
     from ckptkit.engine.outcome import ignore
 
     sources = Sources(path, src_options)
+    if repair:
+        if select is not None or also:
+            raise UsageError("cannot be combined with --select or --also", where="--repair")
+        return run_repair(sources.first, sources.further(copies), listener=listener)
+    if copies:
+        raise UsageError("names copies to mend from, and needs --repair", where="--from")
     if is_delta(sources.first):
         return verify_delta(sources.first, listener or ignore)
     return run_verification(

@@ -53,6 +53,21 @@ _KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
     Argument("path", "PATH", "An output of ckptkit, a checkpoint, or a folder that contains one."),
     SELECT,
     ALSO,
+    Option(
+        "--repair",
+        OUTPUT,
+        "Mend what is damaged, all of it or nothing, from tensors that are stored twice, or from"
+        " the copies of --from. PATH is the folder of one step or output.",
+    ),
+    Option(
+        "--from",
+        OUTPUT,
+        "Another copy of PATH, such as that on a node's disk: a folder or a URL. It is only read."
+        " Can be repeated.",
+        "COPY",
+        repeated=True,
+        keyword="copies",
+    ),
     SRC_OPTION,
     JSON,
     QUIET,
@@ -60,9 +75,8 @@ _KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
 def verify(
     output: Output,
     path: str,
-    select: str | None,
-    also: Sequence[str],
     src_option: Mapping[str, Any],
+    **values: Any,
 ) -> None:
     """Check all data against its checksums.
 
@@ -70,21 +84,13 @@ def verify(
 
     For an output of ckptkit, every digest is checked. For other checkpoints, the checksums that
     their format stores are checked, and that no part of a tensor is missing. A delta is read and
-    decompressed. Exits with 6 if something is wrong.
+    decompressed. Exits with 6 if something is wrong. With --repair, what is damaged is mended from
+    a copy, and proven, before a file is replaced.
     """
-    from ckptkit.conversion.verify import run_verification
-    from ckptkit.deltas.checks import verify_delta
-    from ckptkit.deltas.form import is_delta
+    from ckptkit import api
 
     with Progress(output, "verify") as progress:
-        sources = Sources(path, src_option)
-        report = (
-            verify_delta(sources.first, progress.listen)
-            if is_delta(sources.first)
-            else run_verification(
-                sources.first, select=select, also=sources.further(also), listener=progress.listen
-            )
-        )
+        report = api.verify(path, src_options=src_option, listener=progress.listen, **values)
     output.document(report.to_json())
     output.lines(_verification_page(output, report))
     if output.quiet and not output.as_json:
@@ -100,6 +106,8 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
     yield f"{verdict}: {escaped(report.path)}, {what}: {read}"
     for line in report.proven:
         yield f"  {line}"
+    for line in report.mended:
+        yield f"  mended: {escaped(line)}"
     if report.unverified:
         count = counted(len(report.unverified), "tensor")
         if report.kind == "output":

@@ -1,0 +1,468 @@
+"""`ckptkit verify --repair`: mended from a copy and proven, or refused with nothing changed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptkit
+from ckptkit.conversion.repair import NOT_MENDED, run_repair
+from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, RefusedError, UsageError
+from ckptkit.storage.local.disk import Disk
+from ckptkit.training import Checkpointer
+from tests.campaigns.bit_rot.damage import classify
+from tests.command_line import run_command
+from tests.object_store import ObjectStore
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+LLAMA = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+MODEL = "pytorch_model_fsdp_0"
+SHARD = f"{MODEL}/__0_0.distcp"
+CHANGES = {"open", "os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "os.chmod"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps whose files have the same sizes."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(run) as checkpointer:
+        for step in (2, 4):
+            model(torch.randn(2, 40)).sum().backward()
+            optimizer.step()
+            checkpointer.save(step, state).result(60)
+    return run
+
+
+@pytest.fixture
+def tiers(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A step on two tiers."""
+    return tuple(  # type: ignore[return-value]
+        Path(shutil.copytree(saved, tmp_path / tier)) / "checkpoint-2" for tier in ("a", "b")
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def names_in(run: Path) -> set[str]:
+    """Returns the names in a run, without the folder of marks."""
+    return {path.name for path in run.iterdir()} - {".ckptkit"}
+
+
+def flip(path: Path, at: int = 1000) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def data_of(path: Path) -> int:
+    """Returns a byte in the data of the largest tensor of a file of archives."""
+    ranges = classify(path.name, path.read_bytes())["data"]
+    return max(ranges, key=lambda part: part[1] - part[0])[0] + 1
+
+
+def zero_end(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-300] + bytes(300))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "data": (SHARD, flip),
+    "directory": (SHARD, zero_end),
+    "short": (SHARD, cut),
+    "missing": (SHARD, Path.unlink),
+    "index": (f"{MODEL}/.metadata", lambda path: flip(path, 300)),
+    "facts": ("ckptkit/run.json", lambda path: flip(path, 20)),
+    "values": ("random_states_0.pkl", flip),
+    "manifest": ("ckptkit.json", lambda path: flip(path, 90)),
+    "no manifest": ("ckptkit.json", Path.unlink),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_step_is_mended_from_the_other_tier(damage: str, tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    truth, (name, harm) = contents(copy), DAMAGES[damage]
+    harm(step / name)
+    broken = contents(step)
+    assert not is_sound(step)
+    assert contents(step) == broken  # nothing is changed without --repair
+    report = ckptkit.verify(step, repair=True, copies=[copy])
+    assert report.ok, report.problems
+    assert report.mended == (name,)
+    assert contents(step) == truth == contents(copy)
+    assert names_in(step.parent) == {"checkpoint-2", "checkpoint-4"}
+
+
+def is_sound(step: Path) -> bool:
+    try:
+        return ckptkit.verify(step).ok
+    except CkptkitError:
+        return False
+
+
+def refusals(report: Any) -> list[str]:
+    return [str(problem) for problem in report.problems if problem.code == NOT_MENDED]
+
+
+def test_without_a_copy_the_list_says_what_is_lacking(tiers: tuple[Path, Path]) -> None:
+    step, _ = tiers
+    flip(step / SHARD)
+    flip(step / "random_states_0.pkl")
+    broken = contents(step)
+    report = ckptkit.verify(step, repair=True)
+    assert not report.ok
+    listed = refusals(report)
+    assert [text.partition(":")[0] for text in listed] == [SHARD, "random_states_0.pkl"]
+    assert all("pass --from" in text for text in listed)
+    assert contents(step) == broken
+
+
+def test_a_copy_of_another_step_with_the_same_sizes_is_refused(tiers: tuple[Path, Path]) -> None:
+    step, _ = tiers
+    other = step.with_name("checkpoint-4")
+    assert (other / SHARD).stat().st_size == (step / SHARD).stat().st_size
+    for harm in (flip, zero_end):
+        harm(step / SHARD)
+        broken = contents(step)
+        report = ckptkit.verify(step, repair=True, copies=[other])
+        assert not report.ok
+        assert any("of the same save" in text for text in refusals(report)), report.problems
+        assert contents(step) == broken
+
+
+@pytest.mark.parametrize("damage", ["manifest", "no manifest"])
+def test_no_manifest_is_taken_from_another_step(damage: str, tiers: tuple[Path, Path]) -> None:
+    step, _ = tiers
+    name, harm = DAMAGES[damage]
+    harm(step / name)
+    broken = contents(step)
+    report = ckptkit.verify(step, repair=True, copies=[step.with_name("checkpoint-4")])
+    assert not report.ok
+    assert any(SHARD in text for text in refusals(report)), report.problems
+    assert contents(step) == broken
+
+
+def test_two_copies_that_are_damaged_elsewhere_make_a_whole(tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    truth = contents(step)
+    flip(step / SHARD, 1000)
+    flip(copy / SHARD, len(truth[SHARD]) - 900)
+    assert not is_sound(step)
+    report = ckptkit.verify(step, repair=True, copies=[copy])
+    assert report.ok, report.problems
+    assert contents(step) == truth
+
+
+def test_two_copies_that_are_damaged_in_one_place_are_refused(tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    for place in tiers:
+        flip(place / SHARD)
+    broken = contents(step), contents(copy)
+    report = ckptkit.verify(step, repair=True, copies=[copy])
+    assert not report.ok
+    assert any(SHARD in text for text in refusals(report))
+    assert (contents(step), contents(copy)) == broken
+
+
+def test_a_third_copy_helps(tiers: tuple[Path, Path], saved: Path) -> None:
+    step, copy = tiers
+    for place in tiers:
+        flip(place / SHARD)
+    report = ckptkit.verify(step, repair=True, copies=[copy, saved / "checkpoint-2"])
+    assert report.ok
+    assert contents(step) == contents(saved / "checkpoint-2")
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("output") / "out"
+    ckptkit.consolidate(LLAMA, out, max_shard_size="8KB")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("config.json", 20), ("ckptkit.json", 90), ("model.safetensors.index.json", 40), ("*", 20),
+     ("*", 5000)],
+)  # fmt: skip
+def test_an_output_is_mended_whatever_the_copy_says_of_itself(
+    name: str, at: int, output: Path, tmp_path: Path
+) -> None:
+    one, two = (Path(shutil.copytree(output, tmp_path / name)) for name in ("one", "two"))
+    path = min(one.glob("model-*.safetensors")) if name == "*" else one / name
+    flip(path, at)
+    if name != "ckptkit.json":
+        (two / "ckptkit.json").unlink()
+    report = ckptkit.verify(one, repair=True, copies=[two])
+    assert report.ok, report.problems
+    assert report.mended == (path.name,)
+    assert contents(one) == contents(output)
+
+
+def test_an_index_and_the_data_that_it_describes_are_mended_together(
+    output: Path, tiers: tuple[Path, Path], tmp_path: Path
+) -> None:
+    step, copy = tiers
+    flip(step / MODEL / ".metadata", 300)
+    flip(step / SHARD)
+    assert ckptkit.verify(step, repair=True, copies=[copy]).ok
+    assert contents(step) == contents(copy)
+    folder = Path(shutil.copytree(output, tmp_path / "one"))
+    for path in folder.glob("model*"):
+        flip(path, 40)
+    assert ckptkit.verify(folder, repair=True, copies=[output]).ok
+    assert contents(folder) == contents(output)
+
+
+def test_replicas_in_the_files_of_other_ranks_mend_a_record(tmp_path: Path) -> None:
+    folder = tmp_path / "actor"
+    shutil.copytree(FIXTURES / "verl_hsdp/checkpoint/global_step_2/actor", folder)
+    truth = contents(folder)
+    shards = sorted(folder.glob("model_world_size_*_rank_*.pt"))
+    damaged = []
+    for shard in shards:
+        data = shard.read_bytes()
+        flip(shard, data_of(shard))
+        if is_sound(folder):
+            shard.write_bytes(data)
+        else:
+            damaged.append(shard.name)
+            break
+    assert damaged
+    report = ckptkit.verify(folder, repair=True)
+    assert report.ok, report.problems
+    assert report.mended == tuple(damaged)
+    assert contents(folder) == truth
+
+
+def test_a_record_of_a_stock_checkpoint_is_mended_and_its_structure_is_not(tmp_path: Path) -> None:
+    source = FIXTURES / "fsdp2_plain" / "checkpoint"
+    folder = Path(shutil.copytree(source, tmp_path / "step"))
+    name = "__0_0.distcp"
+    flip(folder / name, data_of(folder / name))
+    assert not is_sound(folder)
+    report = ckptkit.verify(folder, repair=True, copies=[source])
+    assert report.ok, report.problems
+    assert report.mended == (name,)
+    zero_end(folder / name)
+    broken = contents(folder)
+    report = ckptkit.verify(folder, repair=True, copies=[source])
+    assert any("no manifest shows" in text for text in refusals(report)), report.problems
+    assert contents(folder) == broken
+
+
+def test_steps_that_share_a_file_are_mended_together(tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    other = step.with_name("checkpoint-6")
+    shutil.copytree(step, other, copy_function=os.link)
+    inode = (step / SHARD).stat().st_ino
+    with (step / SHARD).open("r+b") as file:  # in place: both have it
+        file.seek(1000)
+        byte = file.read(1)[0]
+        file.seek(1000)
+        file.write(bytes([byte ^ 4]))
+    assert not is_sound(other)
+    assert ckptkit.verify(step, repair=True, copies=[copy]).ok
+    assert (step / SHARD).stat().st_ino == (other / SHARD).stat().st_ino != inode
+    assert contents(other) == contents(copy)
+
+
+def test_a_copy_at_a_url_mends_a_step(object_store: ObjectStore, tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    url = object_store.bucket("copies").put_tree(copy, "run/checkpoint-2")
+    for name in (SHARD, "random_states_0.pkl"):
+        zero_end(step / name)
+    options = object_store.options
+    report = ckptkit.verify(step, repair=True, copies=[url], src_options=options)
+    assert report.ok, report.problems
+    assert contents(step) == contents(copy)
+
+
+def test_a_step_at_a_url_is_not_mended() -> None:
+    with pytest.raises(RefusedError, match="on a file system only"):
+        ckptkit.verify("s3://bucket/run/checkpoint-2", repair=True)
+
+
+def test_a_run_is_not_mended(tiers: tuple[Path, Path]) -> None:
+    with pytest.raises(RefusedError, match="holds the checkpoint"):
+        ckptkit.verify(tiers[0].parent, repair=True)
+
+
+def test_copies_are_of_no_use_without_repair(tiers: tuple[Path, Path]) -> None:
+    with pytest.raises(UsageError, match="needs --repair"):
+        ckptkit.verify(tiers[0], copies=[tiers[1]])
+
+
+def test_what_is_sound_is_left_alone(tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    before = {path: path.stat().st_mtime_ns for path in step.rglob("*")}
+    report = ckptkit.verify(step, repair=True, copies=[copy])
+    assert report.ok
+    assert report.mended == ()
+    assert {path: path.stat().st_mtime_ns for path in step.rglob("*")} == before
+
+
+class FullDisk(Disk):
+    """A disk without room for another file."""
+
+    def link_file(self, path: Path, name: Path) -> None:  # noqa: ARG002
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(name))
+
+
+def test_a_full_disk_loses_nothing(
+    tiers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, copy = tiers
+    flip(step / SHARD)
+    broken = contents(step)
+
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", refuse)
+    with pytest.raises(NoSpaceError):
+        run_repair(step, [copy], disk=FullDisk())
+    assert contents(step) == broken
+    assert names_in(step.parent) == {"checkpoint-2", "checkpoint-4"}
+
+
+def test_a_file_system_without_hard_links_is_mended_too(tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    flip(step / SHARD)
+    assert run_repair(step, [copy], disk=replace(Disk(), hard_links=False)).ok
+    assert contents(step) == contents(copy)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_place_that_is_read_only_is_refused_as_such(tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    flip(step / SHARD)
+    step.parent.chmod(0o500)
+    try:
+        with pytest.raises(OutputError, match="permission denied"):
+            ckptkit.verify(step, repair=True, copies=[copy])
+    finally:
+        step.parent.chmod(0o700)
+
+
+def test_a_read_only_file_system_is_refused_as_such(
+    tiers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, copy = tiers
+    flip(step / SHARD)
+    broken = contents(step)
+
+    def refuse(path: Path, *_arguments: object, **_options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(OutputError, match="read-only file system"):
+        ckptkit.verify(step, repair=True, copies=[copy])
+    assert contents(step) == broken
+
+
+def test_a_file_that_changes_meanwhile_is_not_replaced(
+    tiers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, copy = tiers
+    flip(step / SHARD)
+    from ckptkit.conversion import repair
+
+    make = repair._try_files
+
+    def change(*arguments: Any) -> Any:
+        made = make(*arguments)
+        flip(step / SHARD, 1001)
+        return made
+
+    monkeypatch.setattr(repair, "_try_files", change)
+    with pytest.raises(CkptkitError, match="changed while it was mended"):
+        ckptkit.verify(step, repair=True, copies=[copy])
+    assert not is_sound(step)
+
+
+def killed(step: Path, copy: Path, change: int) -> bool:
+    """Repairs in a process of its own, which is killed before one of its changes."""
+    process = os.fork()
+    if process == 0:
+        left, place = [change], str(step.parent)
+
+        def watch(event: str, arguments: tuple[Any, ...]) -> None:
+            if event not in CHANGES or not str(arguments[0]).startswith(place):
+                return
+            if event == "open" and not (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+                return
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        try:
+            run_repair(step, [copy])
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def test_kills_in_the_middle_lose_nothing(saved: Path, tmp_path: Path) -> None:
+    whole = contents(saved / "checkpoint-2")
+    kills = change = 0
+    names = (SHARD, "random_states_0.pkl", "optimizer_0/.metadata")
+    while True:
+        run = Path(shutil.copytree(saved, tmp_path / str(change)))
+        step = run / "checkpoint-2"
+        for name in names:
+            flip(step / name, 1000 if name == SHARD else 300)
+        broken = contents(step)
+        is_killed = killed(step, saved / "checkpoint-2", change)
+        left = contents(step)
+        assert left.keys() == whole.keys()
+        for name, data in left.items():
+            assert data in {broken[name], whole[name]}, name
+        assert ckptkit.verify(step, repair=True, copies=[saved / "checkpoint-2"]).ok
+        assert contents(step) == whole
+        assert names_in(run) == {"checkpoint-2", "checkpoint-4"}
+        shutil.rmtree(run)
+        kills, change = kills + is_killed, change + 1
+        if not is_killed:
+            break
+    assert kills > 10
+
+
+def test_the_command_mends_and_says_so(tiers: tuple[Path, Path]) -> None:
+    step, copy = tiers
+    flip(step / SHARD)
+    refused = run_command("verify", step, "--repair")
+    assert refused.returncode == 6
+    assert "[not-mended]" in refused.stdout
+    done = run_command("verify", step, "--repair", "--from", copy)
+    assert done.returncode == 0, done.stderr
+    assert f"mended: {SHARD}" in done.stdout
+    again = run_command("verify", step, "--json")
+    assert json.loads(again.stdout)["mended"] == []
