@@ -22,6 +22,7 @@ from urllib.error import HTTPError
 from urllib.parse import parse_qs, quote, urlsplit
 from urllib.request import urlopen
 
+import psutil
 import pytest
 import torch
 
@@ -345,6 +346,10 @@ def test_a_training_that_saves_to_a_store_and_pushes(
         shown = [repr(saver), str(vars(saver))]
         report = saver.save(1, state, metrics={"loss": 1.0}).pushed(120)
         shown += [repr(report), str(report)]
+        started = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        words = [" ".join(process.cmdline()) for process in started]
+        assert sum("ckptkit" in text for text in words) >= 2  # that uploads, and that pushes
+        shown += words
     with pytest.raises(CkptkitError) as caught:
         Checkpointer(
             f"{bucket.url}-absent/x",
