@@ -64,6 +64,14 @@ class OpenFile:
     def status(self) -> os.stat_result:
         return os.fstat(self._file.fileno())
 
+    def find_place(self) -> Path | None:
+        """Returns the path of the file without links, where the platform says it (Linux)."""
+        try:
+            place = Path(f"/proc/self/fd/{self._file.fileno()}").readlink()
+        except OSError:
+            return None
+        return place if place.is_absolute() else None
+
     def read_at(self, start: int, target: memoryview) -> int:
         """Fills `target` from byte `start` on, and returns how many bytes there were."""
         done = 0

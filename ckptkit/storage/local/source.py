@@ -142,6 +142,9 @@ class LocalSource(Closing):
         file = self._disk.open_for_reading(resolved)
         try:
             self._check_regular(path, file.status())  # it may have been swapped in between
+            place = file.find_place()  # and a folder above it for a link
+            if place is not None and not self._is_inside(place):
+                raise self._unsafe_error(path)
             file.advise_sequential()
         except (CkptkitError, OSError):
             file.close()
@@ -151,9 +154,15 @@ class LocalSource(Closing):
     def _resolve(self, path: str) -> Path:
         check_relative(path, self.location)
         resolved = (self._resolved / path).resolve(strict=True)
-        if any(resolved.is_relative_to(folder) for folder in self._allowed):
+        if self._is_inside(resolved):
             return resolved
-        raise UnsafePathError(
+        raise self._unsafe_error(path)
+
+    def _is_inside(self, place: Path) -> bool:
+        return any(place.is_relative_to(folder) for folder in self._allowed)
+
+    def _unsafe_error(self, path: str) -> UnsafePathError:
+        return UnsafePathError(
             "a link that leads out of the checkpoint was found where a file was expected",
             where=self._where(path),
             hint=f"copy the checkpoint with its links followed: cp -rL {self.location} COPY",

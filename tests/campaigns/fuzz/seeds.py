@@ -6,9 +6,12 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
-from ckptkit.formats.parsing import Read
 from tests.campaigns.fuzz.mutation import Mutator
+
+if TYPE_CHECKING:  # else it would be imported before it is instrumented
+    from ckptkit.formats.parsing import Read
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 CORPUS = Path(__file__).resolve().parent / "corpus"

@@ -1,0 +1,83 @@
+"""Pickles that are small on the disk and grow without bound where they are executed."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError, FormatError, InputError
+from ckptkit.formats.dcp.metadata import ALLOWED, parse_metadata
+from ckptkit.formats.pickle.pickles import parse_pickle, walk_values
+from tests.attacks.archives import archive_with
+
+Copied = Callable[..., Path]
+Refusal = Callable[..., CkptkitError]
+DOUBLED = b"]" + b"".join(b"2\x86" for _ in range(60))  # a tuple of itself and itself, 60 times
+BOMBS: dict[str, bytes] = {
+    "a memo slot of 2 GiB": b"\x80\x02Nr\xff\xff\xff\x7f.",
+    "a memo slot in decimal": b"\x80\x02Np99999999999999999999\n.",
+    "doubled 60 times": b"\x80\x02" + DOUBLED + b".",
+    "a frame beyond the end": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
+    "a frame of 2^64 - 1": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+    "a string of 2^62 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",
+    "bytes of 2^40": b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",
+    "an array of 2^40": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"x.",
+    "an integer of 2^31 bytes": b"\x80\x02\x8b" + struct.pack("<I", 2**31 - 1) + b"\xff.",
+    "an integer of 100,000 digits": b"I" + b"9" * 100_000 + b"\n.",
+    "nested 100,000 deep": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "marks without an end": b"(" * 200_000,
+    "a list that contains itself": b"\x80\x02]q\x00h\x00a.",
+    "a key that hashes slowly": b"\x80\x02}" + b"K\x01" * 2 + b"\x86" * 1 + b"2" * 5000 + b".",
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_bomb_takes_no_more_than_a_multiple_of_its_size(
+    kind: str, bounded: Callable[..., Any]
+) -> None:
+    data = BOMBS[kind]
+    with bounded(seconds=2, most_bytes=300 * len(data) + (2 << 20)):
+        for allowed in (ALLOWED, {}):
+            try:
+                value = parse_pickle(data, allowed, where="x")
+                for _ in walk_values(value, limit=10_000, where="x"):
+                    pass
+            except InputError:
+                continue
+        with pytest.raises(InputError):
+            parse_metadata(data, where="x")
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_as_metadata_or_a_torch_file_it_is_refused(
+    kind: str, copied: Copied, tmp_path: Path, out: Path, bounded: Callable[..., Any]
+) -> None:
+    checkpoint = copied("fsdp2_hsdp")
+    (checkpoint / ".metadata").write_bytes(BOMBS[kind])
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "pytorch_model.bin").write_bytes(archive_with(BOMBS[kind]))
+    import ckptkit
+
+    with bounded(seconds=10, most_bytes=64 << 20):
+        for place in (checkpoint, source):
+            with pytest.raises(CkptkitError):
+                ckptkit.consolidate(place, out)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_tuples_that_hash_alike_are_counted(bounded: Callable[..., Any]) -> None:
+    """Hashes of numbers are known beforehand: with tuples of them, a dictionary becomes slow."""
+    alike = [number * (2**61 - 1) for number in range(8)]  # all hash to 0
+    data = pickle.dumps(dict.fromkeys(islice(product(alike, repeat=5), 20_000)), 4)
+    with bounded(seconds=20, most_bytes=64 << 20), pytest.raises(InputError, match="tuples"):
+        parse_pickle(data, {}, where="x")
+    integers = pickle.dumps(dict.fromkeys(n * (2**61 - 1) for n in range(2000)), 4)
+    with bounded(seconds=5, most_bytes=64 << 20), pytest.raises(FormatError):
+        parse_pickle(integers, {}, where="x")
