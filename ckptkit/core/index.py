@@ -70,7 +70,7 @@ class Record:
 class RecordTable(Sequence[Record]):
     """Records in columns, 29 bytes each."""
 
-    __slots__ = ("container", "crc32", "file", "start", "stop")
+    __slots__ = ("container", "crc32", "digests", "file", "start", "stop")
 
     def __init__(
         self, file: Ints, start: Ints, stop: Ints, container: Ints | int = 0, crc32: Ints | int = -1
@@ -81,6 +81,8 @@ class RecordTable(Sequence[Record]):
         self.stop = np.asarray(stop, np.int64)
         self.container = _column(container, "int8", count)
         self.crc32 = _column(crc32, "int64", count)
+        # Of raw records without a CRC-32, by number: the digests that ckptkit 0.1 wrote of tensors.
+        self.digests: Mapping[int, str] = {}
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> RecordTable:
@@ -93,10 +95,10 @@ class RecordTable(Sequence[Record]):
             np.array([UNKNOWN if r.crc32 is None else r.crc32 for r in records], np.int64),
         )
 
-    def with_crc32s(self, crc32s: Ints) -> RecordTable:
-        """Returns the records with checksums, `UNKNOWN` where there is none."""
+    def with_sums(self, crc32s: Ints, digests: Mapping[int, str]) -> RecordTable:
+        """Returns the records with other checksums, `UNKNOWN` where there is none, and digests."""
         changed = copy(self)
-        changed.crc32 = crc32s
+        changed.crc32, changed.digests = crc32s, digests
         return changed
 
     def __len__(self) -> int:

@@ -16,7 +16,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ckptkit.core.errors import FormatError
+from ckptkit.core.checksums import leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import ChecksumError, FormatError
 from ckptkit.core.geometry import (
     Overlap,
     drop_replicas,
@@ -28,7 +30,17 @@ from ckptkit.core.geometry import (
     row_major_strides,
     slabs,
 )
-from ckptkit.core.index import Box, ChunkTable, Key, Shape, Span, TensorEntry, TensorIndex
+from ckptkit.core.index import (
+    Box,
+    ChunkTable,
+    Key,
+    Record,
+    Shape,
+    Span,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.pickle.torch_zip import TensorCache, locate_tensor
 
 
@@ -183,7 +195,7 @@ class Locator:
                 path=path,
                 start=record.start,
                 stop=record.stop,
-                crc32=record.crc32,
+                crc32=self._crc32_of(record, chunk.record, entry.key),
                 origin=record.start + (chunk.byte_offset or 0),
                 strides=chunk.strides,
                 compressed=chunk.record if record.container == "zstd_torch_zip" else None,
@@ -211,3 +223,27 @@ class Locator:
             origin=start + payload.storage_offset * entry.dtype.itemsize,
             strides=None if payload.row_major else payload.strides,
         )
+
+    def _crc32_of(self, record: Record, number: int, key: Key) -> int | None:
+        """Returns the CRC-32 of a raw record.
+
+        Where only a digest of it is known, all of it is read and compared first: what is read
+        later has the same bytes if it has the same CRC-32.
+        """
+        expected = self._index.records.digests.get(number)
+        if record.crc32 is not None or expected is None:
+            return record.crc32
+        path, crc, leaves = self._index.files[record.file].path, 0, []
+        for start, stop in leaf_ranges(record.stop - record.start):
+            data = memoryview(self._source.read(path, record.start + start, record.start + stop))
+            crc = crc32(data, crc)
+            leaves.append(leaf_digest(data))
+        found = tree_digest(leaves)
+        if found != expected:
+            raise ChecksumError(
+                f"has digest {found} against {expected} in {MANIFEST_NAME}",
+                where=f"{posixpath.join(self._source.location, path)}, tensor {key!r}",
+                hint="the file was damaged or changed after it was written; copy it again, or"
+                f" remove {MANIFEST_NAME} if the change is meant",
+            )
+        return crc

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptkit.core.checksums import digest_like, leaf_ranges
 from ckptkit.core.errors import ChecksumError, InputError
-from ckptkit.core.index import UNKNOWN, Problem, TensorIndex
+from ckptkit.core.index import Problem, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.safetensors.reader import SafetensorsReader
@@ -81,7 +81,7 @@ def prove_index(
         return index
     records = index.records
     paths = [posixpath.relpath(file.path, folder or ".") for file in index.files]
-    crc32s = records.crc32.copy()
+    crc32s, digests = records.crc32.copy(), dict[int, str]()
     left = {name for name, record in manifest.tensors.items() if record.file in paths}
     for entry in index.tensors.values():
         (number,) = entry.chunks.record.tolist()
@@ -96,10 +96,13 @@ def prove_index(
             expected = f"{record.dtype} {list(record.shape)} in {record.file!r}"
             raise _differs(source, folder, name, f"{found} against {expected}")
         left.discard(name)
-        crc32s[number] = UNKNOWN if record.crc32 is None else record.crc32
+        if record.crc32 is None:
+            digests[number] = record.digest
+        else:
+            crc32s[number] = record.crc32
     if left:
         raise _differs(source, folder, min(left), "is in no file")
-    return replace(index, records=records.with_crc32s(crc32s))
+    return replace(index, records=records.with_sums(crc32s, digests))
 
 
 def _differs(source: Source, folder: str, name: str, message: str) -> ChecksumError:

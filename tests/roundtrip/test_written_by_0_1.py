@@ -9,12 +9,14 @@ import importlib.util
 import shutil
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import ckptkit
+from ckptkit.core.errors import ChecksumError
 from ckptkit.training import Checkpointer
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -55,6 +57,27 @@ def test_a_damaged_output_of_0_1_is_not(tmp_path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     assert not ckptkit.verify(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"max_shard_size": "10KB"}])
+def test_a_damaged_output_of_0_1_is_not_converted(tmp_path: Path, options: Any) -> None:
+    model = shutil.copytree(WRITTEN / "model", tmp_path / "model")
+    assert not ckptkit.consolidate(model, tmp_path / "well", names="live", **options).unverified
+    file = model / "model-00002-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChecksumError, match=r"digest .* in ckptkit.json"):
+        ckptkit.consolidate(model, tmp_path / "out", names="live", **options)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ChecksumError):
+        read_all(model)
+
+
+def read_all(model: Path) -> None:
+    with ckptkit.open(model) as checkpoint:
+        for name in sorted(checkpoint.keys()):
+            checkpoint.read(name, framework="numpy")
 
 
 def same_files(ours: Path, theirs: Path) -> bool:

@@ -319,13 +319,19 @@ def join_indexes(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]
 def _join_records(indexes: Sequence[TensorIndex]) -> RecordTable:
     first_file = np.cumsum([0, *(len(index.files) for index in indexes)])
     tables = [index.records for index in indexes]
-    return RecordTable(
+    first_record = np.cumsum([0, *map(len, tables)]).tolist()
+    joined = RecordTable(
         np.concatenate([t.file + first for t, first in zip(tables, first_file, strict=False)]),
         np.concatenate([t.start for t in tables]),
         np.concatenate([t.stop for t in tables]),
         np.concatenate([t.container for t in tables]),
-        np.concatenate([t.crc32 for t in tables]),
     )
+    digests = {
+        first + number: digest
+        for first, table in zip(first_record, tables, strict=False)
+        for number, digest in table.digests.items()
+    }
+    return joined.with_sums(np.concatenate([t.crc32 for t in tables]), digests)
 
 
 def _join_facts(runs: Sequence[RunFacts]) -> RunFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -119,10 +119,10 @@ class Filling:
         """
         checkpoint, sources = self._checkpoint, self._sources
         chunks, spans = self._plan(self._wanted_of_all())
-        origins = [
-            Origin("source", self._files, checkpoint.index, most_pieces=_MOST_PARTS)
-            for _ in range(2)
-        ]
+        # Digests of whole tensors, without a CRC-32, would have each rank read all of them.
+        records = checkpoint.index.records
+        index = replace(checkpoint.index, records=records.with_sums(records.crc32, {}))
+        origins = [Origin("source", self._files, index, most_pieces=_MOST_PARTS) for _ in range(2)]
         filled = [tensor for tensor in self._live.tensors if tensor.name in sources.parts]
         pieces = [piece for tensor in filled for piece in tensor.pieces]
         try:

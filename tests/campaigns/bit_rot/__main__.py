@@ -128,7 +128,12 @@ def run_case(name: str, folder: Path, *, seed: int, flips: int) -> Count:
 def make_tables(counts: dict[str, Count]) -> list[Table]:
     """Returns the tables of the report: by format, and what was not found by class of bytes."""
     rows = [
-        (name, count.outcomes.total(), *(count.outcomes[o] for o in OUTCOMES), CASES[name].reason)
+        (
+            name,
+            count.outcomes.total(),
+            *(count.outcomes[outcome] for outcome in OUTCOMES),
+            CASES[name].reason if count.missed else "",
+        )
         for name, count in counts.items()
     ]
     missed = [
