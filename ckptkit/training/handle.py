@@ -235,8 +235,8 @@ class SaveHandle(BackgroundResult[SaveReport]):
     def wait_staged(self) -> None:
         """Waits until devices have copied their part of the state; the CPU has copied its part.
 
-        Optimizer steps and loads of state dicts wait for that by themselves. Call this before
-        parameters are changed in place in any other way.
+        Optimizer steps, replays of CUDA graphs and loads of state dicts wait for that by
+        themselves. Call this before parameters are changed in place in any other way.
         """
         for staged in self._staged:
             staged.wait()
