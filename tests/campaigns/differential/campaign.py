@@ -115,7 +115,9 @@ class Campaign:
     def shrink(self, failed: Comparison) -> Comparison:
         """Returns the same failure of the smallest draw that still has it."""
         tries = SMALLER_TRIES
-        found = failed
+        found = self._same_failure(failed.draw, failed)
+        if found is None:  # alone, it does not fail
+            return failed
         while tries:
             for smaller in simpler(found.draw):
                 tries -= 1

@@ -150,7 +150,8 @@ def _fsdp2(model: nn.Module, draw: Draw, mesh: Mesh) -> nn.Module:
     size = parts.size(parts.ndim - 1)
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        if not parameter.dim() or isinstance(parameter, DTensor):
+        # FSDP2 does not cut a tensor without elements by another dimension than the first.
+        if not parameter.numel() or not parameter.dim() or isinstance(parameter, DTensor):
             return None
         longest = max(range(parameter.dim()), key=lambda at: parameter.shape[at])
         return Shard(longest) if parameter.shape[longest] % size == 0 else None
