@@ -215,6 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         body = self._body()
+        if len(body) < int(self.headers.get("Content-Length", 0)):
+            self.close_connection = True  # its client is gone, and no store does half a request
+            return
         faults = self.proxy.faults_of(f"{self.command} {self.path}")
         status = sent = 0
         try:

@@ -19,6 +19,7 @@ from tests.campaigns.chaos.system_calls import (
     Reached,
     calls_of,
     can_happen,
+    struck,
 )
 
 ACTS = (KILL, TERM, NO_SPACE, IO_ERROR)
@@ -108,9 +109,8 @@ def play(scene: Scene, place: Path, choose: Choice, acts: Sequence[str] = ACTS) 
     whole = stage.perform(Fault(KILL, 0, str(place), ""))
     played.calls.update(call.kind for call in whole)
     for act in acts:
-        calls = [number for number, call in enumerate(whole, 1) if can_happen(act, call)]
-        for chosen in choose(len(calls)):
-            stage.perform(Fault(act, calls[chosen - 1], str(place), ""))
+        for call in choose(sum(can_happen(act, call) for call in whole)):
+            stage.perform(Fault(act, call, str(place), ""))
     return played
 
 
@@ -136,10 +136,10 @@ class _Stage:
             reached = calls_of(log)
             self.played.verified += self.scene.judge(folder, fault, reached)
         except (LossError, AssertionError) as error:
-            at = reached[fault.call - 1] if 0 < fault.call <= len(reached) else ("", "")
+            at = struck(fault, reached) or ("none", "nothing")
             where = f"{fault.act} at call {fault.call}, {' of '.join(at)}"
             self.played.losses.append(f"{where}: {error}")
-        if 0 < fault.call <= len(reached) and can_happen(fault.act, reached[fault.call - 1]):
+        if struck(fault, reached):
             self.played.faults[fault.act] += 1
         log.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)

@@ -247,14 +247,18 @@ class WritingToStore:
         require(that=bool(found) or self.status != 0, otherwise="done, and nothing is there")
         status = self._run(undisturbed(fault))
         require(that=status in {0, 5}, otherwise=f"again: {self.host.output.read_text()[-500:]}")
-        require(that=self._visible() == self.expected, otherwise="again: another output")
+        found = self._visible()
+        differ = [
+            key for key in {*found, *self.expected} if found.get(key) != self.expected.get(key)
+        ]
+        require(that=not differ, otherwise=f"again: other {differ}, status {status}")
         out = Place(f"{self.bucket.url}/out", self.bucket.store.options)
         require(that=ckptkit.verify(out).ok, otherwise="again: the output is not proven")
         if status == 0:
             hidden = [key for key in self.bucket.keys("out/") if "/.ckptkit-" in key]
             left = hidden + self.bucket.unfinished_uploads()
             require(that=not left, otherwise=f"again: {left} is left")
-        return 1 + bool(found)
+        return 1
 
     def _run(self, fault: Fault) -> int:
         source = sharded_at(str(self.place))

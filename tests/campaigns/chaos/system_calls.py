@@ -24,7 +24,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -103,7 +103,7 @@ class Fault:
 
     Attributes:
         act: A signal, or an error. A full disk stays full; the other error happens once.
-        call: At which call; 0 for never.
+        call: At which of the calls at which it can happen; 0 for never.
         folder: Calls count that change something below it.
         log: Where the calls are written once the process has ended.
         sends: Whether what is sent through sockets counts as well.
@@ -131,6 +131,12 @@ def can_happen(act: str, call: Reached) -> bool:
     if act == NO_SPACE:
         return call.kind in NEED_ROOM and not call.path.startswith("socket:")
     return act != IO_ERROR or not call.path.startswith("socket:")
+
+
+def struck(fault: Fault, reached: Sequence[Reached]) -> Reached | None:
+    """Returns the call at which the fault happened, None if it was not reached."""
+    possible = [call for call in reached if can_happen(fault.act, call)]
+    return possible[fault.call - 1] if 0 < fault.call <= len(possible) else None
 
 
 def is_possible() -> bool:
@@ -277,18 +283,18 @@ class _Watcher:
             error = 0
             place = self._place(call, thread, arguments) if self._of_armed(thread) else ""
             if self._counts(call, place, arguments):
-                count += 1
-                yield Reached(call.kind, place)
-                error = self._happen(count, Reached(call.kind, place))
+                reached = Reached(call.kind, place)
+                yield reached
+                if can_happen(self._fault.act, reached):
+                    count += 1
+                    error = self._happen(count)
             answer = struct.pack("QqiI", identity, 0, -error, 0 if error else _GO_ON)
             with suppress(OSError):  # it has been killed, or interrupted by a signal
                 fcntl.ioctl(self._listener, _SEND, bytearray(answer))
 
-    def _happen(self, count: int, call: Reached) -> int:
+    def _happen(self, count: int) -> int:
         """Does what happens at a call; returns the error that it is to fail with, or 0."""
         act, at = self._fault.act, self._fault.call
-        if not can_happen(act, call):
-            return 0
         if act == NO_SPACE:
             return errno.ENOSPC if 0 < at <= count else 0
         if count == at:

@@ -27,7 +27,7 @@ from ckptkit.writer.messages import (
 )
 from ckptkit.writer.sweep import leftovers, sweep
 from tests.campaigns.chaos.scenes import LossError, contents, require
-from tests.campaigns.chaos.system_calls import ERRORS, KILL, NO_SPACE, Fault, Reached, arm
+from tests.campaigns.chaos.system_calls import ERRORS, KILL, NO_SPACE, Fault, Reached, arm, struck
 from tests.crash import writing
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -217,9 +217,10 @@ def check_reported(fault: Fault, reached: Sequence[Reached], beside: str = "") -
         reached: The calls.
         beside: A folder that it is not in, if there is one that is worked on as well.
     """
-    if fault.act not in ERRORS or not 0 < fault.call <= len(reached):
+    failed = struck(fault, reached)
+    if fault.act not in ERRORS or failed is None:
         return
-    kind, path = reached[fault.call - 1]
+    kind, path = failed
     # Of what is replaced or retired, which notes say; and of folders that are there already.
     fine = {"remove", "send", "rename", "mkdir"}
     is_fine = kind in fine or (kind, Path(path).name) in _MAY_FAIL
