@@ -11,6 +11,7 @@ import secrets
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -103,8 +104,21 @@ def _counted(title: str, column: str, counted: Counter[str]) -> Table:
     return Table(title, (column, "count"), sorted((k, n) for k, n in counted.items() if n))
 
 
+def _command(options: argparse.Namespace, seed: int) -> str:
+    """Returns the command that draws the same plan."""
+    words = ["python -m tests.campaigns.soak", f"--minutes {options.minutes:g} --seed {seed}"]
+    if options.models != ",".join(Scope.models):
+        words.append(f"--models {options.models}")
+    if options.places != ",".join(Scope.places):
+        words.append(f"--places {options.places}")
+    if options.chapter is not None:
+        words.append(f"--chapter {options.chapter}")
+    return " ".join(words)
+
+
 def main() -> int:
     os.environ.update(SETTINGS)
+    warnings.simplefilter("ignore")  # those of torch and PEFT on odd models
     options = parse(sys.argv[1:])
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     scope = Scope(
@@ -119,8 +133,7 @@ def main() -> int:
     count, seconds = soak(
         seed, 60 * options.minutes, scope, only=options.chapter, keep=options.keep
     )
-    command = f"python -m tests.campaigns.soak --minutes {options.minutes:g} --seed {seed}"
-    write_report("soak", command, tables(count, seconds))
+    write_report("soak", _command(options, seed), tables(count, seconds))
     return 1 if count.problems else 0
 
 
