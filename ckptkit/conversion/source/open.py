@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,12 +139,14 @@ def open_checkpoint(
     """
     check_path(path, "SRC")
     location = place_of(path)
+
+    def list_again() -> list[str]:
+        with ExitStack() as stack:
+            return list_files(OverlaySource(_open_folders(stack, location, also)[0]))
+
     for tries_left in reversed(range(_TRIES)):
         with ExitStack() as stack:
-            root, only = open_root(stack, location)
-            if only is not None and also:
-                raise UsageError("cannot be combined with a file as SRC", where="--also")
-            folders = [root, *open_others(stack, location, also)]
+            folders, only = _open_folders(stack, location, also)
             source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
             search = _Search(source, location, only, limit_bytes)
             try:
@@ -152,16 +154,26 @@ def open_checkpoint(
                 candidates = [unit.candidate for unit in checkpoint.units]
                 stack.enter_context(hold_candidates(folders, candidates))
             except InputError:
-                if not tries_left or not search.has_lost_files():
+                if not tries_left or not search.has_lost_files(list_again):
                     raise
                 continue
-            if tries_left and search.has_lost_steps(candidates):
+            if tries_left and search.has_lost_steps(candidates, list_again):
                 continue
             if model_config is not None:
                 index = _with_model_config(checkpoint.index, model_config)
                 checkpoint = replace(checkpoint, index=index)
             yield checkpoint
             return
+
+
+def _open_folders(
+    stack: ExitStack, location: Place, also: Sequence[PathLike]
+) -> tuple[list[Folder], str | None]:
+    """Opens the directories of a source, and returns the file in them that it is, if it is one."""
+    root, only = open_root(stack, location)
+    if only is not None and also:
+        raise UsageError("cannot be combined with a file as SRC", where="--also")
+    return [root, *open_others(stack, location, also)], only
 
 
 _TRIES = 5  # a job may remove steps of its run while they are searched
@@ -260,18 +272,21 @@ class _Search:
         self._steps = StepManifests(source, ())
         self._paths: Sequence[str] = ()
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
+        self._listed: frozenset[str] = frozenset()
         self._has_passed_over = False
 
-    def has_lost_files(self) -> bool:
+    def has_lost_files(self, list_again: Callable[[], Sequence[str]]) -> bool:
         """Returns whether files that were listed are gone."""
         try:
-            return not set(self._paths).issubset(list_files(self._source))
+            return not self._listed.issubset(list_again())
         except InputError:
             return True
 
-    def has_lost_steps(self, chosen: Sequence[Candidate]) -> bool:
+    def has_lost_steps(
+        self, chosen: Sequence[Candidate], list_again: Callable[[], Sequence[str]]
+    ) -> bool:
         """Returns whether one of these is gone, or may have been chosen because others are."""
-        if self._has_passed_over and self.has_lost_files():
+        if self._has_passed_over and self.has_lost_files(list_again):
             return True
         locations = [folder.location for folder in self._source.folders]
         if any(map(is_url, locations)):
@@ -349,6 +364,7 @@ class _Search:
     def _candidates(self) -> list[Candidate]:
         """Recognises checkpoints; steps in parts are replaced by the whole that the parts make."""
         self._paths = list_files(self._source)
+        self._listed = frozenset(self._paths)
         candidates = recognise(self._paths)
         folders = self._source.folders
         recognised = [recognise(list_files(folder)) for folder in folders if len(folders) > 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import signal
 import sys
 import time
 import traceback
@@ -130,6 +131,7 @@ def main() -> int:
         for number in range(options.plan):
             sys.stdout.write("\n".join(draw_chapter(seed, number, scope).lines()) + "\n")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing stays mounted
     count, seconds = soak(
         seed, 60 * options.minutes, scope, only=options.chapter, keep=options.keep
     )

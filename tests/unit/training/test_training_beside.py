@@ -14,7 +14,9 @@ from torch import nn
 import ckptkit
 from ckptkit.conversion.source.open import _Search
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
+from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
+from tests.object_store import ObjectStore
 
 LIMIT_SECONDS = 60.0
 
@@ -89,3 +91,27 @@ def test_a_file_that_was_never_there_is_missing_at_once(tmp_path: Path) -> None:
     next(step.rglob("*.distcp")).unlink()
     with pytest.raises(MissingFileError, match="distcp"):
         ckptkit.consolidate(step, tmp_path / "out")
+
+
+def test_a_step_that_is_removed_from_a_bucket_while_it_is_searched_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, object_store: ObjectStore
+) -> None:
+    bucket, models = object_store.bucket("beside"), [nn.Linear(3, 2) for _ in range(2)]
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        steps = [
+            checkpointer.save(step, {"model": model}).result(LIMIT_SECONDS)
+            for step, model in enumerate(models)
+        ]
+    bucket.put_tree(steps[0], "run/checkpoint-0")
+    look, moments = _Search._candidates, iter([True])
+
+    def overtaken(search: _Search) -> Any:
+        found = look(search)
+        if next(moments, False):
+            bucket.clear()
+            bucket.put_tree(steps[1], "run/checkpoint-1")
+        return found
+
+    monkeypatch.setattr(_Search, "_candidates", overtaken)
+    ckptkit.consolidate(Place(f"{bucket.url}/run", object_store.options), tmp_path / "out")
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")["weight"], models[1].weight)
