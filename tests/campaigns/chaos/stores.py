@@ -247,6 +247,8 @@ class WritingToStore:
         require(that=bool(found) or self.status != 0, otherwise="done, and nothing is there")
         status = self._run(undisturbed(fault))
         require(that=status in {0, 5}, otherwise=f"again: {self.host.output.read_text()[-500:]}")
+        if status and not found:  # objects of the output are there, and its manifest is not
+            status = self._run(undisturbed(fault), "--overwrite")
         found = self._visible()
         differ = [
             key for key in {*found, *self.expected} if found.get(key) != self.expected.get(key)
@@ -260,9 +262,9 @@ class WritingToStore:
             require(that=not left, otherwise=f"again: {left} is left")
         return 1
 
-    def _run(self, fault: Fault) -> int:
+    def _run(self, fault: Fault, *options: str) -> int:
         source = sharded_at(str(self.place))
-        arguments = ["consolidate", source, f"{self.bucket.url}/out", "--names", "live"]
+        arguments = ["consolidate", source, f"{self.bucket.url}/out", "--names", "live", *options]
         return self.host.run(fault, [*arguments, *self.bucket.store.arguments("--dst-option")])
 
     def _visible(self) -> dict[str, bytes]:
