@@ -44,6 +44,7 @@ main.main()
 """
 ENDS = {KILL_JOB: -signal.SIGKILL, TERM_JOB: -signal.SIGTERM}
 TERMS_APART = 4  # kills for each termination
+ATTEMPTS = 2  # on a busy machine ranks end before they are killed; what is lost is lost in both
 
 
 @dataclass
@@ -110,12 +111,15 @@ def chain(folder: Path, actor: Actor, stride: int, first: int) -> dict[str, Any]
     points = [(KILL_JOB, call) for call in range(first, calls + 1, stride)]
     points += [(TERM_JOB, call) for call in range(first, calls + 1, TERMS_APART * stride)]
     for act, call in points:
-        try:
-            found[act] += live(act, call) >= call
-            found["resumes"] += 2  # by both ranks, before they are killed
-        except AssertionError as error:
-            found["losses"].append(f"{act} at call {call}: {error}")
-            return found
+        for attempt in range(ATTEMPTS):
+            try:
+                found[act] += live(act, call) >= call
+                found["resumes"] += 2  # by both ranks, before they are killed
+                break
+            except AssertionError as error:
+                if attempt == ATTEMPTS - 1:
+                    found["losses"].append(f"{act} at call {call}: {error}")
+                    return found
     try:
         Pair(partial(life, folder, actor.name, None)).run()
         found["resumes"] += 2
