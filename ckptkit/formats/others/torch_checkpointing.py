@@ -192,7 +192,7 @@ class _MetadataParser:
             if not isinstance(path, str) or not stays_inside(path):
                 named = quote(str(path))
                 raise UnsafePathError(f"layout names {named}, which may be outside the folder")
-            if kind not in _LAYOUTS:
+            if str(kind) not in _LAYOUTS:  # a damaged pickle has values that have no hash
                 raise UnsupportedError(f"tensors of {quote(name)} are stored by {quote(str(kind))}")
             files[rank] = ItemFile(path, _LAYOUTS[str(kind)])
         shardings: dict[KeyPath, Sharding] = {}
@@ -248,7 +248,7 @@ def _parse_placement(value: object, dimensions: int) -> Placement:
     kind = content.get("type")
     if kind == "Replicate":
         return Placement()
-    if kind not in {"Shard", "StridedShard"}:
+    if str(kind) not in {"Shard", "StridedShard"}:
         raise UnsupportedError(f"tensor is placed as {quote(str(kind))}")
     factor = content.get("split_factor") if kind == "StridedShard" else 1
     return make_split(content.get("dim"), factor, dimensions)

@@ -289,6 +289,7 @@ def _join_parts(folder: Path, out: Path) -> str:
 
 
 NO_CHECKSUMS = "the format has no checksums: bytes of tensors"
+NOTHING = f"{NO_CHECKSUMS}, numbers in `config.json`"
 FLAT_NAMES = "names in `.metadata` have no second copy"
 
 CASES: dict[str, Case] = {
@@ -298,7 +299,7 @@ CASES: dict[str, Case] = {
     "DCP of Hugging Face": _foreign("dcp_hf_fsdp2", NO_CHECKSUMS),
     "torch zip": _foreign("torch_nested"),
     "legacy torch": _foreign("torch_legacy", NO_CHECKSUMS),
-    "safetensors, HF folder": _foreign("hf_sharded", NO_CHECKSUMS),
+    "safetensors, HF folder": _foreign("hf_sharded", NOTHING),
     "ZeRO 2": _foreign("zero2_adam_float32"),
     "ZeRO 3": _foreign("zero3_bf16"),
     "universal": _foreign("universal_small_zero1"),

@@ -87,6 +87,11 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         UnsupportedError,
         "tensor is placed as 'Partial'",
     ),
+    "a placement without a hash": (
+        lambda d: packed(d)["data"].update(placements=[{"type": {}}]),
+        UnsupportedError,
+        "tensor is placed as ",
+    ),
     "a split along no dimension": (
         lambda d: packed(d)["data"].update(placements=[{"type": "Shard", "dim": 2}]),
         FormatError,
@@ -137,6 +142,11 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
         lambda d: layouts(d)[0].update(serialization_format={"type": "RawSerialization"}),
         UnsupportedError,
         "tensors of 'model' are stored by 'RawSerialization'",
+    ),
+    "bytes in a form without a hash": (
+        lambda d: layouts(d)[0].update(serialization_format={"type": []}),
+        UnsupportedError,
+        "tensors of 'model' are stored by ",
     ),
     "a tensor less": (
         lambda d: d["metadata"]["model"]["nested_path_to_metadata"].pop('["up.weight"]'),
