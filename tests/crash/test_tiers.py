@@ -268,7 +268,7 @@ def test_a_close_that_is_interrupted_in_a_drain_can_go_on_and_an_exit_leaves_it(
     checkpointer.close()
     assert handle.result().name == "checkpoint-2"
 
-    checkpointer = opened(tmp_path, timeout_seconds=0.5)
+    checkpointer = opened(tmp_path, timeout_seconds=3.0)
     troubles.saved(checkpointer, 3, state)
     stop(processes(checkpointer)[1])
     troubles.train(state)
