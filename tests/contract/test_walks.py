@@ -24,10 +24,10 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (94, 743, 132),
-    "adapter merge": (112, 921, 183),
+    "consolidate": (94, 747, 132),
+    "adapter merge": (112, 925, 183),
     "save": (35, 222, 49),
-    "push": (47, 258, 40),
+    "push": (46, 260, 40),
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")
 
