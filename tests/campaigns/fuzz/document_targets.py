@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -12,6 +13,7 @@ import xxhash
 import zstandard
 
 from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import parse_manifest
 from ckptkit.core.model_configs import (
@@ -141,8 +143,9 @@ optional = true
 def _run_map(data: bytes) -> None:
     name_map = parse_map(data.decode("utf-8", "replace"), where="x")
     invert(name_map)
-    for specs in (_SPECS, {name: _SPECS[name] for name in map(Fqn, ("a.0.w", "a.1.w", "b"))}):
-        apply_map(name_map, _CONFIG, specs, where="x")
+    for names in (_SPECS, map(Fqn, ("a.0.w", "a.1.w", "b")), [Fqn("b")]):
+        with suppress(CkptkitError):
+            apply_map(name_map, _CONFIG, {name: _SPECS[name] for name in names}, where="x")
 
 
 def _map_seeds() -> list[bytes]:
