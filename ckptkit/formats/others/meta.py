@@ -17,6 +17,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from ckptkit.core.errors import (
     FormatError,
@@ -241,8 +242,10 @@ def _check(shapes: Mapping[str, Shape], sizes: _Sizes, count: int, where: str) -
                 where=where,
                 hint=f"copy all files and {PARAMS!r} from one download",
             )
-    odd = layers ^ set(range(sizes.layers)) if layers else ()
-    if odd:
+    # The number in the file may be any: the layers that are there are counted.
+    absent = (n for n in range(min(sizes.layers, len(layers) + 1)) if n not in layers)
+    odd = [*islice(absent, 1), *(n for n in layers if n >= sizes.layers)]
+    if layers and odd:
         raise IncompleteCheckpointError(
             f"has {len(layers):,} layers, {PARAMS!r} says {sizes.layers:,}; the first that differs"
             f" is layer {min(odd)}",
