@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, UnsafePathError
-from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
+from ckptkit.core.manifest import CHECKSUM, MANIFEST_NAME, _compute_checksum, parse_manifest
 from ckptkit.formats.others.torchsnapshot import TorchsnapshotReader
 from ckptkit.formats.parsing import read_index_document
 from ckptkit.hub import download
@@ -56,12 +56,16 @@ def test_an_index_of_shards_names_no_file_outside(name: str) -> None:
         read_index_document(source, "model.safetensors.index.json")
 
 
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["its checksum made anew", "without one"])
 @pytest.mark.parametrize("name", OUT)
-def test_a_manifest_names_no_file_outside(name: str, tmp_path: Path) -> None:
+def test_a_manifest_names_no_file_outside(name: str, is_sealed: bool, tmp_path: Path) -> None:
     run = tmp_path / "run"
     step = save_step(run, 1)
     document = json.loads((step / MANIFEST_NAME).read_bytes())
     document["files"][name] = {"size_bytes": 1}
+    del document[CHECKSUM]  # which proves no origin: who changes a manifest can compute it
+    if is_sealed:
+        document[CHECKSUM] = _compute_checksum(document)
     (step / MANIFEST_NAME).write_text(json.dumps(document))
     (tmp_path / "secret").write_text("x")
     with pytest.raises(UnsafePathError):
