@@ -59,7 +59,7 @@ def refused_twice(adapter: Path, match: str, kind: type[CkptkitError] = InputErr
     [
         ({"r": 0}, "'r' is '0'"),
         ({"r": -2}, "'r' is '-2'"),
-        ({"r": 10**30}, "against rank 1000000000000000000000000000000"),
+        ({"r": 10**30}, "'r' is '1000000000000000000000000000000' against"),
         ({"lora_alpha": float("nan")}, "'lora_alpha' is 'nan'"),
         ({"lora_alpha": 10**400}, "'lora_alpha' is"),
         ({"rank_pattern": {"(": 2}}, "no regular expression"),

@@ -59,6 +59,7 @@ def _copy(saved: Path, run: Path, step: int) -> Path:
     path = run / f"checkpoint-{step}/ckptkit.json"
     document = json.loads(path.read_text())
     document["source"]["step"] = step
+    del document["checksum"]  # ckptkit 0.1 wrote none
     path.write_text(json.dumps(document))
     return run / f"checkpoint-{step}"
 

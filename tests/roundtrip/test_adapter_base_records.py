@@ -163,6 +163,7 @@ def test_without_a_record_of_the_packing_plain_weights_are_refused_unasked(tmp_p
     manifest = tmp_path / "adapter" / "ckptkit.json"
     document = json.loads(manifest.read_bytes())
     del document["source"]["base_quantization"]["packings"]  # as earlier versions wrote it
+    del document["checksum"]
     manifest.write_text(json.dumps(document))
     with pytest.raises(RefusedError, match="7 packed weights") as caught:
         notes_of_merging(tmp_path / "adapter", tmp_path / "no", QLORA / "base")
@@ -211,6 +212,7 @@ def test_a_damaged_record_is_an_error(damage: dict[str, Any], tmp_path: Path) ->
     path = tmp_path / "adapter" / "ckptkit.json"
     document = json.loads(path.read_text())
     document["source"] |= damage
+    del document["checksum"]  # ckptkit 0.1 wrote none
     path.write_text(json.dumps(document))
     with pytest.raises(FormatError, match="damaged"):
         notes_of_merging(tmp_path / "adapter", tmp_path / "no", PLAIN / "base")

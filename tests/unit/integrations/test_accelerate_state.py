@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 
 from ckptkit.core.errors import ResumeError, UsageError
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.manifest import FileRecord, Manifest
 from ckptkit.integrations.accelerate import install, load_state, save_model, save_state
 from ckptkit.integrations.accelerate.accelerator_state import (
     SaveTarget,
@@ -123,9 +123,8 @@ def test_an_accelerator_of_another_kind_is_left_alone(accelerator: Accelerator) 
 
 
 def manifest(*files: str) -> bytes:
-    records = {name: {"size_bytes": 1} for name in files}
-    document = Manifest("training", {}, {}, {"ckptkit": "0"}, {}).to_json()
-    return document.replace(b'"files": {}', b'"files": ' + str(records).replace("'", '"').encode())
+    records = {name: FileRecord(1) for name in files}
+    return Manifest("training", {}, {}, {"ckptkit": "0"}, {}, files=records).to_json()
 
 
 def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(tmp_path: Path) -> None:
