@@ -1,0 +1,1 @@
+"""What will hurt a run before it starts: facts are gathered, and rules judge them."""

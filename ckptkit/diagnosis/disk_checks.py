@@ -1,0 +1,358 @@
+"""The disk of a run: room, inodes, kind of file system, locks and speed.
+
+`gather_disk` writes to one file without a name, which disappears with its descriptor however the
+process ends. All else here reads, or computes with what was read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.core.text import size_text
+from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
+from ckptkit.storage.local.disk import is_refused
+from ckptkit.storage.local.ownership import is_planted
+from ckptkit.storage.place_identity import find_mount, read_mounts, why_not_shared
+
+_BLOCK_BYTES = 1 << 20
+_MOST_BYTES = 256 << 20
+_MOST_SECONDS = 1.5
+_MOST_AT_ONCE = 32  # blocks between two syncs
+_SHARE_OF_FREE = 20  # the probe fills no more than this part of what is free
+_STEPS_AHEAD = 3  # that should fit where nothing is known of the steps to come
+_SLOW_SECONDS = 600.0  # in which a step should be on the disk: NCCL's timeout
+_FILES_OF_A_RANK = 6
+_SPARE_FILES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class DiskProbe:
+    """What writing to a file has shown.
+
+    Attributes:
+        written_bytes: How much was written, and synced, one process alone.
+        seconds: In which time.
+        sync_seconds: How long the first mebibyte took to be durable.
+        has_locks: Whether a lock keeps other descriptors out; None where that cannot be tried.
+    """
+
+    written_bytes: int
+    seconds: float
+    sync_seconds: float
+    has_locks: bool | None
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.written_bytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """What is known of the place of a run.
+
+    Attributes:
+        where: The place as the user named it.
+        folder: It, or the folder above it that exists.
+        kind: The type of its file system; empty where unknown.
+        mount_source: What is mounted.
+        mount_options: How.
+        free_bytes: For this user; None where the file system does not say.
+        free_files: How many files can be made; None where there is no limit, or it is unknown.
+        problem: Why nothing can be written there; empty if it can.
+        is_planted: Whether another user may have put it there.
+        probe: What writing has shown; None if nothing was written.
+    """
+
+    where: str
+    folder: Path
+    kind: str = ""
+    mount_source: str = ""
+    mount_options: frozenset[str] = frozenset()
+    free_bytes: int | None = None
+    free_files: int | None = None
+    problem: str = ""
+    is_planted: bool = False
+    probe: DiskProbe | None = None
+
+
+def gather_disk(where: str, path: Path, *, writes: bool) -> DiskFacts:
+    """Looks at a place, and writes to it for about a second if `writes`."""
+    try:
+        folder = path.absolute()
+    except FileNotFoundError:
+        return DiskFacts(where, path, problem="the current directory was removed")
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return DiskFacts(where, folder, problem=f"{folder} is a file")
+    mount = find_mount(folder.resolve(), read_mounts())
+    free_bytes, free_files = _free(folder)
+    probe, problem = None, ""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"{folder} cannot be written by this user"
+    elif writes:
+        try:
+            probe = _probe(folder, most_bytes=min(_MOST_BYTES, _least(free_bytes)))
+        except OSError as error:
+            problem = f"a file in {folder} cannot be written: {error.strerror or error}"
+    return DiskFacts(
+        where,
+        folder,
+        kind=mount.kind if mount else "",
+        mount_source=mount.source if mount else "",
+        mount_options=mount.options if mount else frozenset(),
+        free_bytes=free_bytes,
+        free_files=free_files,
+        problem=problem,
+        is_planted=is_planted(path),
+        probe=probe,
+    )
+
+
+def _free(folder: Path) -> tuple[int | None, int | None]:
+    """Returns free bytes and free inodes; file systems without such a number report 0 of 0."""
+    if not hasattr(os, "statvfs"):
+        return None, None
+    status = os.statvfs(folder)
+    return (
+        status.f_bavail * status.f_frsize if status.f_blocks else None,
+        status.f_favail if status.f_files else None,
+    )
+
+
+def _least(free_bytes: int | None) -> int:
+    return _MOST_BYTES if free_bytes is None else free_bytes // _SHARE_OF_FREE
+
+
+def _probe(folder: Path, *, most_bytes: int) -> DiskProbe:
+    block = os.urandom(_BLOCK_BYTES)  # that no file system compresses
+    with tempfile.TemporaryFile(dir=folder, prefix=".ckptkit-doctor-", buffering=0) as file:
+        began = time.monotonic()
+        file.write(block[: max(min(most_bytes, _BLOCK_BYTES), 1)])
+        os.fsync(file.fileno())
+        sync_seconds = time.monotonic() - began
+        written, blocks, seconds = 0, 1, 0.0
+        while seconds < _MOST_SECONDS and written + blocks * _BLOCK_BYTES <= most_bytes:
+            for _ in range(blocks):
+                file.write(block)
+            os.fsync(file.fileno())
+            written += blocks * _BLOCK_BYTES
+            earlier, seconds = seconds, time.monotonic() - began - sync_seconds
+            if seconds - earlier < _MOST_SECONDS / 8:
+                blocks = min(2 * blocks, _MOST_AT_ONCE)
+        return DiskProbe(written, seconds, sync_seconds, _has_locks(file.fileno()))
+
+
+def _has_locks(descriptor: int) -> bool | None:
+    """Tries whether a lock of one descriptor refuses it to another one of the same file."""
+    try:
+        import fcntl  # not there on Windows
+
+        other = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return False if is_refused(error) else None
+    finally:
+        os.close(other)
+    return False
+
+
+def judge_disk(
+    facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool = False
+) -> list[Finding]:
+    """Judges the place of a run.
+
+    Args:
+        facts: The place.
+        demand: What the run needs.
+        is_local_tier: Whether it is a node's own disk, for steps before they are drained.
+    """
+    if facts.problem:
+        advice = "name another directory, or change its owner or the mount"
+        where = facts.where
+        return [
+            Finding("disk-writable", "error", where, facts.problem, "a writable folder", advice)
+        ]
+    findings = [_room(facts, demand, is_local_tier=is_local_tier), *_inodes(facts, demand)]
+    findings += [*_kind(facts, demand, is_local_tier=is_local_tier), *_speed(facts, demand)]
+    if facts.is_planted:
+        findings.append(
+            Finding(
+                "disk-owner",
+                "warning",
+                facts.where,
+                "another user made it in a folder where everybody may make files",
+                "a folder of this user",
+                "that user can replace steps: name a directory that you have made",
+            )
+        )
+    return findings
+
+
+def _room(facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool) -> Finding:
+    """Compares free space with the steps to come."""
+    free, size = facts.free_bytes, demand.node_bytes if is_local_tier else demand.step_bytes
+    if free is None:
+        return Finding("disk-space", "ok", facts.where, "the file system reports no free space")
+    if not size:
+        found = f"{size_text(free)} free; the size of a step is not known"
+        advice = "pass the run, or --model-size 8B, to compare it with the steps to come"
+        return Finding("disk-space", "ok", facts.where, found, advice=advice)
+    steps, why = _steps_needed(demand, is_local_tier=is_local_tier)
+    fit = free // size
+    found = f"{size_text(free)} free, room for {fit:,} more of {size_text(size)} ({demand.basis})"
+    severity: Severity = "ok" if fit >= steps else "warning"
+    if fit < min(steps, 1) or (fit < steps and (is_local_tier or demand.more_steps is not None)):
+        severity = "error"
+    if severity == "ok":
+        return Finding("disk-space", "ok", facts.where, f"{found}; {why}")
+    expected = f"{size_text(steps * size)}: {why}"
+    advice = "make room (`ckptkit prune RUN --keep-last 3 --dry-run`), save to another disk,"
+    advice += " or keep fewer steps"
+    return Finding("disk-space", severity, facts.where, found, expected, advice)
+
+
+def _steps_needed(demand: SaveDemand, *, is_local_tier: bool) -> tuple[int, str]:
+    """Returns for how many more steps there has to be room, and why."""
+    if demand.to_come == 0:
+        return 0, "no more steps are to come"
+    if is_local_tier:
+        return _STEPS_AHEAD, "a node keeps two steps of its share, and writes a third"
+    more = demand.more_steps
+    if more is None:
+        return _STEPS_AHEAD, "all steps stay, and it is not known how many are to come"
+    if demand.keep_last is None:
+        return more, f"{more:,} steps are to come, and all stay"
+    kept = f"{demand.keep_last:,} stay ({demand.kept_because})"
+    return more, f"{kept}, and one more is written before the oldest is removed"
+
+
+def _inodes(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
+    if facts.free_files is None:
+        return
+    files = max(demand.files, _FILES_OF_A_RANK * demand.ranks)
+    needed = files * (_STEPS_AHEAD if demand.more_steps is None else demand.more_steps)
+    found = f"{facts.free_files:,} more files can be made"
+    if facts.free_files >= needed + _SPARE_FILES:
+        yield Finding("disk-inodes", "ok", facts.where, found)
+        return
+    severity: Severity = "error" if facts.free_files < needed else "warning"
+    yield Finding(
+        "disk-inodes",
+        severity,
+        facts.where,
+        found,
+        f"{needed + _SPARE_FILES:,}: a step has about {files:,}",
+        "remove small files (caches, datasets, logs), or use another file system",
+    )
+
+
+_IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+_OF_A_CONTAINER = frozenset({"aufs", "overlay"})
+_OF_A_STORE = ("blobfuse", "gcsfuse", "goofys", "mountpoint-s3", "rclone", "s3fs", "s3backer")
+_WITHOUT_LINKS = frozenset({"exfat", "msdos", "vfat"})
+_NFS = frozenset({"nfs", "nfs4"})
+_NODE_LOCKS = frozenset({"local_lock=all", "local_lock=flock", "localflock", "nolock"})
+_QUOTA = {
+    "lustre": "`lfs quota -h -u $USER DIR` shows it",
+    "gpfs": "`mmlsquota --block-size auto` shows it",
+    "beegfs": "`beegfs-ctl --getquota --uid $USER` shows it",
+    "nfs": "`quota -s` shows it",
+    "nfs4": "`quota -s` shows it",
+}
+
+
+def _kind(facts: DiskFacts, demand: SaveDemand, *, is_local_tier: bool) -> Iterator[Finding]:
+    """Judges the kind of file system, and its locks."""
+    store = next((name for name in _OF_A_STORE if name in f"{facts.kind} {facts.mount_source}"), "")
+    kind = facts.kind or "an unknown kind"
+    if facts.kind in _IN_MEMORY:
+        found, expected = f"{kind}: files are in memory", "a disk"
+        advice = "steps are gone after a reboot, and count as memory: name a directory on a disk"
+    elif facts.kind in _OF_A_CONTAINER:
+        found, expected = f"{kind}: the layer of a container", "a volume"
+        advice = "steps are gone with the container: mount a volume there"
+    elif facts.kind.startswith("fuse") and store:
+        found, expected = f"an object store through {store}", "a file system, or the store's URL"
+        advice = "renames copy objects one by one there: save to its URL with `local=`, which"
+        advice += " commits as a whole"
+    elif facts.kind in _WITHOUT_LINKS:
+        found, expected = f"{kind}: no hard links, no owners", "a file system of this system"
+        advice = "frozen weights are written at every save; vfat takes no file over 4 GB"
+    else:
+        yield _plain_kind(facts, demand)
+        yield from _locks(facts, is_local_tier=is_local_tier)
+        return
+    yield Finding("file-system", "warning", facts.where, found, expected, advice)
+
+
+def _plain_kind(facts: DiskFacts, demand: SaveDemand) -> Finding:
+    found = facts.kind or "of an unknown kind"
+    if demand.nodes > 1 and why_not_shared(facts.kind):
+        found += "; takes no ranges of one file from several machines, so an export saves shards"
+    quota = _QUOTA.get(facts.kind, "")
+    advice = f"a quota is not seen here: {quota}" if quota else ""
+    return Finding("file-system", "ok", facts.where, found, advice=advice)
+
+
+def _locks(facts: DiskFacts, *, is_local_tier: bool) -> Iterator[Finding]:
+    has_locks = facts.probe.has_locks if facts.probe is not None else None
+    of_node = sorted(_NODE_LOCKS & facts.mount_options)
+    if has_locks is False:
+        found = f"{facts.kind or 'it'} has no locks"
+    elif of_node and not is_local_tier:
+        found = f"mounted with {of_node[0]}: a lock is not seen by other nodes"
+    else:
+        if has_locks:
+            yield Finding("file-locks", "ok", facts.where, "a lock keeps a second job out")
+        return
+    advice = "start one job for a run at a time, and prune while none reads; "
+    advice += "mount Lustre with `flock`, NFS without `nolock` and `local_lock`"
+    expected = "locks that all nodes see"
+    yield Finding("file-locks", "warning", facts.where, found, expected, advice)
+
+
+def _speed(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
+    probe = facts.probe
+    if probe is None or not probe.written_bytes:
+        return
+    rate = probe.bytes_per_second
+    found = f"{size_text(rate)}/s written and synced by one process"
+    if demand.step_bytes:
+        # Ranks of a node share its disk or its link; more nodes bring more links.
+        seconds = (demand.node_bytes or 0) / rate
+        found += f"; about {_duration(seconds)} for a node's part of a step"
+        if seconds > _SLOW_SECONDS:
+            yield Finding(
+                "disk-speed",
+                "warning",
+                facts.where,
+                found,
+                f"less than {_duration(_SLOW_SECONDS)}",
+                "save to the node's own disk first with `Checkpointer(..., local=DIR)`, or less"
+                " often; a save that waits for the disk as a whole runs into NCCL's timeout",
+            )
+            return
+    yield Finding("disk-speed", "ok", facts.where, found)
+
+
+def _duration(seconds: float) -> str:
+    """Returns a time in words.
+
+    >>> _duration(0.4), _duration(75), _duration(4000)
+    ('less than 1 s', '1 min', '67 min')
+    """
+    if seconds < 1:
+        return "less than 1 s"
+    return f"{seconds:.0f} s" if seconds < 60 else f"{seconds / 60:.0f} min"  # noqa: PLR2004

@@ -1,0 +1,265 @@
+"""This machine: memory for staging, `/dev/shm`, limits of processes and files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.core.text import size_text
+from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
+from ckptkit.storage.local.control_groups import available_bytes, memory_bytes, tasks_left
+
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Linux has it
+_DEVICES = Path("/dev")
+_LEAST_SHARED_BYTES = 1 << 30
+_LEAST_OPEN_FILES = 8192
+_LEAST_TASKS = 4096
+_SPARE_SHARE = 1.1  # of memory, beside the copy of the state
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit of this process; None stands for no limit.
+
+    Attributes:
+        soft: What applies.
+        hard: To what this user may raise it.
+    """
+
+    soft: int | None
+    hard: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What is known of this machine; None where it is not.
+
+    Attributes:
+        memory_bytes: Of the machine, or of the control group of this process.
+        available_bytes: What of it can be taken now.
+        shared_bytes: The size of `/dev/shm`.
+        free_shared_bytes: What of it is free.
+        gives_unnamed_memory: Whether `memfd_create` works, which no size of a mount limits.
+        open_files: The limit of `ulimit -n`.
+        locked_bytes: The limit of `ulimit -l`, in bytes.
+        tasks: The limit of `ulimit -u`.
+        file_bytes: The limit of `ulimit -f`, in bytes.
+        tasks_left: What the control groups leave of theirs.
+        accelerators: How many devices of NVIDIA or AMD there are.
+    """
+
+    memory_bytes: int | None = None
+    available_bytes: int | None = None
+    shared_bytes: int | None = None
+    free_shared_bytes: int | None = None
+    gives_unnamed_memory: bool = True
+    open_files: Limit | None = None
+    locked_bytes: Limit | None = None
+    tasks: Limit | None = None
+    file_bytes: Limit | None = None
+    tasks_left: int | None = None
+    accelerators: int = 0
+
+
+def gather_machine(shared_memory: Path = _SHARED_MEMORY) -> MachineFacts:
+    """Looks at this machine, and at the limits of this process."""
+    shared = free_shared = None
+    with suppress(OSError, AttributeError):  # there is no statvfs on Windows
+        status = os.statvfs(shared_memory)
+        shared, free_shared = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    return MachineFacts(
+        memory_bytes=memory_bytes(),
+        available_bytes=available_bytes(),
+        shared_bytes=shared,
+        free_shared_bytes=free_shared,
+        gives_unnamed_memory=_gives_unnamed_memory(),
+        open_files=_limit("RLIMIT_NOFILE"),
+        locked_bytes=_limit("RLIMIT_MEMLOCK"),
+        tasks=None if _is_root() else _limit("RLIMIT_NPROC"),  # which does not bind root
+        file_bytes=_limit("RLIMIT_FSIZE"),
+        tasks_left=tasks_left(),
+        accelerators=_count_accelerators(),
+    )
+
+
+def _limit(name: str) -> Limit | None:
+    try:
+        import resource  # not there on Windows
+
+        soft, hard = resource.getrlimit(getattr(resource, name))
+    except (ImportError, AttributeError, OSError):
+        return None
+    return Limit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
+
+
+def _gives_unnamed_memory() -> bool:
+    try:
+        os.close(os.memfd_create("ckptkit-doctor", os.MFD_CLOEXEC))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def _is_root() -> bool:
+    return hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+def _count_accelerators() -> int:
+    with suppress(OSError):
+        names = [path.name for path in _DEVICES.iterdir()]
+        nvidia = sum(name.removeprefix("nvidia").isdecimal() for name in names)
+        return nvidia or int("kfd" in names)
+    return 0
+
+
+def judge_machine(facts: MachineFacts, demand: SaveDemand) -> list[Finding]:
+    """Judges this machine."""
+    return [
+        *_memory(facts, demand),
+        *_shared_memory(facts, demand),
+        *_open_files(facts),
+        *_tasks(facts),
+        *_locked_memory(facts, demand),
+        *_file_size(facts, demand),
+    ]
+
+
+def _memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
+    """Compares memory with the copies that saves take before they write."""
+    if facts.available_bytes is None:
+        return
+    found = f"{size_text(facts.available_bytes)} available"
+    if facts.memory_bytes is not None:
+        found += f" of {size_text(facts.memory_bytes)}"
+    need = demand.staging_bytes
+    if need is None:
+        yield Finding("memory", "ok", "memory of this node", found)
+        return
+    text = f"{size_text(need)} for the copy of this node's part of {demand.describe()}"
+    if need * _SPARE_SHARE <= facts.available_bytes:
+        yield Finding("memory", "ok", "memory of this node", f"{found}, {text}")
+        return
+    yield Finding(
+        "memory",
+        "error" if need > facts.available_bytes else "warning",
+        "memory of this node",
+        found,
+        f"{text}, in addition to what training takes",
+        'set staging_limit="4GB" or so in the Checkpointer, which stages in waves; pass --nodes if'
+        " there are several; raise the memory of the container or job",
+    )
+
+
+def _shared_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
+    if facts.shared_bytes is None or facts.free_shared_bytes is None:
+        if sys.platform == "linux":
+            yield Finding(
+                "shared-memory",
+                "warning",
+                str(_SHARED_MEMORY),
+                "is not there",
+                f"at least {size_text(_LEAST_SHARED_BYTES)}",
+                "mount a tmpfs there: DataLoader workers and NCCL fail without it",
+            )
+        return
+    found = f"{size_text(facts.shared_bytes)}, {size_text(facts.free_shared_bytes)} free"
+    need = demand.staging_bytes or 0
+    if facts.shared_bytes < _LEAST_SHARED_BYTES:
+        expected = f"at least {size_text(_LEAST_SHARED_BYTES)}"
+        advice = "DataLoader workers and NCCL end with a bus error where it is full: start the"
+        advice += " container with `--ipc=host` or `--shm-size=16g`; on Kubernetes mount an"
+        advice += " emptyDir with `medium: Memory`"
+    elif not facts.gives_unnamed_memory and need > facts.free_shared_bytes:
+        expected = f"{size_text(need)}, since memfd_create is refused"
+        advice = "saves are staged in a file below TMPDIR, slower: enlarge /dev/shm"
+    else:
+        yield Finding("shared-memory", "ok", str(_SHARED_MEMORY), found)
+        return
+    yield Finding("shared-memory", "warning", str(_SHARED_MEMORY), found, expected, advice)
+
+
+def _open_files(facts: MachineFacts) -> Iterator[Finding]:
+    if facts.open_files is None:
+        return
+    soft, hard = facts.open_files.soft, facts.open_files.hard
+    found = "no limit" if soft is None else f"{soft:,} open files"
+    if soft is None or soft >= _LEAST_OPEN_FILES:
+        yield Finding("open-files", "ok", "ulimit -n", found)
+        return
+    most = 65_536 if hard is None else min(hard, 65_536)
+    advice = f"run `ulimit -n {most}` before the launch"
+    if most < _LEAST_OPEN_FILES:
+        advice = "raise it in /etc/security/limits.conf, or with `docker run --ulimit"
+        advice += " nofile=65536`"
+    yield Finding(
+        "open-files",
+        "warning",
+        "ulimit -n",
+        found,
+        f"{_LEAST_OPEN_FILES:,}: DataLoader workers pass descriptors for each tensor",
+        advice,
+    )
+
+
+def _tasks(facts: MachineFacts) -> Iterator[Finding]:
+    counts = {
+        "ulimit -u": facts.tasks.soft if facts.tasks is not None else None,
+        "pids.max of the control group": facts.tasks_left,
+    }
+    for where, count in counts.items():
+        if count is None:
+            continue
+        if count >= _LEAST_TASKS:
+            yield Finding("tasks", "ok", where, f"{count:,} processes and threads")
+            continue
+        yield Finding(
+            "tasks",
+            "warning",
+            where,
+            f"{count:,} processes and threads",
+            f"{_LEAST_TASKS:,}: each rank has threads of torch and NCCL, and DataLoader workers",
+            "raise it: `ulimit -u`, `docker run --pids-limit`, podPidsLimit of Kubernetes",
+        )
+
+
+def _locked_memory(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
+    """Pinned memory and RDMA lock pages; without a device nothing does."""
+    if facts.locked_bytes is None:
+        return
+    soft = facts.locked_bytes.soft
+    found = "no limit" if soft is None else f"{size_text(soft)} of locked memory"
+    if soft is None or not facts.accelerators:
+        because = "" if soft is None else ", and no GPU that would need it"
+        yield Finding("locked-memory", "ok", "ulimit -l", f"{found}{because}")
+        return
+    need = demand.staging_bytes
+    wanted = "no limit" if need is None else f"{size_text(need)} for staging, or no limit"
+    yield Finding(
+        "locked-memory",
+        "warning" if need is None or need > soft else "ok",
+        "ulimit -l",
+        found,
+        wanted,
+        "run `ulimit -l unlimited` before the launch, or `docker run --ulimit memlock=-1`: RDMA"
+        " fails otherwise, and copies from a device may be slower",
+    )
+
+
+def _file_size(facts: MachineFacts, demand: SaveDemand) -> Iterator[Finding]:
+    soft = facts.file_bytes.soft if facts.file_bytes is not None else None
+    if soft is None:
+        return
+    need = demand.rank_bytes
+    severity: Severity = "warning" if need is None or need <= soft else "error"
+    yield Finding(
+        "file-size",
+        severity,
+        "ulimit -f",
+        f"files of at most {size_text(soft)}",
+        "no limit" if need is None else f"{size_text(need)}, which one rank writes",
+        "run `ulimit -f unlimited` before the launch",
+    )

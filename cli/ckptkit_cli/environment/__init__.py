@@ -1,0 +1,1 @@
+"""Commands about this machine and what is installed on it."""
