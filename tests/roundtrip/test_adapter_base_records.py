@@ -152,7 +152,7 @@ def test_an_adapter_of_packed_weights_is_merged_onto_what_they_stood_for(tmp_pat
     assert not any("changes nothing" in note for note in notes)
     advised = ckptkit.inspect(tmp_path / "adapter").adapter
     assert advised is not None
-    assert advised.merge("x").endswith("--base DIR --double-quant")
+    assert advised.merge("x").endswith("--base ORG/NAME --double-quant")
     assert "--no-double-quant" in advised.remark
     again = ckptkit.extract_adapter(tmp_path / "adapter", tmp_path / "again")
     assert again.source["base_quantization"] == told
@@ -171,7 +171,7 @@ def test_without_a_record_of_the_packing_plain_weights_are_refused_unasked(tmp_p
     assert "--qlora-base original" in caught.value.hint
     advised = ckptkit.inspect(tmp_path / "adapter").adapter
     assert advised is not None
-    assert advised.merge("x").endswith("--base DIR --qlora-base original")
+    assert advised.merge("x").endswith("--base ORG/NAME --qlora-base original")
     assert str(QLORA / "checkpoint") in advised.remark
 
 

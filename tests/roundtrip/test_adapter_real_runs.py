@@ -186,7 +186,7 @@ ADVISED = [case for case in CASES if case.adapter in {"", DEFAULT}]  # the first
 
 def typed(command: str, case: Case, out: Path) -> list[str]:
     """Returns a command as a user would type it, with paths in the place of words."""
-    put = {"OUT": str(out), "FILE": str(case.config), "DIR": str(case.home / "base")}
+    put = {"OUT": str(out), "FILE": str(case.config), "ORG/NAME": str(case.home / "base")}
     words = shlex.split(command)
     assert words.pop(0) == "ckptkit"
     return [put.get(word, word) for word in words]

@@ -325,6 +325,7 @@ def test_the_commands_say_what_they_wrote(tmp_path: Path, steps: list[Model]) ->
     done = run_command("delta", "apply", tmp_path / "s0", *deltas, tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert model_bytes(tmp_path / "out") == bytes_of(steps[2])
+    assert "run the same `ckptkit delta apply` with `--base ORG/NAME --overwrite`" in done.stderr
 
 
 def test_a_delta_is_no_model(tmp_path: Path, steps: list[Model]) -> None:

@@ -449,7 +449,9 @@ def test_a_module_that_copies_its_state_gets_it(tmp_path: Path) -> None:
     assert same_bits(model.weight.detach(), values(source)["weight"])
 
 
-def test_tied_weights_that_differ_in_the_checkpoint_are_said(tmp_path: Path) -> None:
+def test_tied_weights_that_differ_in_the_checkpoint_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -463,6 +465,8 @@ def test_tied_weights_that_differ_in_the_checkpoint_are_said(tmp_path: Path) -> 
     result = load_into(model, save(tmp_path / "a", **tensors))
     assert same_bits(model.head.weight.detach(), first)
     assert "'head.weight' differs in the checkpoint from 'embed.weight'" in result.notes[-1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "'head.weight' differs" in caplog.text
     equal = {"embed.weight": second, "head.weight": second.clone()}
     assert load_into(model, save(tmp_path / "b", **equal)).notes == ()
     one = {"head.weight": first}
@@ -485,7 +489,7 @@ def test_the_examples_of_the_page_run(
     )
     expected = transformers.LlamaForCausalLM(config)
     expected.save_pretrained("base")
-    page = (repository / "docs/loading.md").read_text()
+    page = (repository / "docs/reference/loading.md").read_text()
     first, _, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     store = torch._C._distributed_c10d.HashStore()

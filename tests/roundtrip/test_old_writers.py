@@ -52,7 +52,7 @@ def test_local_state_of_an_old_release_is_refused_with_what_is_missing(
     source = FIXTURES / f"files_torch_{release}" / "checkpoint" / "local"
     with pytest.raises(UnsupportedError, match="flat parameters of FSDP1") as refused:
         ckptkit.consolidate(source, tmp_path / "out")
-    assert "--model-config" in str(refused.value)
+    assert "--model-config" in refused.value.hint
     assert not (tmp_path / "out").exists()
 
 

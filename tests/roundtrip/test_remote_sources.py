@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.core.errors import AccessError
+from ckptkit.core.errors import HubError
 from ckptkit.storage.places import Place
 from tests.command_line import Result, run_command
 from tests.hub_server import TOKEN, HubServer
@@ -260,6 +260,6 @@ def test_a_model_of_the_hub_is_a_source_and_a_base(
     hub.put("org/gated", {"config.json": b"{}"})
     hub.gated.add("org/gated")
     anonymous = Place("hf://org/gated", {"endpoint": hub.url, "token": False})
-    with pytest.raises(AccessError, match="hf://org/gated") as told:
+    with pytest.raises(HubError, match="hf://org/gated") as caught:
         ckptkit.consolidate(src, tmp_path / "never", base=anonymous)
-    assert "terms" in told.value.hint
+    assert "terms" in caught.value.hint

@@ -1,6 +1,6 @@
-"""What ckptkit 0.1 wrote is listed, verified, converted to the same bytes and resumed from.
+"""What each release wrote is listed, verified, converted to the same bytes and resumed from.
 
-`fixtures/written_by_0_1` is kept as it is: a change of a format that fails here fails its users.
+`fixtures/written_by_X_Y` are kept as they are: a change of a format that fails here fails users.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from ckptkit.core.errors import ChecksumError
 from ckptkit.training import Checkpointer
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
-WRITTEN = FIXTURES / "written_by_0_1"
+RELEASES = ("0_1", "0_2")
+
+
+@pytest.fixture(params=RELEASES)
+def written(request: pytest.FixtureRequest) -> Path:
+    return FIXTURES / f"written_by_{request.param}"
 
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    path = FIXTURES / "generators" / "written_by_0_1.py"
-    spec = importlib.util.spec_from_file_location("written_by_0_1", path)
+    path = FIXTURES / "generators" / "written_by_releases.py"
+    spec = importlib.util.spec_from_file_location("written_by_releases", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,24 +39,24 @@ def generator() -> ModuleType:
     return module
 
 
-def test_a_run_of_0_1_is_listed() -> None:
-    listed = ckptkit.list_run(WRITTEN / "run")
+def test_a_run_is_listed(written: Path) -> None:
+    listed = ckptkit.list_run(written / "run")
     assert [(step.step, step.complete) for step in listed.steps] == [(2, True), (4, True)]
     assert all((step.metrics["loss"] or 0) > 0 for step in listed.steps)
 
 
 @pytest.mark.parametrize("name", ["run/checkpoint-2", "run/checkpoint-4"])
-def test_a_step_of_0_1_is_verified(name: str) -> None:
-    assert ckptkit.verify(WRITTEN / name)
+def test_a_step_is_verified(written: Path, name: str) -> None:
+    assert ckptkit.verify(written / name)
 
 
 @pytest.mark.parametrize("name", ["model", "shards", "adapter", "merged"])
-def test_an_output_of_0_1_is_verified(name: str) -> None:
-    assert ckptkit.verify(WRITTEN / name)
+def test_an_output_is_verified(written: Path, name: str) -> None:
+    assert ckptkit.verify(written / name)
 
 
-def test_a_damaged_output_of_0_1_is_not(tmp_path: Path) -> None:
-    model = shutil.copytree(WRITTEN / "model", tmp_path / "model")
+def test_a_damaged_output_is_not_verified(written: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(written / "model", tmp_path / "model")
     file = model / "model-00002-of-00002.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -60,14 +65,14 @@ def test_a_damaged_output_of_0_1_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"max_shard_size": "10KB"}])
-def test_a_damaged_output_of_0_1_is_not_converted(tmp_path: Path, options: Any) -> None:
-    model = shutil.copytree(WRITTEN / "model", tmp_path / "model")
+def test_a_damaged_output_is_not_converted(written: Path, tmp_path: Path, options: Any) -> None:
+    model = shutil.copytree(written / "model", tmp_path / "model")
     assert not ckptkit.consolidate(model, tmp_path / "well", names="live", **options).unverified
     file = model / "model-00002-of-00002.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ChecksumError, match=r"digest .* in ckptkit.json"):
+    with pytest.raises(ChecksumError, match=r"ckptkit\.json"):
         ckptkit.consolidate(model, tmp_path / "out", names="live", **options)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ChecksumError):
@@ -91,29 +96,37 @@ def same_files(ours: Path, theirs: Path) -> bool:
     )
 
 
-def test_commands_write_the_bytes_that_0_1_wrote(tmp_path: Path) -> None:
-    ckptkit.consolidate(WRITTEN / "run", tmp_path / "model", max_shard_size="10KB")
-    assert same_files(tmp_path / "model", WRITTEN / "model")
-    ckptkit.convert(WRITTEN / "run", tmp_path / "shards", to="dcp")
-    assert same_files(tmp_path / "shards", WRITTEN / "shards")
+def test_commands_write_the_bytes_that_releases_wrote(written: Path, tmp_path: Path) -> None:
+    ckptkit.consolidate(written / "run", tmp_path / "model", max_shard_size="10KB")
+    assert same_files(tmp_path / "model", written / "model")
+    ckptkit.convert(written / "run", tmp_path / "shards", to="dcp")
+    assert same_files(tmp_path / "shards", written / "shards")
     lora = FIXTURES / "peft_trl_fsdp2_ckptkit" / "checkpoint"
     ckptkit.extract_adapter(lora, tmp_path / "adapter")
-    assert same_files(tmp_path / "adapter", WRITTEN / "adapter")
+    assert same_files(tmp_path / "adapter", written / "adapter")
     ckptkit.merge_adapter(lora, tmp_path / "merged")
-    assert same_files(tmp_path / "merged", WRITTEN / "merged")
+    assert same_files(tmp_path / "merged", written / "merged")
 
 
-def test_an_output_of_0_1_is_replaced_as_one_of_ours(tmp_path: Path) -> None:
-    model = shutil.copytree(WRITTEN / "model", tmp_path / "model")
-    ckptkit.consolidate(WRITTEN / "run", model, dtype="bfloat16", overwrite=True)
+def test_a_delta_of_0_2_makes_the_later_step_of_the_earlier(tmp_path: Path) -> None:
+    written = FIXTURES / "written_by_0_2"
+    assert ckptkit.verify(written / "delta")
+    ckptkit.apply_delta(written / "run/checkpoint-2", [written / "delta"], tmp_path / "out")
+    assert not ckptkit.diff(tmp_path / "out", written / "run/checkpoint-4").changed
+    assert not ckptkit.diff(tmp_path / "out", written / "model").changed
+
+
+def test_an_output_is_replaced_as_one_of_ours(written: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(written / "model", tmp_path / "model")
+    ckptkit.consolidate(written / "run", model, dtype="bfloat16", overwrite=True)
     assert ckptkit.verify(model)
-    assert not ckptkit.diff(model, WRITTEN / "shards").equal
+    assert not ckptkit.diff(model, written / "shards").equal
 
 
-def test_a_step_of_0_1_is_resumed_from(tmp_path: Path, generator: ModuleType) -> None:
+def test_a_step_is_resumed_from(written: Path, tmp_path: Path, generator: ModuleType) -> None:
     from transformers import LlamaForCausalLM
 
-    run = shutil.copytree(WRITTEN / "run", tmp_path / "run")
+    run = shutil.copytree(written / "run", tmp_path / "run")
     torch.manual_seed(1)
     model = LlamaForCausalLM(generator.CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -122,8 +135,8 @@ def test_a_step_of_0_1_is_resumed_from(tmp_path: Path, generator: ModuleType) ->
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "values": values}
     with Checkpointer(run) as checkpointer:
         assert checkpointer.resume(state) == 4
-    parameters = load_file(WRITTEN / "truth.safetensors")
-    moments = load_file(WRITTEN / "moments.safetensors")
+    parameters = load_file(written / "truth.safetensors")
+    moments = load_file(written / "moments.safetensors")
     live = dict(model.named_parameters(remove_duplicate=False))
     assert live.keys() == parameters.keys() == moments.keys() | {"lm_head.weight"}
     for name, tensor in live.items():
