@@ -50,7 +50,9 @@ class SourceOptions(TypedDict, total=False):
         map: The name map that converts the names of another framework: "auto", the default, finds
             it by the tensors' names and the configuration; "none" converts nothing; or the name of
             a map, or the path of a TOML file.
-        base: A model folder to take configuration and tokenizer from where the source has none.
+        base: A model to take configuration and tokenizer from where the source has none: a
+            folder, a URL, or its id on the Hub, such as "org/name" or "org/name@revision". A
+            folder of that name goes first.
         strip_prefix: What is taken from the beginning of names, or several such texts: "net." where
             training wrapped the model. All other options see the names without it.
         vocab_size: How many rows of embeddings and heads are written, where training padded them.
@@ -88,6 +90,10 @@ class Options(SourceOptions, total=False):
         dtype: Element type of floating tensors, "keep" by default; integers are never cast. An
             alias such as "bf16", or a dtype of torch or numpy, is understood too.
             "base" takes the type of each tensor from the files of `base`.
+        config: The configuration that is written instead of that of the source: a folder with a
+            `config.json`, such a file, or the id of a model on the Hub.
+        tokenizer: The tokenizer that is written instead of that of the source: a folder, a
+            `tokenizer.json`, or the id of a model on the Hub.
         also: Further directories that hold files of the same checkpoint, such as each node's
             copy of its ranks' files; a file has the same path in each of them as below `src`.
         like: A model folder, or one with its index alone, whose file names and distribution of
@@ -115,6 +121,8 @@ class Options(SourceOptions, total=False):
     """
 
     dtype: OutputDType | DTypeLike
+    config: PathLike | None
+    tokenizer: PathLike | None
     also: Sequence[PathLike]
     like: PathLike | None
     optimizer: bool
@@ -180,6 +188,7 @@ def inspect(
     model_config: PathLike | None = None,
     base: PathLike | None = None,
     map: PathLike | None = None,  # noqa: A002
+    shards: bool = False,
 ) -> Inspection:
     """Describes the checkpoint at or under a path, reading headers only.
 
@@ -193,6 +202,7 @@ def inspect(
         map: The name map, see `Options`; the `map` of the result shows what becomes what. None
             takes that of a conversion without this option; where it would be refused, the result
             has a `map_refusal`.
+        shards: Whether to describe which ranks and files each tensor is in, for `write_report`.
 
     Returns:
         What was found.
@@ -211,6 +221,7 @@ def inspect(
         model_config=sources.optional(model_config),
         base=sources.optional(base),
         choice=None if map is None else os.fspath(map),
+        shards=shards,
     )
 
 
@@ -527,12 +538,15 @@ def prune(
     keep_every: int | None = None,
     keep_best: str | None = None,
     best_mode: BestMode = "min",
+    incomplete: bool = False,
+    max_total_size: int | str | None = None,
     dry_run: bool = False,
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps; the rules are those of a `Checkpointer`.
 
-    Some steps stay whatever the rules are: the newest complete step, incomplete steps, steps that
-    another process reads or pushes, and the step that the Trainer calls its best.
+    Some steps stay whatever the rules are: the newest complete step, incomplete steps unless
+    `incomplete` is set, steps that another process reads or pushes, and the step that the Trainer
+    calls its best.
 
     Args:
         run: The directory that holds the `checkpoint-N` folders, or its URL.
@@ -540,6 +554,10 @@ def prune(
         keep_every: Steps divisible by this stay.
         keep_best: The metric by which the best step stays.
         best_mode: Whether the smallest or the largest value is best.
+        incomplete: Whether incomplete steps are removed too, if a complete one exists and nothing
+            was written to them in the last 10 minutes.
+        max_total_size: What all steps may take together, in bytes or such as "500GB": the oldest
+            are removed until they fit, though `keep_last` or `keep_every` names them.
         dry_run: Whether to say only what would be done.
 
     Returns:
@@ -550,6 +568,10 @@ def prune(
         RefusedError: If the best step is to stay, and no step has the metric.
         InputError: If there is no such run, or if it cannot be listed.
     """
-    from ckptkit.runs.pruning import prune_run
+    from ckptkit.options import parse_total
+    from ckptkit.runs.pruning import PruneLimits, prune_run
 
-    return prune_run(run, Retention(keep_last, keep_every, keep_best, best_mode), dry_run=dry_run)
+    size = max_total_size
+    total = None if size is None else parse_total(size, option="--max-total-size")
+    retention = Retention(keep_last, keep_every, keep_best, best_mode)
+    return prune_run(run, retention, dry_run=dry_run, limits=PruneLimits(incomplete, total))

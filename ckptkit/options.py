@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NoReturn, Self, get_args
 
 from ckptkit.core.errors import ArgumentError, UsageError
 from ckptkit.core.text import a_kind
@@ -31,6 +32,8 @@ DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+GGUF = "gguf"
+_LEAST_WITHOUT_UNIT = 1_000_000
 _MOST_DIGITS = 12
 _ALIKE = 0.5  # similarity that makes a proposal; that of 'fp16' and 'float16' is 0.55
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
@@ -71,6 +74,46 @@ def parse_size(text: str | int, *, option: str) -> int:
     return size
 
 
+def parse_total(size: str | int, *, option: str) -> int:
+    """Turns a size of files into bytes; a small text without a unit is refused as a mistake.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        UsageError: If it is not a size, or a small one without a unit.
+    """
+    number = parse_size(size, option=option)
+    if isinstance(size, str) and size.strip().isdigit() and number < _LEAST_WITHOUT_UNIT:
+        raise UsageError(
+            f"{size.strip()} has no unit, and would be bytes",
+            where=option,
+            hint=f"pass {option} {size.strip()}GB, or {size.strip()}B for bytes",
+        )
+    return number
+
+
+def refuse_gguf(src: object, out: object) -> NoReturn:
+    """Refuses an output in GGUF, with the commands that make one.
+
+    Args:
+        src: The checkpoint, as the user typed it.
+        out: The model folder to make first, or the file in GGUF.
+
+    Raises:
+        UsageError: In any case.
+    """
+    folder = str(out).removesuffix(f".{GGUF}")
+    first = shlex.join(["ckptkit", "consolidate", str(src), folder])
+    converter = ["python", "llama.cpp/convert_hf_to_gguf.py", folder]
+    converter += ["--outfile", f"{folder}.{GGUF}"]
+    raise UsageError(
+        "GGUF is made of a model folder by llama.cpp",
+        where=f"--to {GGUF}",
+        hint=f"run `{first}`, then `{shlex.join(converter)}`",
+    )
+
+
 def parse_file_limit(size: str | int | None, *, like: str | None) -> int:
     """Reads `--max-shard-size`, which cannot be combined with `--like`.
 
@@ -88,7 +131,7 @@ def parse_file_limit(size: str | int | None, *, like: str | None) -> int:
             where=f"--max-shard-size {size}",
             hint="leave one of the two out",
         )
-    return parse_size(size, option="--max-shard-size")
+    return parse_total(size, option="--max-shard-size")
 
 
 def positive_number(text: str | int | None, *, option: str, example: int) -> int | None:
@@ -318,6 +361,8 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     """
     if not isinstance(value, str):
         raise ArgumentError(f"is {a_kind(value)}, where a text was expected", where=option)
+    if option == "--to" and value.lower() == GGUF:
+        refuse_gguf("SRC", "OUT")
     if value not in choices:
         nearest = get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
         raise UsageError(

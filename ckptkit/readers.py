@@ -3,7 +3,7 @@
 A distribution that declares an entry point in the group `ckptkit.readers` adds a format to every
 command: `consolidate`, `convert`, `verify`, `diff`, `inspect`, and `ckptkit.open`. The
 entry point names a `CheckpointReader`, or a class that makes one when called without arguments.
-`docs/formats.md` describes when it is used; `examples/reader_plugin` is an example.
+`docs/reference/formats.md` describes when it is used; `examples/reader_plugin` is an example.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ class ServeOptions(SourceOptions, total=False):
         memory_budget: What the buffers of all clients may take together; 96 MB by default.
     """
 
+    config: PathLike | None
+    tokenizer: PathLike | None
     dtype: OutputDType | DTypeLike
     also: Sequence[PathLike]
     like: PathLike | None

@@ -23,6 +23,7 @@ import xxhash
 from ckptkit.conversion.resume import read_output_manifest, verify_existing_output
 from ckptkit.conversion.source.open import (
     SOURCE_IDENTITY,
+    OpenedCheckpoint,
     describe_sources,
     open_checkpoint,
     resolve_path,
@@ -45,6 +46,7 @@ from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
 from ckptkit.formats.discovery import CheckpointUnit, is_unit_folder, parse_step
+from ckptkit.formats.torch_files import is_optimizer_candidate
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
 from ckptkit.runs.marks import claim
@@ -387,6 +389,7 @@ def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
     paths = {path for unit in units for path in unit.candidate.files}
     held = [entry for entry in index.tensors.values() if paths & holding[entry.key]]
     _refuse_lost(held, planned, read, root)
+    _refuse_to_end_training(checkpoint, units, root)
     ordered = dict.fromkeys([*_first(folder, units), *sorted(paths)])
     files: tuple[FileRef, ...] = ()
     for path in ordered:
@@ -455,6 +458,26 @@ def _refuse_lost(
         hint="write it too (--optimizer, --dtype float32, no --include, --exclude or --select), or"
         " remove the checkpoint by hand",
     )
+
+
+def _refuse_to_end_training(
+    checkpoint: OpenedCheckpoint, removed: list[CheckpointUnit], root: Place
+) -> None:
+    """Refuses a step whose optimizer would stay without the model, which nothing resumes from.
+
+    A user who names the model in the step, and not the step, has chosen to give that up.
+    """
+    for unit in checkpoint.units:
+        is_optimizer = unit.is_optimizer or is_optimizer_candidate(unit.candidate)
+        if is_optimizer and unit not in removed:
+            model = posixpath.join(root.location, checkpoint.folder, removed[0].label)
+            raise RefusedError(
+                f"training could not resume from the step any more: {unit.label!r} is the state of"
+                " an optimizer, is not in the output, and would stay alone",
+                where=f"{_OPTION} {root.location}",
+                hint="write it too (ckptkit convert --optimizer), remove whole steps with `ckptkit"
+                f" prune`, or give the step up and pass {model} as SRC",
+            )
 
 
 def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> None:

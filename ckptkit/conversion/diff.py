@@ -15,11 +15,13 @@ import numpy as np
 
 from ckptkit.conversion.source.adapters import read_config
 from ckptkit.conversion.source.open import open_checkpoint, read_config_in
-from ckptkit.conversion.source.read import leaf_span, scan
+from ckptkit.conversion.source.read import leaf_span, report_notes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import AmbiguousSourceError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.text import counted
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin, TensorReader, same_bytes
@@ -108,6 +110,8 @@ class NumericDifference:
         cosine: The cosine of the angle between both tensors; None where one of them is zero.
         norms: The Euclidean norms of both; None beyond float64.
         lone: How many elements are finite in one alone, or NaN or infinite in different ways.
+        change: The Euclidean norm of the difference of both, where both are finite; None beyond
+            float64.
     """
 
     name: str
@@ -120,10 +124,11 @@ class NumericDifference:
     cosine: float | None
     norms: tuple[float | None, float | None]
     lone: int
+    change: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(Displayed):
     """What `ckptkit diff` found.
 
     Attributes:
@@ -137,7 +142,8 @@ class Difference:
         note: Why most names may differ between two equal models; empty where no reason is known.
         tolerance: How far values could be apart, if they were compared as numbers. Then `equal`
             and `changed` count elements that are apart further, and `reshaped` compares no dtypes.
-        numeric: The differences of all tensors with the same shape, if they were so compared.
+        numeric: The differences of all tensors with the same shape, if they were so compared, or
+            measured.
     """
 
     a: str
@@ -158,6 +164,16 @@ class Difference:
     def same(self) -> bool:
         """Whether both hold the same tensors."""
         return not (self.only_in_a or self.only_in_b or self.reshaped or self.changed)
+
+    def _facts(self) -> Facts:
+        lone = [(name, f"only in {self.a}") for name in self.only_in_a]
+        lone += [(name, f"only in {self.b}") for name in self.only_in_b]
+        reshaped = [(name, f"{a} against {b}") for name, (a, b) in self.reshaped.items()]
+        changed = [(one.name, f"{one.elements:,} elements differ") for one in self.changed]
+        rows = [*lone, *reshaped, *changed]
+        verdict = f"different, {counted(len(rows), 'tensor')}" if rows else "same"
+        lines = [("verdict", verdict), ("equal", f"{self.equal:,} equal")]
+        return Facts(f"{self.a} against {self.b}", lines, ("tensor", "difference"), rows)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"same": self.same}
@@ -181,9 +197,12 @@ class _Side:
         name: What its origin is called.
     """
 
-    def __init__(self, stack: ExitStack, path: PathLike, name: str) -> None:
+    def __init__(
+        self, stack: ExitStack, path: PathLike, name: str, listener: Listener | None = None
+    ) -> None:
         with _hinted():
             self.checkpoint = stack.enter_context(open_checkpoint(path))
+        report_notes(self.checkpoint, listener or ignore)
         self.name = name
         folders = SideFolders(stack, self.checkpoint, None)
         self.config = read_config(folders)
@@ -234,6 +253,7 @@ def run_diff(
     choice: str = "auto",
     base: PathLike | None = None,
     tolerance: Tolerance | None = None,
+    measures: bool = False,
     listener: Listener | None = None,
 ) -> Difference:
     """Compares the models of two checkpoints bit by bit, whatever their formats.
@@ -244,26 +264,26 @@ def run_diff(
         choice: The map of names, for each side that it is for.
         base: A folder with the configuration, where neither side has one.
         tolerance: Compares values instead of bits, whatever their types, if it is not None.
+        measures: Whether to measure how far values are apart where bits are compared, too.
         listener: Receives progress events, from several threads.
 
     Returns:
         How they differ.
     """
     with ExitStack() as stack:
-        sides = _Side(stack, a, "a"), _Side(stack, b, "b")
+        sides = _Side(stack, a, "a", listener), _Side(stack, b, "b", listener)
         note = _convert_names(sides, choice, base)
         first, second = sides[0].with_ties_of(sides[1]), sides[1].with_ties_of(sides[0])
         common = [name for name in first if name in second]
         unlike = [n for n in common if not _are_comparable(first[n], second[n], tolerance)]
         reshaped = {str(n): (_extent(first[n]), _extent(second[n])) for n in unlike}
         alike = {name: second[name] for name in common if name not in reshaped}
-        comparison = _Comparison(first, alike, sides[1].origin, tolerance)
-        comparison.run(sides[0].origin, listener or ignore)
-        changed = comparison.changed()
+        is_measured = measures or tolerance is not None
+        measured = _choose_measured(first, second) if is_measured else {}
+        comparison = _Comparison(first, (alike, measured), sides[1].origin, tolerance)
+        changed = comparison.run(sides[0].origin, listener or ignore)
         only_in_a = tuple(name for name in first if name not in second)
         only_in_b = tuple(name for name in second if name not in first)
-        # Names in training differ from those on disk where transformers has to be asked.
-        is_renamed = any(determine_need(s.config, has_base=True).kind == "ask" for s in sides)
         return Difference(
             a=sides[0].checkpoint.path,
             b=sides[1].checkpoint.path,
@@ -272,10 +292,16 @@ def run_diff(
             only_in_b=only_in_b,
             reshaped=reshaped,
             changed=changed,
-            note=note or (_NAMES_DIFFER if only_in_a and only_in_b and is_renamed else ""),
+            note=note or (_explain_names(sides) if only_in_a and only_in_b else ""),
             tolerance=tolerance,
             numeric=comparison.numeric(),
         )
+
+
+def _explain_names(sides: tuple[_Side, _Side]) -> str:
+    """Returns why names differ: those in training do where transformers has to be asked."""
+    is_renamed = any(determine_need(s.config, has_base=True).kind == "ask" for s in sides)
+    return _NAMES_DIFFER if is_renamed else ""
 
 
 def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | None) -> str:
@@ -322,18 +348,38 @@ def _are_comparable(first: TensorEntry, second: TensorEntry, tolerance: Toleranc
     return first.shape == second.shape and is_same_type
 
 
+def _choose_measured(
+    first: Mapping[Fqn, TensorEntry], second: Mapping[Fqn, TensorEntry]
+) -> dict[Fqn, TensorEntry]:
+    """Returns the tensors of the second side whose values can be compared with the first."""
+    return {
+        name: second[name]
+        for name, entry in first.items()
+        if name in second and _are_comparable(entry, second[name], Tolerance())
+    }
+
+
 class _Comparison:
     """Reads both sides leaf by leaf, and keeps how each leaf differs."""
 
     def __init__(
         self,
         first: Mapping[Fqn, TensorEntry],
-        second: Mapping[Fqn, TensorEntry],
+        second: tuple[Mapping[Fqn, TensorEntry], Mapping[Fqn, TensorEntry]],
         origin: Origin,
         tolerance: Tolerance | None,
     ) -> None:
-        self._first = {name: replace(first[name], name=name) for name in second}
-        self._second = second
+        """Stores the arguments.
+
+        Args:
+            first: The tensors of the first side.
+            second: The tensors of the second side that are compared, and those that are measured.
+            origin: Where the second side is read.
+            tolerance: How far values may be apart; None where bits are compared.
+        """
+        self._compared, self._measured = second
+        self._second = {**self._compared, **self._measured}
+        self._first = {n: replace(e, name=n) for n, e in first.items() if n in self._second}
         self._origin = origin
         self._tolerance = tolerance
         self._local = threading.local()
@@ -341,7 +387,8 @@ class _Comparison:
         self._differences: dict[Fqn, TensorDifference] = {}
         self._gaps: dict[Fqn, dict[int, Gaps]] = defaultdict(dict)
 
-    def run(self, origin: Origin, listener: Listener) -> None:
+    def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
+        """Returns the tensors that differ."""
         errors = scan(
             origin,
             list(self._first.values()),
@@ -352,8 +399,9 @@ class _Comparison:
         for error in errors.values():
             raise error
         self._origin.checksums.finish()
+        return self._changed()
 
-    def changed(self) -> tuple[TensorDifference, ...]:
+    def _changed(self) -> tuple[TensorDifference, ...]:
         """Returns the tensors that differ, in the order of the first checkpoint."""
         if self._tolerance is not None:
             return tuple(
@@ -364,12 +412,11 @@ class _Comparison:
         return tuple(self._differences[name] for name in self._first if name in self._differences)
 
     def numeric(self) -> tuple[NumericDifference, ...]:
-        """Returns the differences of all tensors as numbers, if they are so compared."""
-        if self._tolerance is None:
-            return ()
+        """Returns the differences as numbers of all tensors that were measured."""
         return tuple(
             _describe_gaps(entry, self._second[name], _join_leaves(self._gaps[name]))
             for name, entry in self._first.items()
+            if name in self._measured
         )
 
     def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
@@ -378,16 +425,23 @@ class _Comparison:
         span, second = leaf_span(entry, leaf), self._second[entry.name]
         other = memoryview(bytearray((span.stop - span.start) * second.dtype.itemsize))
         self._local.reader.fill(second.key, span, other)
-        if self._tolerance is not None:
-            gaps = measure_gaps(
-                np.frombuffer(view, numpy_dtype(entry.dtype)),
-                np.frombuffer(other, numpy_dtype(second.dtype)),
-                rtol=self._tolerance.rtol,
-                atol=self._tolerance.atol,
-            )
-            with self._lock:
-                self._gaps[entry.name][leaf] = gaps
-            return
+        if entry.name in self._measured:
+            self._measure(entry, leaf, view, other)
+        if self._tolerance is None and entry.name in self._compared:
+            self._compare(entry, view, other)
+
+    def _measure(self, entry: TensorEntry, leaf: int, view: memoryview, other: memoryview) -> None:
+        tolerance = self._tolerance or Tolerance()
+        gaps = measure_gaps(
+            np.frombuffer(view, numpy_dtype(entry.dtype)),
+            np.frombuffer(other, numpy_dtype(self._second[entry.name].dtype)),
+            rtol=tolerance.rtol,
+            atol=tolerance.atol,
+        )
+        with self._lock:
+            self._gaps[entry.name][leaf] = gaps
+
+    def _compare(self, entry: TensorEntry, view: memoryview, other: memoryview) -> None:
         if same_bytes(view, other):
             return
         elements, largest = _count(entry, view, other)
@@ -415,6 +469,7 @@ def _describe_gaps(first: TensorEntry, second: TensorEntry, gaps: Gaps) -> Numer
         cosine=gaps.cosine,
         norms=(finite(gaps.norms[0]), finite(gaps.norms[1])),
         lone=gaps.lone,
+        change=finite(gaps.change),
     )
 
 

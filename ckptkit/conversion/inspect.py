@@ -22,17 +22,19 @@ from ckptkit.conversion.source.adapters import (
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import ambiguous_truth
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.geometry import distinct
-from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
+from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
+from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import TRACKERS
 from ckptkit.formats.registry import FileGroup, group_files
 from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.coverage import find_problems
+from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.selection import model_trees, select_model
 from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
 from ckptkit.plan.ties import find_tie_candidates
@@ -43,6 +45,7 @@ from ckptkit.storage.places import PathLike
 
 if TYPE_CHECKING:
     from ckptkit.conversion.map_report import MapReport
+    from ckptkit.plan.shard_map import ShardMap
 
 _DESCRIBING = (SIDE_FOLDER, "huggingface", "context", "tokenizer")  # folders of side files
 
@@ -109,8 +112,8 @@ class MeshDimension:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Displayed):
     """Everything that `ckptkit inspect` shows.
 
     The layout, the metrics and the time are those in the manifest of a step that ckptkit saved;
@@ -119,7 +122,7 @@ class Inspection:
     optimizer. `peft` is set for adapters of every method, and `refusals` has the reason why a state
     dict is not consolidated. `framework` is the one whose names the model has, empty for those of
     Transformers; `map` is what a name map makes of them, and `map_refusal` the error where a
-    conversion would have none, as `--json` shows errors.
+    conversion would have none, as `--json` shows errors. `shards` is set where it was asked for.
     """
 
     path: str
@@ -151,13 +154,27 @@ class Inspection:
     framework: str = ""
     map: MapReport | None = None
     map_refusal: Mapping[str, Any] | None = None
+    shards: ShardMap | None = field(default=None, repr=False)
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
 
+    def _facts(self) -> Facts:
+        step = "" if self.step is None else f"step {self.step:,}"
+        tensors = f"{counted(len(self.tensors), 'tensor')}, {size_text(self.size_bytes)}"
+        wrong = counted(len(self.problems), "problem") if self.problems else "no problems"
+        lines = [("format", self.format), ("step", step), ("model", self.model_type or "")]
+        rows = [
+            (tree.name, tree.part, f"{tree.tensors:,}", size_text(tree.size_bytes))
+            for tree in self.trees
+        ]
+        header = ("state dict", "part", "tensors", "size")
+        return Facts(self.path, [*lines, ("holds", tensors), ("state", wrong)], header, rows)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
-        document = {name: value for name, value in asdict(self).items() if name != "tensors"}
+        plain = asdict(replace(self, shards=None, tensors=()))
+        document = {n: value for n, value in plain.items() if n not in {"shards", "tensors"}}
         document["tensors"] = [
             {
                 "name": line.name,
@@ -181,6 +198,7 @@ def run_inspection(
     model_config: PathLike | None = None,
     base: PathLike | None = None,
     choice: str | None = None,
+    shards: bool = False,
 ) -> Inspection:
     """Describes the checkpoint at or under a path; reads headers, never tensor data.
 
@@ -192,6 +210,7 @@ def run_inspection(
         base: A model folder with the configuration, if the checkpoint has none.
         choice: The map of names. None is that of a conversion without the option, whose refusal is
             reported; one that is named is refused as a conversion refuses it.
+        shards: Whether to describe which ranks and files each tensor is in.
     """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(
@@ -199,7 +218,7 @@ def run_inspection(
         )
         folders = SideFolders(stack, checkpoint, base)
         config = read_config(folders)
-        report = _report(checkpoint, config or {}, _ties(checkpoint, config))
+        report = _report(checkpoint, config or {}, _ties(checkpoint, config), shards=shards)
         report = _add_map(report, checkpoint, config, choice)
         peft = find_peft(checkpoint, folders)
         return replace(
@@ -207,6 +226,7 @@ def run_inspection(
             adapter=describe_adapters(checkpoint, folders),
             mesh=_read_mesh(checkpoint),
             peft=peft,
+            notes=(*report.notes, *folders.notes),
             refusals=_refusals(report.tensors, peft, config),
         )
 
@@ -255,23 +275,24 @@ def _refusals(
 
 
 def _report(
-    checkpoint: OpenedCheckpoint, config: Mapping[str, Any], tied: tuple[TieLine, ...]
+    checkpoint: OpenedCheckpoint,
+    config: Mapping[str, Any],
+    tied: tuple[TieLine, ...],
+    *,
+    shards: bool,
 ) -> Inspection:
     index, base = checkpoint.index, checkpoint.folder
     saved = checkpoint.manifest.source if checkpoint.manifest is not None else {}
     entries = list(index.tensors.values())
     if checkpoint.select is not None:
         entries = [entry for entry in entries if entry.tree == checkpoint.select]
-    totals: Counter[int] = Counter()
-    for entry in entries:
-        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
-        for rank in distinct(entry.chunks.rank).tolist():
-            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
+    totals = _add_up_ranks(entries)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
         architectures = []
     metrics = parse_metrics(saved.get("metrics"))
     keys, read = {entry.key for entry in entries}, {file.path for file in index.files}
+    problems = list(find_problems_by_key(index, entries))
     inside = [path for path in checkpoint.paths if not base or path.startswith(f"{base}/")]
     ignored = [path for path in inside if path not in read and not _describes(path, base)]
     return Inspection(
@@ -291,7 +312,7 @@ def _report(
         objects=tuple(".".join(map(str, path)) for path in index.values),
         tied=tied,
         problems=(
-            *find_problems(index, entries),
+            *(problem for _, problem in problems),
             *(problem for problem in index.problems if problem.where not in keys),
         ),
         notes=(*checkpoint.notes, *index.run.notes),
@@ -300,7 +321,26 @@ def _report(
         saved_at=_text(saved.get("saved_at")),
         version=index.run.version,
         ignored=group_files(ignored, base=base, recognised=read),
+        shards=_map_shards(index, entries, [key for key, _ in problems]) if shards else None,
     )
+
+
+def _add_up_ranks(entries: Sequence[TensorEntry]) -> Counter[int]:
+    """Returns how many bytes each rank wrote."""
+    totals: Counter[int] = Counter()
+    for entry in entries:
+        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
+        for rank in distinct(entry.chunks.rank).tolist():
+            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
+    return totals
+
+
+def _map_shards(
+    index: TensorIndex, entries: Sequence[TensorEntry], unreadable: Sequence[str]
+) -> ShardMap:
+    from ckptkit.plan.shard_map import map_shards  # for reports alone
+
+    return map_shards(index, entries, frozenset(unreadable))
 
 
 def _line(entry: TensorEntry) -> TensorLine:

@@ -123,8 +123,12 @@ def _write(path: Path, data: bytes) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    entries = [(entry.stat().st_mtime, entry.path) for entry in os.scandir(path.parent)]
-    for _, old in sorted(entries)[:-_MOST_ENTRIES]:
+    aged: list[tuple[float, str]] = []
+    with os.scandir(path.parent) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # another process has renamed or removed it
+                aged.append((entry.stat().st_mtime, entry.path))
+    for _, old in sorted(aged)[:-_MOST_ENTRIES]:
         Path(old).unlink(missing_ok=True)
 
 

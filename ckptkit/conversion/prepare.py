@@ -31,7 +31,7 @@ from ckptkit.conversion.source.model_folders import (
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.read import Ties, find_absent_twins, find_ties
-from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,
@@ -77,7 +77,14 @@ from ckptkit.plan.side_files import (
     update_config,
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
-from ckptkit.plan.vocabulary import Trim, count_tokens, plan_trim, refuse_cut_tokenizer, trim_config
+from ckptkit.plan.vocabulary import (
+    Trim,
+    count_tokens,
+    describe_lacking_rows,
+    plan_trim,
+    refuse_cut_tokenizer,
+    trim_config,
+)
 from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
@@ -94,6 +101,7 @@ class ConversionJob:
         out: The output; None if it is only planned.
         request: What the output holds.
         base: A model folder for what the source lacks, or None.
+        side: Where configuration and tokenizer come from before all other folders.
         also: Further directories of the source.
         resources: What the execution may use.
         overwrite: Whether to replace an output that holds something.
@@ -109,7 +117,8 @@ class ConversionJob:
     src: PathLike
     out: PathLike | None
     request: ConsolidateRequest
-    base: str | None = None
+    base: PathLike | None = None
+    side: SideChoice = field(default_factory=SideChoice)
     also: tuple[PathLike, ...] = ()
     resources: Resources = field(default_factory=Resources)
     overwrite: bool = False
@@ -132,6 +141,7 @@ class ConversionJob:
             options.get("out"),
             request,
             base=options["base"],
+            side=SideChoice(options.get("config"), options.get("tokenizer")),
             also=options["also"],
             resources=resources,
             overwrite=overwrite,
@@ -139,6 +149,23 @@ class ConversionJob:
             resume=options.get("resume", False),
             delete_source=options.get("delete_source", False),
         )
+
+    def advise_on_config(self) -> str:
+        """Returns what to do where no configuration was found."""
+        text = "no config.json was found, without which from_pretrained does not load the output"
+        which = "with the model that was trained: its id on the Hub, or a folder"
+        if self.advice.again:
+            options = "--base ORG/NAME --overwrite"
+            return f"{text}; run the same `{self.advice.again}` with `{options}` added, {which}"
+        if self.out is None or self.advice is not CONSOLIDATE:
+            return f"{text}; pass --base ORG/NAME {which}"
+        name, *layout = ["consolidate"]
+        if self.request.layout != "hf":
+            name, *layout = ["convert", "--to", self.request.layout]
+        paths = os.fspath(self.src), os.fspath(self.out)
+        chosen = build_selection_options(self.request.select, self.also)
+        more = [*layout, *chosen, "--base", "ORG/NAME", "--overwrite"]
+        return f"{text}; run `{shlex.join(['ckptkit', name, *paths, *more])}` {which}"
 
     @property
     def destination(self) -> PathLike:
@@ -224,23 +251,27 @@ class _Planner:
                 model_config=request.model_config,
             )
         )
-        self._folders = SideFolders(stack, self._checkpoint, job.base)
+        self._folders = SideFolders(stack, self._checkpoint, job.base, job.side)
         if request.names != "live":
             _refuse_adapters(job, self._checkpoint, self._folders)
         self._dtypes: dict[Fqn, DType] | None = None
-        if request.dtype == "base" and job.base is not None:
-            entries = read_entries(job.base, option="--base")
+        if request.dtype == "base" and self._folders.base is not None:
+            entries = read_entries(self._folders.base, option="--base")
             self._dtypes = {entry.name: entry.dtype for entry in entries}
         like = request.like
         self._files = None if like is None else read_file_map(like, option="--like")
         self._program = stack.enter_context(NamingProgram())
         self._trim: Trim | None = None
-        self._notes = list(self._checkpoint.notes)
+        self._notes = [*self._checkpoint.notes, *self._folders.notes]
+        index = self._checkpoint.index
+        for problem in index.problems:
+            if problem.where not in index.tensors:  # of the step, such as that it has no manifest
+                self._notes.append(f"{problem.where} {problem.message}")
         self._option_notes: list[str] = []
 
     def plan(self) -> PlannedOutput:
         request = self._request
-        side, code = self._folders.choose(allow_code=request.allow_code)
+        side, side_notes = self._folders.choose(allow_code=request.allow_code)
         config = self._read_config(side)
         self._convert_names(config)
         checkpoint, entries = self._checkpoint, self._select_entries()
@@ -267,10 +298,7 @@ class _Planner:
         comparison = self._compare_names(config, side, products, names)
         weights, names = self._lay_out(products, config, names)
         files = self._folders.outputs(side, config, allow_code=request.allow_code)
-        if code:
-            self._notes.append(
-                f"python files were left out: {', '.join(code)}; pass --allow-code to copy them"
-            )
+        self._notes += side_notes
         states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
         self._notes += (*names.notes, *self._option_notes, *state_notes)
         plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
@@ -295,7 +323,7 @@ class _Planner:
             ),
             kind="model" if self._request.layout == "hf" else self._request.layout,
             options=changed_options(self._request),
-            facts={} if self._dtypes is None else {"base": self._job.base},
+            facts={} if self._dtypes is None else {"base": self._folders.base},
             versions=names.versions,
             comparison=comparison,
         )
@@ -381,11 +409,13 @@ class _Planner:
     ) -> Sequence[Product]:
         """Returns the tensors with the rows and the element types that were asked for."""
         size, location = self._request.vocab_size, self._checkpoint.path
+        tokenizer = None if config is None and size is None else self._folders.tokenizer(side)
+        tokens = 0 if tokenizer is None else count_tokens(tokenizer)
+        if size is None and config is not None and config.get("vocab_size") != tokens:
+            self._option_notes += describe_lacking_rows(tokens, config)
         if size is not None:
             specs = [product.spec for product in products]
             self._trim = trim = plan_trim(specs, size, config, location=location)
-            tokenizer = self._folders.tokenizer(side)
-            tokens = 0 if tokenizer is None else count_tokens(tokenizer)
             refuse_cut_tokenizer(trim, tokens, location=location)
             listed = ", ".join(sorted(map(repr, trim.names)))
             self._option_notes.append(
@@ -406,7 +436,7 @@ class _Planner:
             and product.spec.name not in (self._dtypes or {})
             and not matches(product.spec.name, self._request.keep_dtype)
         ]
-        base = self._job.base
+        base = self._folders.base
         if lacking and len(lacking) == len(products):
             raise RefusedError(
                 f"has none of the {len(products):,} tensors that are to be written, such as"
@@ -468,10 +498,7 @@ class _Planner:
         self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
     ) -> dict[str, Any] | None:
         if config is None:
-            self._notes.append(
-                "no config.json was found beside the source: Transformers needs one to load the"
-                " output; pass --base DIR to take it, and the tokenizer, from there"
-            )
+            self._notes.append(self._job.advise_on_config())
             return None
         sizes = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         config = update_config(config, sizes, allow_code=self._request.allow_code)

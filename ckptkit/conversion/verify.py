@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from ckptkit.conversion.source.open import open_checkpoint
-from ckptkit.conversion.source.read import scan
+from ckptkit.conversion.source.read import report_notes, scan
 from ckptkit.core.checksums import digest_like
 from ckptkit.core.crc import crc32
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
@@ -23,6 +24,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import ChunkTable, Key, Problem, TensorEntry, TensorIndex
 from ckptkit.core.manifest import UNVERIFIED, Manifest
+from ckptkit.core.text import counted, size_text
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
@@ -87,6 +89,7 @@ def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
 
 
 _MISMATCH = "digest-mismatch"
+_DAMAGED = "damaged-step"  # of a run; an older one was verified
 _FORMATS = {
     "model": "safetensors",
     "adapter": "safetensors",
@@ -97,8 +100,8 @@ _FORMATS = {
 }  # by kind of output
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification(Displayed):
     """What `ckptkit verify` found.
 
     Attributes:
@@ -129,6 +132,13 @@ class Verification:
     @property
     def ok(self) -> bool:
         return not self.problems
+
+    def _facts(self) -> Facts:
+        read = f"{counted(self.tensors, 'tensor')} read, {size_text(self.size_bytes)}"
+        verdict = f"damaged, {counted(len(self.problems), 'problem')}" if self.problems else "ok"
+        rows = [(problem.code, problem.where, problem.message) for problem in self.problems]
+        lines = [("verdict", verdict), ("checked", read)]
+        return Facts(self.path, lines, ("problem", "where", "what"), rows)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"ok": self.ok}
@@ -162,6 +172,7 @@ def _verify_source(
     path: PathLike, select: str | None, also: Sequence[PathLike], listener: Listener
 ) -> Verification:
     with open_checkpoint(path, select=select, also=also) as checkpoint:
+        report_notes(checkpoint, listener)
         index, manifest = checkpoint.index, checkpoint.manifest
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
@@ -174,6 +185,9 @@ def _verify_source(
         failed = [_problem_of(error, key) for key, error in errors.items()]
         files = [problem for problem in index.problems if problem.where not in index.tensors]
         match, unverified, damaged = check_objects(checkpoint.source, index)
+        instead = f"{checkpoint.folder} was verified in its place"
+        lacking = checkpoint.damaged.items()
+        passed = (Problem(_DAMAGED, step, f"{lack}; {instead}") for step, lack in lacking)
         proven = []
         if match:
             proven.append(f"objects beside the tensors that have their CRC-32: {match:,}")
@@ -192,13 +206,13 @@ def _verify_source(
                 records = manifest.files.values()
                 summed = sum(1 for record in records if record.digest)
                 proven.append(
-                    f"files of the manifest that are there with their sizes: {len(records):,}, of"
-                    f" which with their CRC-32: {summed:,}"
+                    f"files that have their size in the manifest: {len(records):,}; that have their"
+                    f" CRC-32: {summed:,}"
                 )
         return Verification(
             path=checkpoint.path,
             kind="source",
-            problems=(*problems.values(), *failed, *damaged, *files),
+            problems=(*passed, *problems.values(), *failed, *damaged, *files),
             tensors=len(whole),
             size_bytes=sum(entry.size_bytes for entry in whole),
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),

@@ -232,6 +232,12 @@ class EngineError(RefusedError):
     code = "engine-failed"
 
 
+class MissingLibraryError(RefusedError, ImportError):
+    """A library is not installed that the request needs."""
+
+    code = "missing-library"
+
+
 class OutputError(RefusedError):
     """The output cannot be written where it was asked for."""
 

@@ -374,14 +374,19 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a checkpoint that does not keep it from being listed."""
+    """Something wrong with a checkpoint that does not keep it from being listed.
+
+    `hint` says what to do next, if the usual hint of such errors does not.
+    """
 
     code: str
     where: str
     message: str
+    hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.message}" if self.where else self.message
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{text}; {self.hint}" if self.hint else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +441,10 @@ class TensorIndex:
     def of_part(self, part: Part) -> Iterator[TensorEntry]:
         """Yields the tensors of one part, in the order of the index."""
         return (entry for entry in self.tensors.values() if entry.part == part)
+
+    def path_of(self, record: int) -> str:
+        """Returns the path of the file that holds a record, given by its number."""
+        return self.files[int(self.records.file[record])].path
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.crc import crc32
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import ChecksumError, FormatError, UnsafePathError
-from ckptkit.core.text import a_kind
+from ckptkit.core.text import a_kind, counted, size_text
 
 if TYPE_CHECKING:  # the writer process reads manifests without numpy
     from ckptkit.core.index import Shape
@@ -75,8 +76,8 @@ class FileRecord:
     digest: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
+@dataclass(frozen=True, slots=True, repr=False)
+class Manifest(Displayed):
     """What was written, from what, and how it was asked for.
 
     Attributes:
@@ -106,6 +107,13 @@ class Manifest:
     def unverified(self) -> list[str]:
         """Names of tensors whose source stored no checksum."""
         return [name for name, t in self.tensors.items() if t.proof == UNVERIFIED]
+
+    def _facts(self) -> Facts:
+        files = f"{counted(len(self.files), 'file')}, {size_text(self.size_bytes)}"
+        tensors = counted(len(self.tensors), "tensor")
+        lines = [("kind", self.kind), ("tensors", tensors), ("files", files)]
+        rows = [(path, size_text(file.size_bytes)) for path, file in self.files.items()]
+        return Facts(str(self.source.get("path", "")), lines, ("file", "size"), rows)
 
     def to_json(self) -> bytes:
         """Returns the file's bytes: sorted, indented JSON, the same for the same content.

@@ -21,6 +21,12 @@ _QUOTED_CHARACTERS = 200
 _ROUNDS_UP = 999.5  # from here on three digits would read 1,000
 
 
+class Aside(str):
+    """A note that is no warning: it says what was chosen."""
+
+    __slots__ = ()
+
+
 def size_text(size_bytes: float) -> str:
     """Returns a size in three digits and a unit, a power of 1,000.
 
@@ -36,6 +42,15 @@ def size_text(size_bytes: float) -> str:
         if value < _ROUNDS_UP:
             return f"{value:#.3g}".rstrip(".") + f" {unit}"
     return f"{value:,.0f} {unit}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun.
+
+    >>> counted(1, "file"), counted(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    return f"{count:,} {noun if count == 1 else noun + 's'}"
 
 
 def a_kind(value: object) -> str:
@@ -54,6 +69,17 @@ def quote(text: str) -> str:
     """Returns a text out of a file as messages show it: quoted, and cut off where it is long."""
     is_short = len(text) <= _QUOTED_CHARACTERS
     return repr(text if is_short else f"{text[:_QUOTED_CHARACTERS]}…")
+
+
+def make_printable(text: str) -> str:
+    r"""Makes characters visible that are not printable: controls, escapes, bidi overrides.
+
+    >>> print(make_printable("a\x1b[31mb\u202ec"))
+    a\x1b[31mb\u202ec
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def without_url_secrets(text: str) -> str:

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+_PROCESSOR = Path("/proc/cpuinfo")
 T = TypeVar("T")
 Item = TypeVar("Item")
 Worker = Callable[[Iterator[Item]], None]
@@ -188,6 +189,14 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processor_words() -> frozenset[str]:
+    """Returns the words of /proc/cpuinfo, such as vendor and flags; none on other systems."""
+    try:
+        return frozenset(_PROCESSOR.read_text(encoding="ascii", errors="replace").split())
+    except OSError:
+        return frozenset()
 
 
 def memory_in_use_bytes() -> int:

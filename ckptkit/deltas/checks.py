@@ -10,10 +10,12 @@ from typing import Any
 
 from ckptkit.conversion.verify import Verification
 from ckptkit.core.arguments import ambiguous_truth
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.index import Fqn, Problem, Shape
 from ckptkit.core.manifest import TensorRecord
+from ckptkit.core.text import counted, size_text
 from ckptkit.core.threads import run_crew, usable_cores
 from ckptkit.deltas.encoding import open_decoder
 from ckptkit.deltas.form import HINT, DeltaTensor, OpenedDelta, open_delta
@@ -45,8 +47,8 @@ class DeltaLine:
     changed_elements: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaInspection:
+@dataclass(frozen=True, slots=True, repr=False)
+class DeltaInspection(Displayed):
     """What a delta holds.
 
     Attributes:
@@ -90,6 +92,13 @@ class DeltaInspection:
         if self.changed_elements is None or self.elements is None:
             return None
         return self.changed_elements / max(self.elements, 1)
+
+    def _facts(self) -> Facts:
+        size = f"{counted(len(self.tensors), 'changed tensor')}, {size_text(self.size_bytes)}"
+        versions = f"version {self.base_version:,} to {self.version:,}"
+        rows = [(line.name, size_text(line.stored_bytes)) for line in self.tensors]
+        lines = [("versions", versions), ("encoding", self.encoding), ("holds", size)]
+        return Facts(self.path, lines, ("tensor", "stored"), rows)
 
     def to_json(self) -> dict[str, Any]:
         return {"format": "delta", **asdict(self), "changed_share": self.changed_share}

@@ -55,6 +55,7 @@ from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Planned, Sta
 from ckptkit.engine.reader import RUN_BYTES, same_bytes
 from ckptkit.engine.segment_reader import SegmentReader
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice
+from ckptkit.plan.load_report import DELTA_CREATE
 from ckptkit.plan.plan import SegmentRange, name_order
 from ckptkit.storage.base import Target, distant
 from ckptkit.storage.local.target import LocalTarget, translate_errors
@@ -183,8 +184,8 @@ def create_delta(
     target = open_target(new.destination, overwrite=new.overwrite)
     with (
         _DeltaStrategy(target, head, request.max_file_bytes, listener) as strategy,
-        base.plan_output() as before,
-        new.plan_output() as after,
+        replace(base, advice=DELTA_CREATE).plan_output() as before,
+        replace(new, advice=DELTA_CREATE).plan_output() as after,
     ):
         strategy.take(before, after, published)
         planned = replace(

@@ -47,6 +47,7 @@ from ckptkit.formats.parsing import (
     read_index_document,
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
+from ckptkit.runs.run_paths import absent_folder
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
@@ -96,7 +97,7 @@ def _new_blake3() -> Hasher:
         raise RefusedError(
             "the checksum blake3 needs the package 'blake3', which is not installed",
             where="--checksum blake3",
-            hint="pip install 'ckptkit-toolkit[blake3]'",
+            hint="run `pip install blake3`",
         ) from error
     hasher: Hasher = blake3()
     return hasher
@@ -260,7 +261,8 @@ def open_delta(place: PathLike) -> Iterator[OpenedDelta]:
     """
     place = place_of(place)
     if not is_url(place) and not local_path(place).is_dir():
-        raise NotACheckpointError("is no directory", where=str(place), hint=_NAME_A_FOLDER)
+        text, hint = absent_folder(place, _NAME_A_FOLDER)
+        raise NotACheckpointError(text, where=str(place), hint=hint)
     with open_source(place) as source:
         yield read_delta(source, str(place))
 

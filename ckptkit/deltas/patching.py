@@ -51,6 +51,7 @@ from ckptkit.deltas.form import (
 from ckptkit.engine.kernels import ElementKernel
 from ckptkit.engine.outcome import Digests, Listener, Planned, ignore
 from ckptkit.formats.parsing import read_from
+from ckptkit.plan.load_report import DELTA_APPLY
 from ckptkit.plan.plan import (
     Compute,
     Copy,
@@ -447,5 +448,5 @@ def apply_deltas(
         strategy = stack.enter_context(
             _PatchedOutput(job.destination, chain, listener, overwrite=job.overwrite)
         )
-        planned = stack.enter_context(job.plan_output())
+        planned = stack.enter_context(replace(job, advice=DELTA_APPLY).plan_output())
         return write_output(chain.patch(planned), strategy, listener)

@@ -291,7 +291,7 @@ def make_store_copies(
     def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
         for path, part, source in items:
             target.copy(path, part, source)
-            listener(BytesWritten(part.stop - part.start))
+            listener(BytesWritten(part.stop - part.start, path))
 
     run_crew(_REQUESTS_AT_A_TIME, parts(), work)
 

@@ -156,7 +156,8 @@ class Executor:
         Returns:
             The digests of what was written.
         """
-        self._listener(Started(self._plan.bytes_written))
+        files = tuple((file.path, file.size_bytes) for file in self._plan.files)
+        self._listener(Started(self._plan.bytes_written, files))
         self.create_files()
         if isinstance(self._target, CopyingTarget):
             make_store_copies(self._plan, self._inputs.origins, self._target, self._listener)
@@ -281,7 +282,7 @@ class Executor:
             reader.clear()  # before the task is sent, which takes memory
             if not put(task, data):
                 return  # another worker has failed, and raises the error
-            self._listener(BytesWritten(len(data)))
+            self._listener(BytesWritten(len(data), self._plan.files[task.file].path))
             self._throttle.take(max(len(data), reader.take_bytes_read()))
 
     def _check(self, part: SegmentRange, view: memoryview) -> None:

@@ -245,16 +245,18 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Work on that many output bytes begins."""
+    """Work on that many output bytes begins; `files` has paths and sizes, where they are known."""
 
     total_bytes: int
+    files: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BytesWritten:
-    """That many more output bytes are written, or checked."""
+    """That many more output bytes are written, or checked; `path` is their file, where known."""
 
     size_bytes: int
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def import_ray() -> Any:
         raise EngineError(
             "Ray is not installed",
             where="--engine ray",
-            hint="pip install 'ckptkit-toolkit[ray]', on every node of the cluster",
+            hint="run `pip install ray` on every node of the cluster",
         ) from error
     return ray
 

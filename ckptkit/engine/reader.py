@@ -586,3 +586,11 @@ def same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -
         if not same_bytes(*views):
             return False
     return True
+
+
+def read_span(origin: Origin, entry: TensorEntry, span: Span) -> bytearray:
+    """Reads consecutive elements of a tensor, and compares every stored checksum."""
+    data = bytearray((span.stop - span.start) * entry.dtype.itemsize)
+    TensorReader(origin).fill(entry.key, span, memoryview(data))
+    origin.checksums.finish()
+    return data

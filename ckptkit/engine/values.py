@@ -274,6 +274,7 @@ class Gaps:
         dot: The sum of the products of all pairs of finite values.
         norms: The norms of the values on both sides in these pairs.
         lone: In how many one value is finite and the other is not, or both are not and differ.
+        change: The norm of the differences of all pairs of finite values.
     """
 
     elements: int = 0
@@ -284,6 +285,7 @@ class Gaps:
     dot: float = 0.0
     norms: tuple[float, float] = (0.0, 0.0)
     lone: int = 0
+    change: float = 0.0
 
     @property
     def cosine(self) -> float | None:
@@ -308,6 +310,7 @@ def combine_gaps(parts: Sequence[Gaps]) -> Gaps:
             math.hypot(*sorted(part.norms[1] for part in parts)),
         ),
         lone=sum(part.lone for part in parts),
+        change=math.hypot(*sorted(part.change for part in parts)),
     )
 
 
@@ -356,6 +359,7 @@ def _measure_gaps_of_block(first: Array, second: Array, rtol: float, atol: float
         dot=dot,
         norms=(_norm_of(parts[0]), _norm_of(parts[1])),
         lone=lone,
+        change=_norm_of(gaps),
     )
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
-from ckptkit.core.text import quote
+from ckptkit.core.text import Aside, counted, quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.megatron import RUN_CONFIG
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
@@ -187,6 +187,7 @@ _UNIT_FOLDER = re.compile(
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
 # In the folder of a run: Megatron-LM's, and that of nanotron, whose steps are numbers only.
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
+UNFINISHED = "the save was not finished"  # in what a step lacks, which then is not damaged
 RELEASE = "release"  # the folder of weights that no training of the run has changed
 _HERE = "."  # the name of the run in the root itself, also for --select
 
@@ -215,12 +216,14 @@ class ResolvedSource:
         units: The units in it.
         select: The rest of the selection, for a state dict inside the units, or None.
         notes: What was passed over, and why.
+        damaged: Steps that were passed over though their saves had ended: what each lacks.
     """
 
     folder: str
     units: tuple[CheckpointUnit, ...]
     select: str | None = None
     notes: tuple[str, ...] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
 
 
 DescribeMissing = Callable[[Candidate], str]
@@ -472,6 +475,7 @@ class _Resolver:
         ordered = sorted(
             steps, key=lambda s: (s in named, s not in rolled_back, self._sort_key(s))
         )[::-1]
+        damaged: dict[str, str] = {}
         for at, folder in enumerate(ordered):
             resolved, missing = self._resolve_step(steps[folder], folder, select)
             # The reader's own error is more precise, so that of an only step is left to it.
@@ -479,7 +483,10 @@ class _Resolver:
                 rest = set(ordered[at + 1 :])
                 gone = self._describe_rest(folder, rest, rolled_back, is_named=folder in named)
                 taken = [f"{folder} was taken"] if folder in self.numbers else []
-                return replace(resolved, notes=(*taken, *passed, *gone, *resolved.notes))
+                notes = (*taken, *passed, *gone, *resolved.notes)
+                return replace(resolved, notes=notes, damaged=damaged)
+            if UNFINISHED not in missing:
+                damaged[folder] = missing
             passed.append(f"{folder} was passed over: {missing}")
         raise NotACheckpointError(
             f"none of {len(ordered)} steps is complete; {passed[0]}",
@@ -502,7 +509,9 @@ class _Resolver:
     ) -> list[str]:
         """Returns notes about steps that are left alone."""
         back = sorted(rest & set(rolled_back), key=self._sort_key)
-        notes = [f"{', '.join(back)} left alone: training went back from it"] if back else []
+        notes: list[str] = []
+        if back:
+            notes.append(Aside(f"{', '.join(back)} left alone: training went back from it"))
         rest -= set(back)
         newer = [s for s in rest if is_named and self._sort_key(s) > self._sort_key(taken)]
         tracked = self.records.read_tracker(posixpath.dirname(taken)) if newer else None
@@ -511,7 +520,8 @@ class _Resolver:
             notes.append(f"{names} left alone: {tracked[0]!r} names {taken}")
         older = len(rest) - len(newer)
         if older:
-            notes.append(f"{older} older step{'' if older == 1 else 's'} left alone")
+            steps = counted(older, "older step")
+            notes.append(Aside(f"{posixpath.basename(taken)} is used; {steps} left alone"))
         return notes
 
     def _resolve_step(

@@ -411,4 +411,4 @@ def describe_missing_files(index: TensorIndex) -> str:
     short = np.flatnonzero(index.records.stop > sizes[index.records.file])
     if not len(short):
         return ""
-    return f"{index.files[int(index.records.file[short[0]])].path!r} is cut short"
+    return f"{index.path_of(int(short[0]))!r} is cut short"

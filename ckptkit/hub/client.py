@@ -115,7 +115,9 @@ def pause_before(error: BaseException, attempt: int, *, reached: bool = True) ->
         return None
     pause = HUB_RETRIES.wait_seconds(attempt) if asked is None else asked
     what = "was not reached" if status is None else f"answered {status}"
-    logger.warning("the Hub %s; retrying in %.1f s", what, pause)
+    # The error says it once, if the Hub was never reached.
+    level = logging.WARNING if reached else logging.INFO
+    logger.log(level, "the Hub %s; retrying in %.1f s", what, pause)
     return pause
 
 

@@ -262,7 +262,7 @@ class _Pull:
         """Downloads, checks and commits the files."""
         sizes = {path: int(file.size) for path, file in self._remote.items()}
         self._partial.prepare(sizes)
-        self._listener(Started(sum(sizes.values())))
+        self._listener(Started(sum(sizes.values()), tuple(sizes.items())))
         first = [path for path in (MANIFEST_NAME,) if path in self._remote]
         self._all(first, None)
         with LocalSource(self._partial.files) as source:
@@ -319,7 +319,7 @@ class _Pull:
             blob = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
             whole = hashlib.sha256() if lfs else blob
             CheckedReader(source, file, ignore).read_into(whole.update)
-        self._listener(BytesWritten(size))
+        self._listener(BytesWritten(size, path))
         if whole.hexdigest() != (lfs.sha256 if lfs else blob_id):
             raise VerificationError(
                 f"{path} has another hash here than on the Hub",

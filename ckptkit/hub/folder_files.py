@@ -23,6 +23,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER, TRAINING, Manifest
 from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.formats.registry import recognise
 from ckptkit.plan.side_files import is_side_file
+from ckptkit.runs.run_paths import absent_folder
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
@@ -209,11 +210,9 @@ def local_folder(place: PathLike) -> Path:
             hint="write it to a local folder first: `ckptkit consolidate URL DIR`",
         )
     if not Path(where).is_dir():
-        raise MissingFileError(
-            "is not a directory",
-            where=where,
-            hint="pass what `ckptkit consolidate` or `ckptkit adapter extract` wrote",
-        )
+        meant = "pass what `ckptkit consolidate` or `ckptkit adapter extract` wrote"
+        text, hint = absent_folder(place, meant)
+        raise MissingFileError(text, where=where, hint=hint)
     return Path(where)
 
 

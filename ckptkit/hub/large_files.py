@@ -137,7 +137,7 @@ class CheckedReader:
             for piece_start, piece_stop, number, leaf in block:
                 if number is not None:
                     self._digests[number].add(leaf, view[piece_start - start : piece_stop - start])
-            self._listener(BytesWritten(stop - start))
+            self._listener(BytesWritten(stop - start, self._file.path))
         for number, part in enumerate(self._file.parts):
             if self._digests[number].value(part.stop - part.start) != part.digest:
                 raise VerificationError(

@@ -297,7 +297,8 @@ class _Push:
         """Uploads the large files; those that the Hub seems to have are only hashed."""
         package = self._package
         self._listener(Planned(package.notes))
-        self._listener(Started(sum(file.size_bytes for file in package.large)))
+        files = tuple((file.path, file.size_bytes) for file in package.large)
+        self._listener(Started(sum(size for _, size in files), files))
         uploader = LargeFileUploader(
             self._hub,
             self._folder,

@@ -297,6 +297,7 @@ _DEPTH = 2  # of archives in archives
 _ZIP = b"PK\x03\x04"
 _DAMAGED = (
     EOFError,
+    IndexError,  # of zipfile, for a member without a name
     OSError,
     ValueError,
     RuntimeError,

@@ -98,6 +98,7 @@ ALPHA = "lora_alpha"
 RSLORA = "use_rslora"
 FAN_IN = "fan_in_fan_out"
 TOKEN_ROWS = "trainable_token_indices"  # noqa: S105  no secret
+MAKE_CONFIG = 'the training script makes one: model.peft_config["default"].save_pretrained(DIR)'
 _GIVE = {
     ALPHA: "--lora-alpha N",
     RSLORA: "--use-rslora or --no-use-rslora",
@@ -183,8 +184,9 @@ def _refuse_unknown(
             "no adapter_config.json was found, and the tensors of the adapter do not show"
             f" {', '.join(missing)}",
             where=where,
-            hint="pass the adapter_config.json of the run with --adapter-config; the adapter"
-            f" commands also take {', '.join(_GIVE[key] for key in missing)}",
+            hint="pass the adapter_config.json of the run with --adapter-config"
+            f" ({MAKE_CONFIG}); the adapter commands also take"
+            f" {', '.join(_GIVE[key] for key in missing)}; `ckptkit inspect` shows the command",
         )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from ckptkit.core.errors import LimitError
 from ckptkit.core.text import quote
 
+# A brace that begins no repetition is a character to `re`, and an approximate match to `regex`.
+_BRACES = re.compile(r"\\N\{[^}]*\}|\\.|\{(?:\d+(?:,\d*)?|,\d*)\}|\{", re.DOTALL)
 _MOST_SECONDS = 1.0
 # An expression without any of these is compared with a name in one way only.
 _REPEATS = frozenset("*+?{|")
@@ -32,6 +34,7 @@ def match_expression(expression: str, name: str, form: str = "{}") -> re.Match[s
         return re.match(whole, name)
     import regex  # late: few configurations have more than names
 
+    whole = form.replace("{}", _BRACES.sub(_escape, expression))
     try:
         found: Any = regex.match(whole, name, timeout=_MOST_SECONDS)
     except TimeoutError as error:
@@ -42,3 +45,7 @@ def match_expression(expression: str, name: str, form: str = "{}") -> re.Match[s
             hint="write it without repetitions inside repetitions, or list the modules",
         ) from error
     return found  # type: ignore[no-any-return]  # its objects have the methods of `re`
+
+
+def _escape(found: re.Match[str]) -> str:
+    return rf"\{found[0]}" if found[0] == "{" else found[0]

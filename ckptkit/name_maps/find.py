@@ -100,8 +100,8 @@ def find_map(
         f"no map has names of {framework} for the model type {kind!r}; there are maps for"
         f" {', '.join(known)}",
         where=where,
-        hint="write a map (see docs/name-maps.md) and pass it with --map FILE, or keep the names"
-        " with --map none",
+        hint="write a map (see docs/reference/name-maps.md) and pass it with --map FILE, or keep"
+        " the names with --map none",
     )
 
 

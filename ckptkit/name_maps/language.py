@@ -275,7 +275,8 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
     _check_keys(document, _KEYS, where)
     rules = document.get("rule", [])
     if not isinstance(rules, list) or not (rules or parent):
-        raise UsageError("has no [[rule]]", where=where, hint="see docs/name-maps.md for the form")
+        hint = "see docs/reference/name-maps.md for the form"
+        raise UsageError("has no [[rule]]", where=where, hint=hint)
     own = [_parse_rule(rule, f"{where}, rule {n}") for n, rule in enumerate(rules, 1)]
     sizes = document.get("sizes", {})
     if not isinstance(sizes, dict):

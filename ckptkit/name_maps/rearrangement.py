@@ -400,7 +400,7 @@ def parse_step(step: Any, where: str) -> Step:
     return made if only is None else Only(where, made, tuple(only))
 
 
-_FORMS = "see the steps in docs/name-maps.md"
+_FORMS = "see the steps in docs/reference/name-maps.md"
 
 
 def _parse_parts(kind: type[Split | Concat], value: Any, axis: int, more: Any, where: str) -> Any:

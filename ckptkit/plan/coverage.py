@@ -79,7 +79,7 @@ def error_of(problem: Problem, location: str) -> InputError:
     return kind(
         f"{problem.where}: {problem.message}" if problem.where else problem.message,
         where=location,
-        hint=_HINTS.get(problem.code, ""),
+        hint=problem.hint or _HINTS.get(problem.code, ""),
     )
 
 
@@ -127,10 +127,7 @@ def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:
     if defect.copies == 0:
         return Problem(IncompleteCheckpointError.code, where, f"{text} in no file")
     rows = np.flatnonzero(entry.chunks.elements() > 0)
-    touched = {
-        index.files[int(index.records.file[int(entry.chunks.record[row])])].path
-        for row in rows[:64]
-    }
+    touched = {index.path_of(int(entry.chunks.record[row])) for row in rows[:64]}
     text = f"{text} stored {defect.copies} times, in {', '.join(sorted(touched)[:4])}"
     return Problem(IncompleteCheckpointError.code, where, text)
 

@@ -143,6 +143,7 @@ class Advice:
         config: How to pass another configuration.
         shapes: Whether the command takes `--vocab-size` and `--exclude`.
         rules: The rules of the name map that made the names, by the templates of these.
+        again: The command that is run again with a configuration, if it is not `consolidate`.
     """
 
     anyway: str = "pass --names live to write the tensors as they are"
@@ -152,10 +153,14 @@ class Advice:
     )
     shapes: bool = True
     rules: Mapping[str, str] = field(default_factory=dict)
+    again: str = ""
 
 
 _AGAIN = "write {what} again with `ckptkit consolidate {source} OUT --strip-prefix {{prefix}}`"
 CONSOLIDATE = Advice()
+AVERAGE = Advice(again="ckptkit average")
+DELTA_CREATE = Advice(again="ckptkit delta create")
+DELTA_APPLY = Advice(again="ckptkit delta apply")
 MERGE = Advice(
     strip=f"{_AGAIN.format(what='the base', source='BASE')} and pass that with --base",
     config="pass the model that the adapter was trained on, with its own config.json, with --base",

@@ -61,12 +61,25 @@ class SideFile:
     size_bytes: int
 
 
+def is_tokenizer_file(name: str) -> bool:
+    """Says whether a file makes a folder that of a tokenizer."""
+    return _fits(name, _TOKENIZER)
+
+
 def is_side_file(name: str) -> bool:
     return _fits(name, (*_MODEL, *_TOKENIZER, *_BESIDE_TOKENIZER, *_PROCESSOR, _CODE))
 
 
+Listed = tuple[str, Mapping[str, int]]
+"""A folder, and the sizes of its files in bytes by their names."""
+
+
 def choose_side_files(
-    folders: Sequence[tuple[str, Mapping[str, int]]], *, allow_code: bool
+    folders: Sequence[Listed],
+    *,
+    allow_code: bool,
+    config: Sequence[Listed] = (),
+    tokenizer: Sequence[Listed] = (),
 ) -> tuple[list[SideFile], list[str]]:
     """Takes each kind of file from the first folder that has it.
 
@@ -74,16 +87,21 @@ def choose_side_files(
     processor, and python files, which belong to the configuration that names them.
 
     Args:
-        folders: `(origin, {name: size_bytes})`, nearest to the weights first.
+        folders: Those that are searched, nearest to the weights first.
         allow_code: Whether python files are taken too.
+        config: The folder whose configuration goes first, if the user named one.
+        tokenizer: The folder whose tokenizer and processor go first, if the user named one.
 
     Returns:
-        The files, sorted by name, and the names of python files that were left out.
+        The files, sorted by name, and the names of python files in the folder of the
+        configuration that were left out.
     """
     chosen: dict[str, SideFile] = {}
 
-    def take(wanted: tuple[str, ...], *, leading: tuple[str, ...]) -> None:
-        for origin, names in folders:
+    def take(
+        wanted: tuple[str, ...], *, leading: tuple[str, ...], first: Sequence[Listed] = ()
+    ) -> None:
+        for origin, names in (*first, *folders):
             if any(_fits(name, leading) for name in names):
                 for name, size_bytes in names.items():
                     if _fits(name, wanted):
@@ -91,19 +109,26 @@ def choose_side_files(
                 return
 
     for name in _MODEL:
-        take((name,), leading=(name,))
-    tokenizer = (*_TOKENIZER, *_BESIDE_TOKENIZER)
-    has_tokenizer = any(_fits(name, _TOKENIZER) for _, names in folders for name in names)
-    take(tokenizer, leading=_TOKENIZER if has_tokenizer else tokenizer)
-    take(_PROCESSOR, leading=_PROCESSOR)
+        take((name,), leading=(name,), first=config)
+    wanted = (*_TOKENIZER, *_BESIDE_TOKENIZER)
+    has_tokenizer = any(_fits(n, _TOKENIZER) for _, names in (*tokenizer, *folders) for n in names)
+    take(wanted, leading=_TOKENIZER if has_tokenizer else wanted, first=tokenizer)
+    take(_PROCESSOR, leading=_PROCESSOR, first=tokenizer)
     if allow_code:
-        take((_CODE,), leading=(CONFIG,))
-    code = {name for _, names in folders for name in names if _fits(name, (_CODE,))}
+        take((_CODE,), leading=(CONFIG,), first=config)
+    home = chosen[CONFIG].origin if CONFIG in chosen else None
+    code = {
+        name
+        for origin, names in (*config, *folders)
+        for name in names
+        if origin == home and _fits(name, (_CODE,))
+    }
     return [chosen[name] for name in sorted(chosen)], sorted(code - chosen.keys())
 
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    deep = name.count("/")  # which `*` matches too
+    return any(deep == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def drop_stale_quantization(

@@ -126,6 +126,22 @@ def count_tokens(tokenizer: Mapping[str, Any]) -> int:
     return needed
 
 
+def describe_lacking_rows(tokens: int, config: Mapping[str, Any]) -> list[str]:
+    """Returns a note if a tokenizer has tokens for which a model has no rows.
+
+    Args:
+        tokens: How many rows the tokenizer needs, as far as is known.
+        config: The model's configuration.
+    """
+    nested = config.get("text_config")
+    sizes = [part.get(_SIZE) for part in (config, nested) if isinstance(part, Mapping)]
+    rows = max((size for size in sizes if type(size) is int), default=tokens)
+    if tokens <= rows:
+        return []
+    text = f"tokenizer.json has tokens up to number {tokens - 1:,}, and config.json has"
+    return [f"{text} {rows:,} rows for them: see if they belong together, or pass --tokenizer"]
+
+
 def refuse_cut_tokenizer(trim: Trim, tokens: int, *, location: str) -> None:
     """Refuses to cut rows that belong to tokens.
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ckptkit.core.arguments import ambiguous_truth
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
 from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
+from ckptkit.core.text import counted, size_text
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import TRACKERS, names_step, parse_step
 from ckptkit.formats.registry import describe_missing, recognise
@@ -28,10 +30,12 @@ _RANDOM_STATES = "random_states_0.pkl"
 _WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
 _BEST = "best_model_checkpoint"
 _NAMED = 5
+OF_SOME_RANKS = "holds the files of some ranks only"
+"""What begins the problem of a step on the disk of one of several nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunListing:
+@dataclass(frozen=True, slots=True, repr=False)
+class RunListing(Displayed):
     """The steps of a run.
 
     Attributes:
@@ -52,6 +56,16 @@ class RunListing:
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "listing.steps, or `step.complete` of one of them")
+
+    def _facts(self) -> Facts:
+        complete = sum(step.complete for step in self.steps)
+        steps = f"{counted(len(self.steps), 'step')}, {complete:,} complete"
+        rows = [
+            (s.name, "complete" if s.complete else s.problem, size_text(s.size_bytes))
+            for s in self.steps
+        ]
+        lines = [("steps", steps), ("size", size_text(self.size_bytes))]
+        return Facts(self.location, lines, ("step", "state", "size"), rows)
 
     @property
     def size_bytes(self) -> int:
@@ -171,7 +185,7 @@ class _Listing:
         if not ranks:
             return step
         listed = ", ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
-        problem = f"holds the files of some ranks only: {listed}"
+        problem = f"{OF_SOME_RANKS}: {listed}"
         return replace(step, complete=False, problem=problem)
 
     def _problem(self, name: str, candidates: Sequence[Candidate]) -> str:
@@ -262,4 +276,6 @@ def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -
         return "accelerate"
     if "meta.pt" in paths:
         return "Lightning"
+    if any(path.endswith("_model_states.pt") for path in paths):
+        return "DeepSpeed"
     return ""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ckptkit.core.arguments import ambiguous_truth
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
-from ckptkit.runs.listing import RunListing, list_run
+from ckptkit.core.text import counted, size_text
+from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, bytes_of, list_run
 from ckptkit.runs.run_paths import RunStore, open_run
 from ckptkit.runs.save_order import (
     Retention,
@@ -23,6 +26,22 @@ from ckptkit.storage.places import PathLike
 Action = Literal["keep", "remove", "failed"]
 
 NEWEST = "the newest complete step"
+_NO_RULE = "nothing removes it"
+_SETTLED_SECONDS = 600.0  # after which nothing is still saving a step
+
+
+@dataclass(frozen=True, slots=True)
+class PruneLimits:
+    """What is removed although no rule removes it.
+
+    Attributes:
+        incomplete: Whether incomplete steps go, if nothing writes to them any more.
+        total_bytes: The size that all steps may have together; None for no limit. The newest
+            complete step stays, and the best one, and steps that something needs.
+    """
+
+    incomplete: bool = False
+    total_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +60,8 @@ class PrunedStep:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
+@dataclass(frozen=True, slots=True, repr=False)
+class Pruned(Displayed):
     """The result of pruning a run.
 
     Attributes:
@@ -73,6 +92,14 @@ class Pruned:
         """The steps whose removal failed."""
         return tuple(pruned for pruned in self.steps if pruned.action == "failed")
 
+    def _facts(self) -> Facts:
+        verb = "would be removed" if self.dry_run else "removed"
+        done = f"{counted(len(self.removed), 'step')} {verb}, {size_text(self.freed_bytes)}"
+        failed = f"{counted(len(self.failed), 'step')} not removed" if self.failed else ""
+        rows = [(one.step.name, one.action, one.why) for one in self.steps]
+        lines = [("result", done), ("failed", failed)]
+        return Facts(self.location, lines, ("step", "action", "why"), rows)
+
     def to_json(self, *, now: float) -> dict[str, Any]:
         """Returns the report as plain values."""
         return {
@@ -97,8 +124,9 @@ def prune_run(
     protected: Collection[int] = (),
     dry_run: bool = False,
     state: PathLike | None = None,
+    limits: PruneLimits = PruneLimits(),
 ) -> Pruned:
-    """Removes the steps of a run that no rule keeps.
+    """Removes the steps of a run that no rule keeps, and those that limits do not allow.
 
     Whatever the rules say, these stay: the newest complete step, incomplete steps, steps that are
     being read or pushed, the best step of a Trainer, and the step that a tracker names. After a
@@ -110,17 +138,22 @@ def prune_run(
         protected: Numbers of further steps that stay.
         dry_run: Whether to report only what would be done.
         state: The folder with the state of a watch, if it is not in the run.
+        limits: What is removed in addition.
 
     Returns:
         The result for each step.
     """
-    if retention.keeps_all:
+    if retention.keeps_all and limits == PruneLimits():
         raise UsageError(
-            "no rule says which steps stay", where="prune", hint="pass --keep-last N, such as 3"
+            "no rule says which steps stay",
+            where="prune",
+            hint="pass --keep-last N, such as 3; --max-total-size SIZE, such as 500GB; or"
+            " --incomplete",
         )
     store = open_run(run)
     listing = list_run(run, state=state)
-    verdicts = _Verdicts(listing, retention, frozenset(protected)).all()
+    verdicts, notes = _Verdicts(listing, retention, frozenset(protected), limits).all()
+    listing = replace(listing, notes=(*listing.notes, *notes))
     return _Pruning(store, listing, verdicts).run(dry_run=dry_run)
 
 
@@ -128,11 +161,21 @@ class _Verdicts:
     """Decides for each step whether it stays, and why."""
 
     def __init__(
-        self, listing: RunListing, retention: Retention, protected: frozenset[int]
+        self,
+        listing: RunListing,
+        retention: Retention,
+        protected: frozenset[int],
+        limits: PruneLimits,
     ) -> None:
         self._listing = listing
+        self._limits = limits
+        self._now = time.time()
+        self._best: set[str] = set()
         self._retention = retention
         self._protected = protected
+        # What keeps steps that a limit of the size removes all the same.
+        last, every = retention.keep_last or 0, retention.keep_every or 0
+        self._loose = (f"among the last {last}", f"every {every:,} steps")
         # The step of each series with the newest files, if its order is unknown: it may be the
         # current one, if training went back.
         self._newest_files: set[str] = set()
@@ -142,7 +185,8 @@ class _Verdicts:
                 newest = max(complete, key=lambda step: (step.modified, step.step))
                 self._newest_files.add(newest.name)
 
-    def all(self) -> list[PrunedStep]:
+    def all(self) -> tuple[list[PrunedStep], list[str]]:
+        """Returns the verdicts, and notes."""
         if missing_metric(self._listing.steps, self._retention):
             where = f"--keep-best {self._retention.keep_best}"
             raise unknown_metric((step.metrics for step in self._listing.steps), where=where)
@@ -150,13 +194,41 @@ class _Verdicts:
         for step in self._listing.steps:
             series.setdefault(step.series, []).append(step)
         verdicts = [verdict for steps in series.values() for verdict in self._of_series(steps)]
-        return sorted(verdicts, key=lambda verdict: (verdict.step.step, verdict.step.name))
+        verdicts.sort(key=lambda verdict: (verdict.step.step, verdict.step.name))
+        return self._fit(verdicts)
+
+    def _fit(self, verdicts: list[PrunedStep]) -> tuple[list[PrunedStep], list[str]]:
+        """Has the oldest steps removed until the others fit into the limit."""
+        limit = self._limits.total_bytes
+        if limit is None:
+            return verdicts, []
+        kept = {v.step.name: v for v in verdicts if v.action == "keep"}
+        gone: set[str] = set()
+        order = sorted(kept.values(), key=lambda v: (v.step.save_number, v.step.step))
+        for verdict in order:
+            if _size_of(kept.values()) <= limit:
+                break
+            is_loose = verdict.why in {*self._loose, _NO_RULE}
+            if verdict.step.complete and is_loose and verdict.step.name not in self._best:
+                gone.add(verdict.step.name)
+                del kept[verdict.step.name]
+        left = _size_of(kept.values())
+        notes = []
+        if left > limit:
+            notes.append(f"{size_text(left)} stay, more than {size_text(limit)}: see why each does")
+        why = f"all together are over {size_text(limit)}"
+        return [
+            PrunedStep(v.step, "remove", why) if v.step.name in gone else v for v in verdicts
+        ], notes
 
     def _of_series(self, steps: Sequence[RunStep]) -> Iterator[PrunedStep]:
         judged = [replace(step, protected=bool(self._protection(step))) for step in steps]
         gone = set(steps_to_remove(judged, self._retention))
         rules = {why: set(steps_to_remove(steps, rule)) for why, rule in self._rules()}
         left = abandoned(steps)
+        best = rules.get(f"the best {self._retention.keep_best}")
+        if best is not None:
+            self._best |= {step.name for step in steps if step.step not in best}
         for step in steps:
             if step.complete and step.step in gone:
                 why = "training went back from it" if step.step in left else "no rule keeps it"
@@ -164,9 +236,27 @@ class _Verdicts:
             elif step.complete:
                 rule = next((why for why, removed in rules.items() if step.step not in removed), "")
                 why = rule if rule == NEWEST else self._protection(step) or rule
-                yield PrunedStep(step, "keep", why)
+                yield PrunedStep(step, "keep", why or _NO_RULE)
             else:
-                yield PrunedStep(step, "keep", f"not complete: {step.problem}")
+                stays = self._why_incomplete_stays(step, steps)
+                action: Action = "keep" if stays else "remove"
+                yield PrunedStep(step, action, stays or f"not complete: {step.problem}")
+
+    def _why_incomplete_stays(self, step: RunStep, steps: Sequence[RunStep]) -> str:
+        """Returns why an incomplete step is not removed; empty if it is."""
+        problem = f"not complete: {step.problem}"
+        complete = [one.step for one in steps if one.complete]
+        if not self._limits.incomplete:
+            return problem
+        if not complete:
+            return f"{problem}; no step is complete, and it may be all that is left"
+        if step.problem.startswith(OF_SOME_RANKS):
+            return problem
+        if self._now - step.modified < _SETTLED_SECONDS:
+            return "not complete, and was written to in the last 10 minutes"
+        if self._listing.live and step.step > max(complete):
+            return "not complete, and a job is writing to the run"
+        return self._protection(step)
 
     def _protection(self, step: RunStep) -> str:
         pushing = next((push for push in step.pushes if push.state == "pushing"), None)
@@ -185,12 +275,16 @@ class _Verdicts:
         wanted = self._retention
         yield NEWEST, Retention(keep_last=1)
         if wanted.keep_last is not None:
-            yield f"among the last {wanted.keep_last}", Retention(keep_last=wanted.keep_last)
+            yield self._loose[0], Retention(keep_last=wanted.keep_last)
         if wanted.keep_every is not None:
-            yield f"every {wanted.keep_every:,} steps", Retention(keep_every=wanted.keep_every)
+            yield self._loose[1], Retention(keep_every=wanted.keep_every)
         if wanted.keep_best is not None:
             why = f"the best {wanted.keep_best}"
             yield why, replace(wanted, keep_last=None, keep_every=None)
+
+
+def _size_of(verdicts: Iterable[PrunedStep]) -> int:
+    return bytes_of(file for verdict in verdicts for file in verdict.step.files)
 
 
 class _Pruning:

@@ -205,7 +205,11 @@ class RemoteRun:
         self._objects.delete([_claim_path(step)])
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Finishes removals that a kill has interrupted."""
+        """Finishes removals that a kill has interrupted, and removes marks of dead readers."""
+        if remove:
+            for name, mark in self._objects.listing(_IN_USE).items():
+                if not _is_younger(mark, _LIFE_SECONDS):
+                    self._drop(f"{_IN_USE}/{name}")
         steps = []
         for name, claim in sorted(self._objects.listing(_REMOVING).items()):
             step, path = name.removesuffix(".json"), f"{_REMOVING}/{name}"

@@ -11,11 +11,18 @@ import posixpath
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptkit.core.errors import AmbiguousSourceError, InputError, NotACheckpointError, OutputError
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+    OutputError,
+)
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.registry import find_candidates, recognise
@@ -34,6 +41,7 @@ if TYPE_CHECKING:
     from ckptkit.runs.remote import RemoteRun
 
 _LISTED = 5
+_NEAR = 0.6  # similarity of names from which one is proposed for another
 _MOST_FOLDERS = 5_000  # that are looked at for steps
 _MOST_ABOVE = 4
 _AGAIN = "was replaced or changed since it was listed"
@@ -51,7 +59,7 @@ class LocalRun:
     def __init__(self, root: Path) -> None:
         """Checks that the directory exists; its name is kept for messages as it is given."""
         if not root.is_dir():
-            raise NotACheckpointError("no such directory", where=str(root))
+            raise absent_run(root)
         self.location = str(root)
         self._root = root
 
@@ -194,6 +202,52 @@ RunStore: TypeAlias = "LocalRun | RemoteRun"
 """A run on any storage: its files, marks of readers, and removal of steps."""
 
 
+def absent_run(run: PathLike) -> NotACheckpointError:
+    """Returns the error for a path without a directory, where a run was expected."""
+    if local_path(run).exists():
+        hint = "pass the directory that contains the folders of steps"
+        text = "is a file, where the directory of a run was expected"
+        return NotACheckpointError(text, where=os.fspath(run), hint=hint)
+    hint = hint_at_near(run)
+    return NotACheckpointError("no such file or directory", where=os.fspath(run), hint=hint)
+
+
+def absent_folder(place: PathLike, meant: str) -> tuple[str, str]:
+    """Returns what is wrong with a local path that is no directory, and what to do.
+
+    Args:
+        place: The path.
+        meant: What to pass instead, in words.
+    """
+    if local_path(place).exists():
+        return "is a file, where a directory was expected", meant
+    return "no such directory", hint_at_near(place, meant)
+
+
+def hint_at_near(place: PathLike, meant: str = "") -> str:
+    """Returns what a path that does not exist may be meant as; at least where its name ends.
+
+    Args:
+        place: The path.
+        meant: What else it may be meant as, in words; empty for nothing.
+    """
+    path = local_path(place)
+    above = next((folder for folder in path.parents if folder.is_dir()), Path())
+    try:
+        names = sorted(entry.name for entry in above.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        names = []
+    missing = path.parts[len(above.parts)] if len(path.parts) > len(above.parts) else ""
+    near = get_close_matches(missing, names, 1, _NEAR)
+    if near:
+        rest = path.parts[len(above.parts) + 1 :]
+        return "; ".join(filter(None, [f"did you mean {Path(above, near[0], *rest)}?", meant]))
+    if meant and above == Path():
+        return meant
+    listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")
+    return "; ".join(filter(None, [f"{above.absolute()} contains {listed or 'nothing'}", meant]))
+
+
 def open_run(run: PathLike) -> RunStore:
     """Returns the store of a run."""
     if is_url(run):
@@ -215,8 +269,13 @@ def find_run(run: PathLike) -> PathLike:
 
     A path without any step is returned as it is, since steps may be saved there later.
     """
-    with open_source(run) as source:
-        folders = {step_folder(candidate.folder) for candidate in recognise(list_files(source))}
+    try:
+        with open_source(run) as source:
+            folders = {step_folder(candidate.folder) for candidate in recognise(list_files(source))}
+    except MissingFileError as error:
+        if is_url(run) or local_path(run).is_dir():
+            raise
+        raise absent_run(run) from error
     steps = {folder for folder in folders if parse_step(folder) is not None}
     location = os.fspath(run).rstrip("/")
     if not steps and folders and parse_step(posixpath.basename(location)) is not None:

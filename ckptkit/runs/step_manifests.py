@@ -20,7 +20,7 @@ from ckptkit.core.manifest import (
     Manifest,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import is_unit_folder
+from ckptkit.formats.discovery import UNFINISHED, is_unit_folder
 from ckptkit.formats.registry import list_paths, read_index, recognise
 from ckptkit.runs.stored_proofs import prove_index
 from ckptkit.storage.base import Source, distant, is_there, prefetch
@@ -137,7 +137,7 @@ class StepManifests:
             yield from file_problems(self._source, folder, manifest)
 
 
-_ABSENT = "is not there, and it is written last: the save was not finished"
+_ABSENT = f"is not there, and it is written last: {UNFINISHED}"
 _UNFINISHED = f"{MANIFEST_NAME!r} {_ABSENT}"
 
 

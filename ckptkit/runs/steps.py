@@ -89,6 +89,7 @@ class RunStep:
     pushes: tuple[StepPush, ...] = ()
     markers: tuple[str, ...] = field(default=(), repr=False)
     digest: str = ""
+    world_size: int | None = None
 
     @property
     def series(self) -> str:
@@ -237,7 +238,13 @@ def step_of_manifest(
         problem=problem,
         metrics=parse_metrics(manifest.source.get("metrics")),
         save_number=0 if problem else save_number_of(manifest),
+        world_size=_world_size_of(manifest),
     )
+
+
+def _world_size_of(manifest: Manifest) -> int | None:
+    count = manifest.source.get("world_size")
+    return count if isinstance(count, int) and count > 0 else None
 
 
 def _problem_of(number: int, manifest: Manifest, size_bytes: Callable[[str], int | None]) -> str:

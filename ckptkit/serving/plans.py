@@ -31,7 +31,10 @@ _OF_MERGES = (
     *("lora_alpha", "use_rslora", "fan_in_fan_out", "token_indices"),
 )
 _DEFAULTS: tuple[Any, ...] = (None, False, (), [], {}, "")
-_OF_CONVERSIONS = ("include", "exclude", "keep_dtype", "strip_prefix", "vocab_size", "like")
+_OF_CONVERSIONS = (
+    *("include", "exclude", "keep_dtype", "strip_prefix", "vocab_size", "like"),
+    *("config", "tokenizer"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,5 +149,5 @@ def refuse_missing_libraries() -> None:
         raise RefusedError(
             f"needs {' and '.join(missing)}, which this installation lacks",
             where="serve",
-            hint="pip install 'ckptkit-toolkit[serve]'",
+            hint=f"run `pip install {' '.join(missing)}`",
         )

@@ -33,7 +33,7 @@ _RANGE = re.compile(r"bytes=(\d{0,1000})-(\d{0,1000})", re.ASCII)
 _ABSOLUTE = re.compile(r"\Ahttps?://[^/?]*", re.IGNORECASE)
 _TYPES = {".json": "application/json", ".txt": "text/plain", ".jinja": "text/plain"}
 _OTHER_TYPE = "application/octet-stream"
-# Each of these parameters names another operation; none of them is served.
+# Each of these parameters asks for something else; none of them is served.
 _OPERATIONS = frozenset(
     {
         *("accelerate", "acl", "analytics", "attributes", "cors", "encryption", "inventory"),
@@ -42,6 +42,9 @@ _OPERATIONS = frozenset(
         *("publicAccessBlock", "replication", "requestPayment", "restore", "retention", "select"),
         *("session", "tagging", "torrent", "uploadId", "uploads", "versioning", "versions"),
         "website",
+        # Headers of the answer, which S3 lets a signed request choose.
+        *("response-cache-control", "response-content-disposition", "response-content-encoding"),
+        *("response-content-language", "response-content-type", "response-expires"),
     }
 )
 
@@ -92,8 +95,7 @@ def parse_request(method: str, target: str, headers: Mapping[str, str]) -> Signe
         headers: The headers, by names in lower case.
     """
     # AWS's client in C sends the absolute form; see https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2
-    path, _, query = _ABSOLUTE.sub("", target, count=1).partition("?")
-    path = path or "/"
+    path, query = _split_target(target)
     try:
         for text in (method, *headers, *headers.values()):
             text.encode()  # of bytes that are no UTF-8, nothing could be signed
@@ -102,6 +104,12 @@ def parse_request(method: str, target: str, headers: Mapping[str, str]) -> Signe
         return SignedRequest(method, _decode(path), decoded, headers)
     except UnicodeError as error:
         raise S3Error("InvalidURI", "Couldn't parse the specified URI.") from error
+
+
+def _split_target(target: str) -> tuple[str, str]:
+    """Returns path and query as they were sent, without the address."""
+    path, _, query = _ABSOLUTE.sub("", target, count=1).partition("?")
+    return path or "/", query
 
 
 def _decode(text: str) -> str:
@@ -143,7 +151,9 @@ def answer_request(request: SignedRequest, bucket: Bucket, began: datetime) -> A
         return Answer(200, {"x-amz-bucket-region": REGION})
     if "location" in query:
         return _make_document("LocationConstraint", "")  # which means us-east-1
-    listing = _list_version_2 if query.get("list-type") == "2" else _list_version_1
+    listing = {"1": _list_version_1, "2": _list_version_2}.get(query.get("list-type", "1"))
+    if listing is None:
+        raise S3Error("InvalidArgument", "Invalid List Type specified in Request")
     return listing(query, bucket)
 
 
@@ -151,7 +161,7 @@ def _find_target(request: SignedRequest, bucket: Bucket) -> tuple[str, str]:
     """Returns bucket and key; the bucket may be in the name of the host."""
     path = request.path.removeprefix("/")
     name, _, key = path.partition("/")
-    if request.headers.get("host", "").startswith(f"{BUCKET}."):
+    if request.headers.get("host", "").lower().startswith(f"{BUCKET}."):
         # The machine itself may have a name such as ckptkit.example.org.
         is_of_machine = name == BUCKET and bucket.find(path) is None
         return (name, key) if is_of_machine else (BUCKET, path)
@@ -219,7 +229,7 @@ def _is_known(headers: Mapping[str, str], entry: ServedObject) -> bool:
     """
     match, unmodified = headers.get("if-match"), headers.get("if-unmodified-since")
     if match is not None:
-        fails = not _names_etag(match, entry)
+        fails = not _names_etag(match, entry, strongly=True)
     else:
         fails = unmodified is not None and _is_newer(entry, unmodified)
     if fails:
@@ -234,9 +244,12 @@ def _is_known(headers: Mapping[str, str], entry: ServedObject) -> bool:
     return since is not None and not _is_newer(entry, since, unreadable=True)
 
 
-def _names_etag(header: str, entry: ServedObject) -> bool:
-    named = {one.strip().removeprefix("W/").strip('"') for one in header.split(",")}
-    return "*" in named or entry.etag.strip('"') in named
+def _names_etag(header: str, entry: ServedObject, *, strongly: bool = False) -> bool:
+    """Says whether a list of ETags has that of an object; compared strongly, no weak one is it."""
+    named = {one.strip() for one in header.split(",")}
+    if not strongly:
+        named = {one.removeprefix("W/") for one in named}
+    return "*" in named or entry.etag.strip('"') in {one.strip('"') for one in named}
 
 
 def _is_newer(entry: ServedObject, header: str, *, unreadable: bool = False) -> bool:
@@ -255,8 +268,9 @@ def _find_range(headers: Mapping[str, str], entry: ServedObject) -> tuple[int, i
     As S3 does, several ranges and what is no range are answered with the whole object.
     """
     match = _RANGE.fullmatch(headers.get("range", "").strip())
-    condition = headers.get("if-range")
-    if match is None or (condition is not None and not _names_etag(condition, entry)):
+    condition = headers.get("if-range", entry.etag)
+    is_same = condition == _http_time(entry) or _names_etag(condition, entry, strongly=True)
+    if match is None or not is_same:
         return None
     first, last, size = match[1], match[2], entry.size_bytes
     if not (first or last):
@@ -371,9 +385,12 @@ def _decode_token(token: str) -> str:
 
 
 def answer_error(error: S3Error, request_id: str, resource: str, *, is_head: bool) -> Answer:
-    """Returns the answer for a refused request; that of HEAD has no body."""
+    """Returns the answer for a refused request; that of HEAD has no body.
+
+    Of the resource, the path is named: the query of a presigned URL has its signature in it.
+    """
     content: list[tuple[str, Tree]] = [("Code", error.code), ("Message", error.message)]
     content += error.facts.items()
-    content += [("Resource", resource[:1024]), ("RequestId", request_id)]
+    content += [("Resource", _split_target(resource)[0][:1024]), ("RequestId", request_id)]
     body = b"" if is_head else make_xml("Error", content, named=False)
     return Answer(error.status, {"Content-Type": "application/xml", **error.headers}, body)

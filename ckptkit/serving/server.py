@@ -25,6 +25,7 @@ from aiohttp import web
 
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.text import Closing
+from ckptkit.serving.connections import Connections, choose_most_connections
 from ckptkit.serving.reading import ReadingLimits, SharedReading
 from ckptkit.serving.s3_api import Answer, answer_error, answer_request, parse_request
 from ckptkit.serving.s3_errors import S3Error
@@ -215,12 +216,11 @@ class ModelServer(Closing):
 
     async def _start(self) -> None:
         host, port = self._address.host, self._address.port
-        server = web.Server(self._handle, access_log=None, logger=_RefusedRequests(logger))
+        self._server = web.Server(self._handle, access_log=None, logger=_RefusedRequests(logger))
+        self._connections = Connections(self._server, choose_most_connections())
         self._reading = SharedReading(self._limits)
-        self._runner = web.ServerRunner(server, shutdown_timeout=0.0)
-        await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            name, bound = (await self._connections.listen(host, port))[:2]
         except (socket.gaierror, UnicodeError) as error:
             raise OutputError(
                 f"{host!r} is no address of this machine:"
@@ -235,7 +235,6 @@ class ModelServer(Closing):
                 where="--port",
                 hint="pass another --port, or leave it out for any free one",
             ) from error
-        name, bound = self._runner.addresses[0][:2]
         if ipaddress.ip_address(name).is_unspecified:
             name = find_own_address(socket.AF_INET6 if ":" in name else socket.AF_INET)
         shown = f"[{name}]" if ":" in name else name
@@ -247,11 +246,13 @@ class ModelServer(Closing):
         for task in handlers:
             task.cancel()
         await asyncio.gather(*handlers, return_exceptions=True)
-        await self._runner.cleanup()
+        self._connections.close()
+        await self._server.shutdown(0.0)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         request_id, is_head = secrets.token_hex(8).upper(), request.method == "HEAD"
         self.totals.requests += 1
+        await self._connections.begin_request(request.transport)
         try:
             answer = self._answer(request)
             if answer.entry is not None:
@@ -274,7 +275,10 @@ class ModelServer(Closing):
         return response
 
     def _answer(self, request: web.BaseRequest) -> Answer:
-        headers = {name.lower(): value for name, value in request.headers.items()}
+        headers: dict[str, str] = {}
+        for name, value in request.headers.items():
+            before = headers.get(name.lower())
+            headers[name.lower()] = value if before is None else f"{before},{value}"
         parsed = parse_request(request.method, request.raw_path, headers)
         if self._address.keys is not None:
             check_signature(parsed, self._address.keys, datetime.now(UTC))
@@ -299,7 +303,7 @@ class ModelServer(Closing):
         """Sends bytes of an object; breaks the connection off where they are not proven."""
         entry, response = answer.entry, _make_response(answer, request_id)
         assert entry is not None  # noqa: S101  narrows the type
-        with folder.used() as is_open:
+        with folder.used() as is_open, self._connections.kept(request.transport):
             if not is_open:
                 raise S3Error("NoSuchKey", "The specified key does not exist.")
             cut = partial(_break_off, request)

@@ -141,7 +141,7 @@ def resolve_places(
         options: By their names in `ckptkit.api.Options`.
     """
     sources = Sources(src, options.get("src_options"))
-    named = ("base", "like", "adapter_config", "model_config")
+    named = ("base", "like", "adapter_config", "model_config", "config", "tokenizer")
     return {
         **options,
         **{name: sources.optional(options.get(name)) for name in named},

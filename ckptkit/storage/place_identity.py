@@ -273,12 +273,16 @@ class Mount:
         root: The folder of it that is mounted.
         place: Where.
         kind: Its type.
+        source: What is mounted there, such as a device or a server.
+        options: Of the mount and of the file system.
     """
 
     device: str
     root: Path
     place: Path
     kind: str
+    source: str = ""
+    options: frozenset[str] = frozenset()
 
 
 def read_mounts(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
@@ -292,9 +296,11 @@ def read_mounts(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
         text = mounts.read_text(encoding="utf-8", errors="surrogateescape")
         for line in text.splitlines():
             left, _, right = line.partition(" - ")
-            _, _, device, root, place = left.split()[:5]
-            kind = right.split()[0]
-            entries.append(Mount(device, Path(_unescaped(root)), Path(_unescaped(place)), kind))
+            _, _, device, root, place, own = left.split()[:6]
+            kind, source, *further = right.split()
+            options = frozenset(",".join([own, *further]).split(","))
+            names = Path(_unescaped(root)), Path(_unescaped(place))
+            entries.append(Mount(device, *names, kind, _unescaped(source), options))
     return tuple(entries)
 
 

@@ -77,7 +77,7 @@ def remove_files(root: Place, paths: Sequence[str], *, last: str) -> None:
                 _remove_object(store, base, path)
         return
     folder = local_path(root).resolve()
-    (folder / f"{last}.new").unlink(missing_ok=True)
+    _remove_file(root, folder / f"{last}.new", f"the draft of its record, and {len(paths)} files")
     for number, path in enumerate(paths):
         _remove_file(root, folder / path, f"{path!r}, and {len(paths) - number - 1} files after it")
     for parent in sorted({(folder / path).parent for path in paths}, reverse=True):

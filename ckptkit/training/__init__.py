@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+from ckptkit.core.errors import MissingLibraryError
+
+if find_spec("torch") is None:
+    raise MissingLibraryError(
+        "saving and resuming inside a training job needs torch, which is not installed",
+        where="ckptkit.training",
+        hint="run `pip install torch`; reading and converting checkpoints need none",
+    )
+
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
 from ckptkit.training.load.filling import LoadResult

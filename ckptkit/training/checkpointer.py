@@ -124,6 +124,7 @@ class Checkpointer:
             RefusedError: If the directory cannot be used, or another job is writing to it.
             PeerError: If another rank does not open it in time.
         """
+        self._run = run
         self._settings = settings = check_options(options)
         self._peers = open_peers(run, timeout_seconds=settings.timeout_seconds)
         with ExitStack() as undo:
@@ -470,6 +471,12 @@ class Checkpointer:
     def _check_open(self, what: str) -> None:
         if self._closed:
             raise UsageError("was closed already", where=f"Checkpointer.{what}")
+
+    def __repr__(self) -> str:
+        under_way = [str(handle.step) for handle in self._handles if not handle.done()]
+        state = f"saving step {', '.join(under_way)}" if under_way else "no save under way"
+        rank = f"rank {self._peers.rank} of {self._peers.world_size}"
+        return f"<Checkpointer {str(self._run)!r}: {rank}, {'closed' if self._closed else state}>"
 
     def __enter__(self) -> Self:
         self._check_open("__enter__")

@@ -26,6 +26,10 @@ class Reported(Protocol):
 Report = TypeVar("Report", bound=Reported)
 
 
+_OF_CKPTKIT = frozenset({"fail", "follow", "free", "heard", "keep", "staging", "succeed"})
+"""Methods of results that the threads call which make them."""
+
+
 class BackgroundResult(Generic[Report]):
     """The result of a save, an export or a push: a report, or an error."""
 
@@ -34,6 +38,16 @@ class BackgroundResult(Generic[Report]):
         self._what = what
         self._future: Future[Report] = Future()
         self._asked = False
+
+    def __repr__(self) -> str:
+        state = "under way"
+        if self._future.done():
+            error = self._future.exception()
+            state = f"done: {self._future.result().path}" if error is None else f"failed: {error}"
+        return f"<{type(self).__name__} of {self._what}: {state}>"
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()) - _OF_CKPTKIT)
 
     def done(self) -> bool:
         """Returns whether it has ended, with success or not."""
@@ -151,7 +165,7 @@ class SkippedError(SaveError):
     usual_hint = "save less often, or let it wait with in_flight='wait'"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SaveReport:
     """What one save cost on this rank.
 
@@ -192,6 +206,9 @@ class SaveReport:
     linked_bytes: int = 0
     local_seconds: float = 0.0
     lost: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<SaveReport: {self}>"
 
     def __str__(self) -> str:
         share = f", {self.copy_limit_share:.0%} of the copy limit"
@@ -320,7 +337,7 @@ class SaveHandle(BackgroundResult[SaveReport]):
         self._freed.set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ExportReport:
     """What one export cost on this rank.
 
@@ -342,6 +359,9 @@ class ExportReport:
     durable_seconds: float
     committed_seconds: float
     command: str = ""
+
+    def __repr__(self) -> str:
+        return f"<ExportReport: {self}>"
 
     def __str__(self) -> str:
         if self.command:

@@ -142,3 +142,19 @@ def test_sizes_in_a_long_chain_are_refused(bounded: Callable[..., Any]) -> None:
 def test_a_rule_that_would_take_forever_is_refused(rule: str, bounded: Callable[..., Any]) -> None:
     with bounded(**BOUND), pytest.raises(CkptkitError):
         applied(f"{HEAD}[[rule]]\n{rule}\n")
+
+
+@pytest.mark.parametrize(
+    ("expression", "name"),
+    [
+        ("d{el0h", "d{el0h"),
+        ("ab{e}", "abX"),
+        ("ab{e}", "ab{e}"),
+        (r"a\{e<=1}+", "a{e<=1}"),
+        ("a{,2}b", "aab"),
+        ("x{e<=1}*", "xq"),
+    ],
+)
+def test_braces_mean_what_they_mean_to_peft(expression: str, name: str) -> None:
+    found = match_expression(expression, name, "(?:{})$")
+    assert bool(found) == bool(re.match(f"(?:{expression})$", name))

@@ -114,14 +114,14 @@ def test_json_that_is_hard_to_parse_is_refused(kind: str, bounded: Callable[...,
 
 
 @pytest.mark.slow
-def test_a_header_of_a_hundred_megabytes_takes_a_multiple_of_it(
+def test_a_flood_of_tensors_without_elements_takes_a_multiple_of_its_header(
     bounded: Callable[..., Any],
 ) -> None:
-    """The largest header that the format allows, of tensors without elements."""
+    """A quarter of the largest header that the format allows, which takes four times as long."""
     one = b'"%09d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-    count = 100_000_000 // (len(one) + 7)
+    count = 25_000_000 // (len(one) + 7)
     raw = b"{" + b",".join(one % number for number in range(count)) + b"}"
-    with bounded(seconds=400, most_bytes=30 * len(raw)):
+    with bounded(seconds=100, most_bytes=30 * len(raw)):
         assert len(parse_header(raw, len(raw) + 8, where="x").tensors) == count
 
 

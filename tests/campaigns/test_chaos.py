@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import tempfile
@@ -109,3 +110,15 @@ def test_faults_in_commands_and_uploads_leave_whole_outputs(
             survives(scene, stage, 1)
         survives(stores.Uploading(host, bucket, memory_disk / "nodes"), stage, 1)
     bucket.clear()
+
+
+@pytest.mark.slow
+def test_the_kills_that_tests_make_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    campaign = importlib.import_module("tests.campaigns.chaos.__main__")
+    monkeypatch.setattr(campaign, "KILL_TESTS", ("tests/crash/test_hub_push_crash.py",))
+    found = campaign.Campaign(seed=1, most=1, only="")
+    found.tests()
+    assert found.losses == []
+    ((name, kills, failures),) = found.tables[0].rows
+    assert (name, failures) == ("test_hub_push_crash", 0)
+    assert kills > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -184,10 +185,11 @@ def test_so_do_the_commands_for_adapters_and_a_removal(
     # A removal takes what lies below the name, and leaves what the name would fit as a pattern.
     source = places.put(SEPARATE / "checkpoint", f"{name}/run")
     other = places.put(SEPARATE / "checkpoint", "-a1/run")
+    model: dict[str, Any] = {"names": "live", "select": "pytorch_model_fsdp_0"}
     for _ in range(2):
-        ckptkit.consolidate(source, at(f"{name} out"), names="live", delete_source=True)
+        ckptkit.consolidate(source, at(f"{name} out"), delete_source=True, **model)
     with pytest.raises(CkptkitError):
-        ckptkit.consolidate(source, at(f"{name} again"), names="live")
+        ckptkit.consolidate(source, at(f"{name} again"), **model)
     assert ckptkit.verify(other).ok
 
 

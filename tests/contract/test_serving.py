@@ -15,6 +15,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from http.client import HTTPConnection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckptkit
+from ckptkit.serving import server as server_module
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
@@ -329,6 +332,41 @@ def test_presigned_urls_need_no_keys(one: Served) -> None:
     assert requests.get(url, timeout=60).content == (out / "config.json").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("minutes", "codes"),
+    [
+        (14, ("", "AccessDenied", "")),
+        (16, ("RequestTimeTooSkewed", "AccessDenied", "")),
+        (-16, ("RequestTimeTooSkewed",) * 3),
+    ],
+)
+def test_the_clock_of_the_server_decides(
+    one: Served, monkeypatch: pytest.MonkeyPatch, minutes: int, codes: tuple[str, ...]
+) -> None:
+    """Of a signed request, and of presigned URLs that are valid for 10 and for 60 minutes."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return super().now(tz) + timedelta(minutes=minutes)
+
+    monkeypatch.setattr(server_module, "datetime", Clock)
+    client = client_of(one[0].environment, signature_version="s3v4")
+    asked = {"Bucket": "ckptkit", "Key": "m/config.json"}
+    found = [""]
+    try:
+        client.get_object(**asked)
+    except ClientError as error:
+        found[0] = error.response["Error"]["Code"]
+    for seconds in (600, 3600):
+        url = client.generate_presigned_url("get_object", Params=asked, ExpiresIn=seconds)
+        answer = requests.get(url, timeout=60)
+        assert answer.status_code in {200, 403}
+        code = answer.text.partition("<Code>")[2].partition("</Code>")[0]
+        found.append(code if answer.status_code == 403 else "")
+    assert tuple(found) == codes
+
+
 def test_checksums_of_small_files_are_known_and_those_of_weights_are_not(one: Served) -> None:
     serving, out = one
     client = client_of(serving.environment)
@@ -463,6 +501,20 @@ def test_without_signatures_only_names_of_this_machine_are_answered(one: Served)
         assert requests.get(url, timeout=60).content == (one[1] / "config.json").read_bytes()
         elsewhere = requests.get(url, headers={"Host": "evil.example"}, timeout=60)
         assert elsewhere.status_code == 403
+
+
+def test_a_header_that_is_sent_twice_is_joined() -> None:
+    source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+    with ckptkit.serve(source, name="m", auth=False) as serving:
+        etag = requests.head(f"{serving.url}/ckptkit/m/config.json", timeout=60).headers["ETag"]
+        for etags in (('"x"', etag), (etag, '"x"')):
+            connection = HTTPConnection(serving.url.removeprefix("http://"), timeout=60)
+            connection.putrequest("GET", "/ckptkit/m/config.json")
+            for value in etags:
+                connection.putheader("If-Match", value)
+            connection.endheaders()
+            assert connection.getresponse().status == 200
+            connection.close()
 
 
 def test_many_clients_read_at_a_time(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md name files that the real runs pass through, and few do.
+"""The walks of docs/explanation/architecture.md name files that the real runs pass through.
 
 A run's figures are what a person has to know to follow it. They are limits: a change that raises
 one makes the next change harder, a change that lowers one lowers its limit here.
@@ -24,9 +24,9 @@ WALKS = {
 }
 # Files, functions and types of the process that the user started.
 LIMITS = {
-    "consolidate": (94, 747, 132),
-    "adapter merge": (112, 925, 183),
-    "save": (35, 222, 49),
+    "consolidate": (95, 758, 136),
+    "adapter merge": (113, 936, 186),
+    "save": (36, 222, 49),
     "push": (46, 260, 40),
 }
 _FILE = re.compile(r"`((?:ckptkit|cli)/[\w/]+\.py)`")
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def walk(job: str) -> list[str]:
     """Returns the files that the numbered paragraphs of a walk name, in their order."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {WALKS[job]}\n")[1].split("\n## ")[0]
     steps = re.findall(r"^\d\. .*(?:\n   .*)*", section, re.MULTILINE)
     return [name for step in steps for name in _FILE.findall(step)]

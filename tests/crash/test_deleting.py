@@ -35,17 +35,23 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
 SEPARATE = "accelerate_fsdp2_cpu_offload"
 TOGETHER = "fsdp2_plain"
+OPTIMIZERS = ("optimizer_0", "optimizer.bin")
 Act = Callable[[], object]
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Callable[[str], Path]:
-    """Copies a checkpoint to where it may be removed."""
+    """Copies a checkpoint without an optimizer of its own to where it may be removed."""
 
     def copy(name: str) -> Path:
-        return Path(shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / "run"))
+        return whole_step(name, tmp_path, *OPTIMIZERS)
 
     return copy
+
+
+def whole_step(name: str, folder: Path, *without: str) -> Path:
+    ignored = shutil.ignore_patterns(*without)
+    return Path(shutil.copytree(FIXTURES / name / "checkpoint", folder / "run", ignore=ignored))
 
 
 def files(folder: Path) -> set[str]:
@@ -250,14 +256,45 @@ def test_a_source_in_several_places_is_refused(source: Callable[[str], Path]) ->
     assert "--also" in error.message
 
 
-def test_a_step_that_ckptkit_saved_is_no_whole_step_afterwards(
-    source: Callable[[str], Path],
-) -> None:
-    run = source("peft_qdora_fsdp2_ckptkit")
-    consolidated(run)
+def test_a_step_that_ckptkit_saved_is_no_whole_step_afterwards(tmp_path: Path) -> None:
+    run = whole_step("peft_qdora_fsdp2_ckptkit", tmp_path)
+    consolidated(run, select="pytorch_model_fsdp_0")
     assert "ckptkit.json" not in files(run)
     assert any(path.startswith("optimizer_0/") for path in files(run))
     assert not [path for path in files(run) if path.startswith("pytorch_model_fsdp_0/")]
+
+
+@pytest.mark.parametrize("name", ["peft_qdora_fsdp2_ckptkit", SEPARATE, "accelerate_ddp_bin"])
+def test_a_step_that_training_could_resume_from_stays(name: str, tmp_path: Path) -> None:
+    run = whole_step(name, tmp_path)
+    error = refused(run, RefusedError)
+    assert "training could not resume from the step any more: 'optimizer" in error.message
+    assert "ckptkit prune" in error.hint
+    assert Path(error.hint.split("pass ")[1].split(" as SRC")[0]).exists()
+    assert not (tmp_path / "out").exists()
+    planned = command(run, "--delete-source", "--dry-run")
+    assert planned.returncode == 4
+
+
+def test_the_optimizer_goes_too_where_it_is_in_the_output(tmp_path: Path) -> None:
+    run = whole_step("accelerate_fsdp2_bf16_tied", tmp_path)
+    consolidated(run, to="dcp", optimizer=True)
+    assert not {*OPTIMIZERS, "pytorch_model_fsdp_0"} & {path.name for path in run.iterdir()}
+
+
+@pytest.mark.parametrize("by", ["path", "select"])
+def test_a_model_that_is_named_alone_goes_and_its_optimizer_stays(by: str, tmp_path: Path) -> None:
+    run = whole_step(SEPARATE, tmp_path)
+    optimizer = {path for path in files(run) if path.startswith("optimizer_0/")}
+    if by == "path":
+        out = tmp_path / "out"
+        model = run / "pytorch_model_fsdp_0"
+        ckptkit.consolidate(model, out, names="live", delete_source=True)
+    else:
+        consolidated(run, select="pytorch_model_fsdp_0")
+    assert not (run / "pytorch_model_fsdp_0").exists()
+    assert optimizer
+    assert optimizer <= files(run)
 
 
 def test_objects_go_too_and_their_neighbours_stay(
@@ -306,14 +343,14 @@ def test_a_slice_neither_removes_nor_resumes(source: Callable[[str], Path], opti
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (SEPARATE, {}),
+        (SEPARATE, {"select": "pytorch_model_fsdp_0"}),
         (TOGETHER, {"to": "dcp", "optimizer": True}),
         ("dcp_hf_fsdp2", {}),
         ("deepspeed_0_17_zero3", {"to": "dcp", "optimizer": True, "dtype": "float32"}),
         ("verl_fsdp1", {}),
         ("hf_sharded", {}),
         ("torch_bin_sharded", {}),
-        ("accelerate_ddp_bin", {}),
+        ("accelerate_ddp_bin", {"to": "dcp", "optimizer": True}),
     ],
 )
 def test_a_removal_that_is_killed_is_finished_by_the_same_command(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from botocore.exceptions import (
 )
 
 import ckptkit
+from ckptkit.serving import connections as connections_module
 from ckptkit.serving import reading as reading_module
 from ckptkit.serving import server as server_module
 from ckptkit.serving.serving import ServeEvent, Serving
@@ -210,6 +212,20 @@ def test_a_changed_side_file_is_refused(tmp_path: Path, events: Events) -> None:
     assert events.failures() == ["source-changed"]
 
 
+def test_a_configuration_is_sent_as_it_was_planned_with(tmp_path: Path) -> None:
+    """It was read as a whole; no other bytes can be sent."""
+    shutil.copytree(Path(__file__).resolve().parents[2] / "fixtures/peft_fsdp2", tmp_path / "peft")
+    folder = tmp_path / "peft"
+    options: Any = {"name": "m", "auth": False, "base": folder / "base", "allow_other_base": True}
+    options["adapter_config"] = folder / "adapter_config.json"
+    with ckptkit.serve(folder / "checkpoint", **options) as serving:
+        config = folder / "base" / "config.json"
+        expected = config.read_bytes()
+        config.write_bytes(expected.replace(b":", b": ", 1))
+        answer = requests.get(f"{serving.url}/ckptkit/m/config.json", timeout=60)
+        assert (answer.status_code, answer.content) == (200, expected)
+
+
 @pytest.fixture
 def bucket(object_store: ObjectStore) -> Bucket:
     return object_store.bucket("served")
@@ -244,13 +260,14 @@ def free_blocks(serving: Serving) -> int:
     return serving.server._reading.free_blocks
 
 
-def begin_and_take_nothing(serving: Serving) -> socket.socket:
-    """Asks for all bytes with an unsigned request, and reads none of the answer."""
+def begin_and_take_nothing(serving: Serving, sent: bytes = b"") -> socket.socket:
+    """Asks for all bytes, or something else, and reads none of the answer."""
     split = urlsplit(serving.url)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect((split.hostname, split.port))
-    connection.sendall(f"GET /ckptkit/{KEY} HTTP/1.1\r\nHost: {split.netloc}\r\n\r\n".encode())
+    whole = f"GET /ckptkit/{KEY} HTTP/1.1\r\nHost: {split.netloc}\r\n\r\n".encode()
+    connection.sendall(sent or whole)
     return connection
 
 
@@ -310,6 +327,144 @@ def test_clients_that_take_little_at_a_time_do_not_keep_buffers_that_others_wait
         for connection in slow:
             connection.close()
     wait_until(lambda: free_blocks(unsigned) == whole)
+
+
+def connect(url: str, sent: bytes = b"") -> socket.socket:
+    split = urlsplit(url)
+    connection = socket.create_connection((split.hostname, split.port), timeout=20)
+    connection.sendall(sent)
+    return connection
+
+
+def receive_all(connection: socket.socket) -> bytes:
+    """Returns what comes until the connection is closed."""
+    received = bytearray()
+    with suppress(ConnectionError):
+        while data := connection.recv(1 << 20):
+            received += data
+    return bytes(received)
+
+
+HEAD = b"GET /ckptkit HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n"], ids=["nothing", "half", "request"])
+def test_idle_connections_keep_nobody_out(source: Path, tmp_path: Path, sent: bytes) -> None:
+    """There are twice as many as the server may have open files, and they need no key."""
+    command = [sys.executable, "-m", "ckptkit_cli", "serve", str(source), "--names", "live"]
+    limited = ["/bin/sh", "-c", 'ulimit -n 256; exec "$0" "$@"', *command, "--name", "m", "--json"]
+    with (
+        (tmp_path / "errors").open("wb") as errors,
+        subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=errors) as process,
+    ):
+        idle: list[socket.socket] = []
+        try:
+            assert process.stdout is not None
+            facts: dict[str, Any] = {}
+            while facts.get("event") != "serving":
+                facts = json.loads(process.stdout.readline())
+            client = client_of(facts["environment"], read_timeout=20, connect_timeout=20)
+            begun = client.get_object(Bucket="ckptkit", Key=KEY)
+            whole = begun["Body"].read(1 << 20)
+            began = time.monotonic()
+            idle += [connect(facts["url"], sent) for _ in range(512)]
+            for _ in range(3):
+                other = client_of(facts["environment"], read_timeout=20, connect_timeout=20)
+                assert other.get_object(Bucket="ckptkit", Key=KEY)["Body"].read()[:9] == whole[:9]
+            whole += begun["Body"].read()  # which was begun before, and goes on
+            assert len(whole) == begun["ContentLength"]
+            assert time.monotonic() - began < 15
+        finally:
+            for connection in idle:
+                connection.close()
+            process.kill()
+    assert (tmp_path / "errors").read_bytes() == b""
+
+
+_FULL = """
+import os, resource, socket, sys, time
+import ckptkit
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+with ckptkit.serve(sys.argv[1], name="m", names="live", auth=False) as serving:
+    held, client = [], socket.socket()
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    host, port = serving.url.removeprefix("http://").split(":")
+    client.connect((host, int(port)))
+    client.sendall(b"HEAD /ckptkit HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+    used = time.process_time()
+    time.sleep(3)
+    assert time.process_time() - used < 1
+    for one in held:
+        os.close(one)
+    client.settimeout(20)
+    assert client.recv(100).startswith(b"HTTP/1.1 200")
+    client.close()
+"""
+
+
+def test_a_process_without_descriptors_says_so_once_and_goes_on_later(source: Path) -> None:
+    command = [sys.executable, "-c", _FULL, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("Too many open files") == 1
+    assert len(done.stderr) < 500
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n"], ids=["nothing", "half", "request"])
+def test_a_connection_that_asks_for_nothing_is_closed(
+    unsigned: Serving, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)
+    with connect(unsigned.url, sent) as connection:
+        received = receive_all(connection)
+        assert received.startswith(b"HTTP/1.1 200" if sent.endswith(b"\n\r\n") else b"")
+
+
+def test_a_head_that_comes_slowly_is_not_waited_for(
+    unsigned: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)
+
+    def is_closed(connection: socket.socket) -> bool:
+        try:
+            connection.sendall(b"x")
+        except ConnectionError:
+            return True
+        return False
+
+    with connect(unsigned.url, HEAD + b"X: ") as connection:
+        wait_until(lambda: is_closed(connection), seconds=15)
+
+
+def test_answers_that_nobody_takes_are_given_up(
+    unsigned: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)
+    with begin_and_take_nothing(unsigned, HEAD + b"\r\n") as connection:
+        connection.settimeout(1.0)
+        with suppress(OSError):  # the server reads no more, or has closed it
+            while True:
+                connection.sendall((HEAD + b"\r\n") * 100)
+        wait_until(lambda: not unsigned.server._connections._idle)
+        assert unsigned.server.totals.requests < 20_000
+
+
+def test_connections_that_are_used_stay_open(
+    unsigned: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 2.0)
+    with connect(unsigned.url) as connection, begin_and_take_nothing(unsigned) as slow:
+        for _ in range(10):
+            connection.sendall(b"HEAD /ckptkit HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            time.sleep(0.4)
+        slow.settimeout(20)
+        head, _, body = receive_all(slow).partition(b"\r\n\r\n")
+        assert f"Content-Length: {len(body)}".encode() in head
 
 
 def test_more_clients_than_buffers_all_get_their_bytes(source: Path) -> None:

@@ -89,24 +89,48 @@ def kill_when_asked(process: WriterProcess) -> None:
     os.kill(process.pid, signal.SIGKILL)
 
 
+def lose_drain(checkpointer: Checkpointer, step: int, state: dict[str, Any]) -> Any:
+    """Trains and saves a step whose drain is killed; returns what is durable on the node only."""
+    drains = processes(checkpointer)[1]
+    stop(drains)
+    troubles.train(state)
+    truth = troubles.facts(state)
+    handle = checkpointer.save(step, state)
+    assert handle.local_result(SECONDS).parent.name == "node"
+    kill_when_asked(drains)
+    troubles.fails(handle, WriterError, "SIGKILL")
+    return truth
+
+
 def test_a_drain_that_dies_fails_the_save_and_resume_drains_it_anew(tmp_path: Path) -> None:
     state = fresh(1)
     with opened(tmp_path) as checkpointer:
         troubles.saved(checkpointer, 1, state)
-        drains = processes(checkpointer)[1]
-        stop(drains)
-        troubles.train(state)
-        truth = troubles.facts(state)
-        handle = checkpointer.save(2, state)
-        assert handle.local_result(SECONDS).parent == tmp_path / "node"
-        kill_when_asked(drains)
-        troubles.fails(handle, WriterError, "SIGKILL")
+        truth = lose_drain(checkpointer, 2, state)
         assert names(tmp_path / "run") == ["checkpoint-1"]
         troubles.resumes(checkpointer, 2, truth, fresh(2))
         truth = troubles.saved(checkpointer, 3, state)
         troubles.resumes(checkpointer, 3, truth, fresh(3))
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert names(tmp_path / "node") == ["checkpoint-3"]
+
+
+def test_a_named_step_does_not_replace_one_that_could_not_be_drained(tmp_path: Path) -> None:
+    state = fresh(1)
+    with opened(tmp_path) as checkpointer:
+        troubles.saved(checkpointer, 1, state)
+        truth = lose_drain(checkpointer, 2, state)
+        checkpointer.save(3, state, name="kept").result(SECONDS)
+        assert names(tmp_path / "run") == ["checkpoint-1", "kept"]
+        assert names(tmp_path / "node") == ["checkpoint-2", "kept"]
+    with opened(tmp_path) as checkpointer:  # another job, which saves under a name first
+        checkpointer.save(4, state, name="kept-too").result(SECONDS)
+        troubles.resumes(checkpointer, 2, truth, fresh(2))
+        truth = troubles.saved(checkpointer, 5, state)
+    assert names(tmp_path / "run") == [
+        *("checkpoint-1", "checkpoint-2", "checkpoint-5", "kept", "kept-too")
+    ]
+    assert names(tmp_path / "node") == ["checkpoint-5"]
 
 
 def test_a_committer_of_the_node_that_dies_fails_one_save(tmp_path: Path) -> None:

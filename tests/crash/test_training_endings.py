@@ -479,3 +479,56 @@ def test_descriptions_of_killed_jobs_are_swept_and_steps_that_cannot_be_listed_s
         saver.save(4, {"model": nn.Linear(2, 2)}).result(SECONDS)
     assert any("no step is retired" in line for line in log.lines(logging.WARNING))
     assert not list((run / ".ckptkit").glob("[0-9a-f]*"))
+
+
+STORE_HOST = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+# Its end takes as long as that of a large program, so that an answer of the store comes within it.
+RANK_THAT_ENDS = """
+import sys, threading, time
+from torch.distributed import TCPStore
+from ckptkit.training.agree.key_values import TorchKeyValueStore
+store = TorchKeyValueStore(TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False), "test")
+class SlowToEnd:
+    def __init__(self, sleep=time.sleep):
+        self.sleep = sleep
+    def __del__(self):
+        self.sleep(3)
+slow_to_end = SlowToEnd()
+print("ready", flush=True)
+sys.stdin.readline()
+threading.Thread(target=lambda: store.get("key"), daemon=True).start()
+time.sleep(0.2)
+store.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_ends_well_while_the_store_is_slow_to_answer() -> None:
+    def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    with start(STORE_HOST) as host:
+        assert host.stdout is not None
+        port = host.stdout.readline().strip()
+        with start(RANK_THAT_ENDS, port) as rank:
+            assert rank.stdout is not None
+            assert rank.stdin is not None
+            assert rank.stdout.readline() == "ready\n"
+            os.kill(host.pid, signal.SIGSTOP)
+            try:
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+                time.sleep(2.5)
+            finally:
+                os.kill(host.pid, signal.SIGCONT)
+            _, errors = rank.communicate(timeout=SECONDS)
+            assert (rank.returncode, errors) == (0, "")
+        host.communicate(timeout=SECONDS)

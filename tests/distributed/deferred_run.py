@@ -306,7 +306,7 @@ def check_evaluating(kind: str, folder: Path) -> None:
 
 def check_page(kind: str, folder: Path) -> None:
     """The example of the documentation runs."""
-    page = (Path(__file__).parents[2] / "docs/loading.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/loading.md").read_text()
     _, example, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     source, ready = base(folder), folder / "page"
     if dist.get_rank() == 0:

@@ -42,6 +42,8 @@ def run(module: str | None, arguments: list[str]) -> None:
     """Runs a script as Python would, or as `python -m MODULE SCRIPT` would."""
     sys.argv = list(arguments)
     sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    # What examples/on_cpu.py does before it runs a script.
+    importlib.import_module("on_cpu").prepare_for(arguments)
     if module is None:
         runpy.run_path(arguments[0], run_name="__main__")
     else:

@@ -196,9 +196,9 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Non
 class Packed(nn.Module):
     """A layer of 4-bit weights, as QLoRA has it, and one that is trained."""
 
-    def __init__(self, layers: Any) -> None:
+    def __init__(self, layers: Any, seed: int = 1) -> None:
         super().__init__()
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         settings = {"bias": False, "compute_dtype": torch.bfloat16, "quant_type": "nf4"}
         storage = torch.bfloat16  # as FSDP needs it
         self.packed = layers.Linear4bit(512, 512, **settings, quant_storage=storage).to("cpu")
@@ -237,7 +237,8 @@ def packed(folder: Path) -> None:
         library: Any = importlib.import_module("bitsandbytes")
     truth, rows = unpacked(library, Packed(library.nn).state_dict()), torch.ones(2, 512)
     for number, wrap in enumerate((packed_flat, packed_fsdp2, packed_alone, packed_orig)):
-        model, reports = wrap(Packed(library.nn)), []
+        # Its base is another one each time: the resume has to replace scales and offsets too.
+        model, reports = wrap(Packed(library.nn, seed=1 + number)), []
         with Checkpointer(folder, keep_last=2) as checkpointer:
             assert checkpointer.resume({"model": model}) == (2 * number or None)
             for step in (2 * number + 1, 2 * number + 2):

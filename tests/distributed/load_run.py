@@ -7,6 +7,7 @@ raises while a model is filled.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import zlib
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -392,6 +394,29 @@ def damaged(folder: Path, _: str) -> None:
     else:
         load(model, step)
         check(model, truth)
+    shared_record(folder / "shared")
+
+
+def shared_record(folder: Path) -> None:
+    """Each rank reads a part of a damaged record: `resume` finds the bit, as ranks communicate."""
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        save_file({"weight": torch.randn(512, 128)}, folder / "weights.safetensors")
+        ckptkit.consolidate(folder / "weights.safetensors", folder / "model", names="live")
+        shutil.copytree(folder / "model", folder / "flipped")
+        file = folder / "flipped/model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 16
+        file.write_bytes(data)
+    dist.barrier()
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.zeros(512, 128)))
+    fully_shard(model, mesh=mesh_of(dist.get_world_size()))
+    assert load(model, folder / "flipped").unproven == ("weight",)
+    with Checkpointer(folder / "run") as checkpointer:
+        with pytest.raises(PartlyFilledError, match="filled with what was read"):
+            checkpointer.resume({"model": model}, folder=folder / "flipped")
+        checkpointer.resume({"model": model}, folder=folder / "model")
 
 
 def dies(folder: Path, _: str) -> None:

@@ -331,23 +331,23 @@ def mistakes(folder: Path, kind: str) -> None:
     began = time.monotonic()
     with pytest.raises(UsageError, match=r"keep_last: .*5 on rank 1 and 4 on rank 0"):
         Checkpointer(folder / "run", keep_last=4 + rank)
-    with Checkpointer(folder / "run", timeout_seconds=60) as checkpointer:
+    with Checkpointer(folder / "run", timeout_seconds=300) as checkpointer:
         if rank:
             with pytest.raises(UsageError, match="no state_dict"):
                 checkpointer.save(1, {**state, "odd": 3})
         else:
-            error = checkpointer.save(1, state).exception(60)
+            error = checkpointer.save(1, state).exception(240)
             assert isinstance(error, UsageError), error
             assert "rank 1: odd" in str(error)
-        checkpointer.save(2, state).result(60)
+        checkpointer.save(2, state).result(240)
         handle = checkpointer.save(3 + rank, state)  # rank 1 leaves step 3 out
         if rank == 0:
-            error = handle.exception(60)
+            error = handle.exception(240)
             assert "rank 1 is at the save of step 4" in str(error), error
             handle = checkpointer.save(4, state)
-        assert handle.result(60).name == "checkpoint-4"
-        checkpointer.save(5, state).result(60)
-    assert time.monotonic() - began < 30
+        assert handle.result(240).name == "checkpoint-4"
+        checkpointer.save(5, state).result(240)
+    assert time.monotonic() - began < 150  # on a busy machine; nothing waited for the timeout
 
 
 CASES: dict[str, Callable[[Path, str], None]] = {

@@ -107,20 +107,28 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which ranks get after another was killed
     dist.barrier()
     if fault == "late" and rank == 1:
-        time.sleep(1)
+        while not (folder / "downloads").exists():
+            time.sleep(0.05)
     place = Place(store["url"], store["options"])
     if fault == "changed":
         with pytest.raises(PartlyFilledError, match="filled"):
             load_into(model, place)
-        (folder / f"result_{rank}.json").write_text("{}")
+        write_result(folder, rank, {})
         os._exit(0)
     began = time.monotonic()
     result = load_into(model, place)
     seconds = time.monotonic() - began
     check(model, truth)
     again = {"read": result.bytes_read, "shared": result.bytes_shared, "seconds": seconds}
-    (folder / f"result_{rank}.json").write_text(json.dumps(again))
+    write_result(folder, rank, again)
     os._exit(0)
+
+
+def write_result(folder: Path, rank: int, result: dict[str, float]) -> None:
+    """Leaves a result, whole at once: the test looks for it meanwhile."""
+    part = folder / f"part_{rank}.json"
+    part.write_text(json.dumps(result))
+    part.rename(folder / f"result_{rank}.json")
 
 
 if __name__ == "__main__":

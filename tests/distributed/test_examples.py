@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 import pytest
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ckptkit
 
@@ -35,6 +41,7 @@ COMMANDS = {  # the script, and the module that runs it
     "accelerate": ("accelerate_fsdp.py", None),
     "trainer": ("trainer.py", None),
     "trl": ("trl_lora.py", None),
+    "qlora": ("trl_qlora.py", None),
     "run": ("unmodified.py", "ckptkit.run"),
 }
 
@@ -100,14 +107,37 @@ def final_loss(log: str) -> str:
     return str(found[0])
 
 
-def kill_after_commit(ranks: list[int], run: Path) -> None:
-    """Kills all ranks at once when the first checkpoint is complete."""
+def has_a_step(run: Path) -> bool:
+    return any((*run.glob(STEPS), *run.glob(f"checkpoints/{STEPS}")))
+
+
+def zero_is_whole(run: Path) -> bool:
+    """Whether the first save is: DeepSpeed names it before all ranks have written their files."""
+    latest = run / "latest"
+    if not latest.exists() or not (tag := latest.read_text(encoding="utf-8")):
+        return False
+    files = [*(run / tag).glob("*.pt")]
+    return len(files) == 4 and all(map(zipfile.is_zipfile, files))
+
+
+def megatron_is_whole(run: Path) -> bool:
+    return (run / "latest_checkpointed_iteration.txt").exists()
+
+
+def kill_after_save(
+    ranks: list[int], run: Path, is_saved: Callable[[Path], bool] = has_a_step
+) -> None:
+    """Kills all ranks at once when the first checkpoint is complete, with what they started."""
     until = time.monotonic() + LIMIT_SECONDS
-    while not any((*run.glob(STEPS), *run.glob(f"checkpoints/{STEPS}"))):
+    while not is_saved(run):
         assert time.monotonic() < until, "nothing was saved"
         time.sleep(0.005)
+    started = [child for rank in ranks for child in psutil.Process(rank).children(recursive=True)]
     for rank in ranks:
         os.kill(rank, signal.SIGKILL)
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 @pytest.mark.distributed
@@ -133,18 +163,99 @@ def test_a_job_that_was_killed_and_started_again_ends_as_if_nothing_had_happened
     statuses, straight = run("straight", "logs")
     assert statuses == [0, 0], straight[-4_000:]
 
-    statuses, log = run("broken", "killed_logs", lambda ranks: kill_after_commit(ranks, broken))
+    statuses, log = run("broken", "killed_logs", lambda ranks: kill_after_save(ranks, broken))
     assert statuses == [-signal.SIGKILL, -signal.SIGKILL], log[-4_000:]
 
     statuses, resumed = run("broken", "resumed_logs")
     assert statuses == [0, 0], resumed[-4_000:]
     assert re.search(r"resumed from step \d", resumed), resumed[-4_000:]
     assert final_loss(resumed) == final_loss(straight)
-    if example == "trl":
-        check_adapter(tmp_path / "straight", tmp_path)
+    if example in BASES:
+        adapters = (tmp_path / f"{run}-adapter" for run in ("broken", "straight"))
+        found, truth = ((a / "adapter_model.safetensors").read_bytes() for a in adapters)
+        assert found == truth  # a loss in bfloat16 has few digits
+        check_adapter(tmp_path / "straight", tmp_path, BASES[example])
+        loss = loss_of_transformers(tmp_path / "merge")
+        assert loss == pytest.approx(float(final_loss(straight)), abs=0.05)
 
 
-def check_adapter(run: Path, out: Path) -> None:
+STOCK = {  # what tells that the first save of a script is complete
+    "deepspeed_zero": zero_is_whole,
+    "megatron_core": megatron_is_whole,
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("example", STOCK)
+def test_a_job_that_another_library_saves_goes_on_after_a_kill_and_becomes_a_model(
+    example: str, host: Host, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+
+    def run(into: str, logs: str, *meanwhile: Callable[[list[int]], None]) -> tuple[list[int], str]:
+        arguments = [str(EXAMPLES / f"{example}.py"), str(tmp_path / into)]
+        statuses = host.run(None, arguments, tmp_path / logs, *meanwhile)
+        return statuses, (tmp_path / logs / "rank0.log").read_text()
+
+    def first_save() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in broken.glob("*10/*")}
+
+    statuses, straight = run("straight", "logs")
+    assert statuses == [0, 0], straight[-4_000:]
+    whole = STOCK[example]
+    statuses, log = run("broken", "killed_logs", lambda ids: kill_after_save(ids, broken, whole))
+    assert statuses == [-signal.SIGKILL, -signal.SIGKILL], log[-4_000:]
+    saved = first_save()
+    assert saved
+    statuses, resumed = run("broken", "resumed_logs")
+    assert statuses == [0, 0], resumed[-4_000:]
+    assert first_save() == saved  # it went on from there
+    assert final_loss(resumed) == final_loss(straight)
+
+    models = [tmp_path / f"{name}-model" for name in ("straight", "broken")]
+    for out in models:
+        consolidate(out.with_name(out.name.removesuffix("-model")), out)
+    weights, others = (load_file(out / "model.safetensors") for out in models)
+    assert_same(weights, others)
+    loss = loss_on_windows(models[1])
+    assert loss == pytest.approx(float(final_loss(resumed)), rel=1e-6)
+    if example == "deepspeed_zero":
+        consolidate(broken, tmp_path / "wide", "--dtype", "float32")
+        wide = load_file(tmp_path / "wide/model.safetensors")
+        assert {weight.dtype for weight in wide.values()} == {torch.float32}
+        assert_same({name: weight.bfloat16() for name, weight in wide.items()}, weights)
+
+
+def consolidate(run: Path, out: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "ckptkit_cli", "consolidate", str(run), str(out)]
+    command += ["--base", f"{run}-base", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+
+
+def load_whole_model(folder: Path) -> Any:
+    """Loads a model folder with Transformers, which has to find every weight in it."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def loss_on_windows(folder: Path) -> float:
+    """The loss that examples with savers of other libraries print, of a model made of a save."""
+    inputs = runpy.run_path(str(EXAMPLES / "toy.py"))["windows"](8)
+    with torch.no_grad():
+        return float(load_whole_model(folder)(input_ids=inputs, labels=inputs).loss)
+
+
+def check_adapter(run: Path, out: Path, base: Callable[[Path], dict[str, torch.Tensor]]) -> None:
     """Makes of a run what the example says, with no option, and compares with what PEFT has."""
     for verb in ("extract", "merge"):
         command = [sys.executable, "-m", "ckptkit_cli", "adapter", verb, str(run), str(out / verb)]
@@ -153,7 +264,7 @@ def check_adapter(run: Path, out: Path) -> None:
     adapter = load_file(out / "extract/adapter_model.safetensors")
     saved = load_file(f"{run}-adapter/adapter_model.safetensors")  # by the Trainer, of all ranks
     assert adapter.keys() == saved.keys()
-    assert all(np.array_equal(adapter[name], saved[name]) for name in saved)
+    assert all(torch.equal(adapter[name], saved[name]) for name in saved)
     assert any(saved[name].any() for name in saved if "lora_B" in name)
     configs = [Path(f"{run}-adapter"), out / "extract"]
     trained, extracted = (json.loads((c / "adapter_config.json").read_text()) for c in configs)
@@ -161,22 +272,62 @@ def check_adapter(run: Path, out: Path) -> None:
     assert sorted(trained["target_modules"]) == sorted(extracted["target_modules"])
 
     merged = load_file(out / "merge/model.safetensors")
+    weights = base(run)
+    assert merged.keys() == weights.keys()
     scaling = trained["lora_alpha"] / trained["r"]
-    with ckptkit.open(run, select="base_model_0") as base:
-        for name in base.keys():  # noqa: SIM118  not a mapping
-            weight = base.read(name, framework="numpy")
-            module = name.removesuffix(".weight").replace(".base_layer", "")
-            if ".base_layer." in name:
-                down, up = (saved[f"{module}.lora_{side}.weight"] for side in "AB")
-                weight = weight + scaling * (up @ down)
-            found = merged.pop(f"{module.removeprefix('base_model.model.')}.weight")
-            np.testing.assert_allclose(found, weight, rtol=1e-6, atol=1e-7)
-    assert not merged
+    for name, weight in weights.items():
+        truth = weight.float()
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if "_proj." in name:
+            down, up = (saved[f"{module}.lora_{side}.weight"].float() for side in "AB")
+            truth = truth + scaling * (up @ down)
+        rounding = 1e-6 if merged[name].dtype == torch.float32 else 2**-8
+        assert merged[name].dtype == weight.dtype
+        torch.testing.assert_close(merged[name].float(), truth, rtol=rounding, atol=1e-7)
+
+
+def loss_of_transformers(folder: Path) -> float:
+    """The loss of a model on the texts that the examples train on and evaluate with."""
+    toy = runpy.run_path(str(EXAMPLES / "toy.py"))
+    encode = AutoTokenizer.from_pretrained(folder)
+    options = {"truncation": True, "max_length": toy["WINDOW"], "return_tensors": "pt"}
+    tokens = encode(toy["TEXTS"], **options).input_ids
+    with torch.no_grad():
+        return float(load_whole_model(folder)(input_ids=tokens, labels=tokens).loss)
+
+
+def base_in(run: Path) -> dict[str, torch.Tensor]:
+    """The frozen weights that are stored with a run."""
+    with ckptkit.open(run, select="base_model_0") as stored:
+        return {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): torch.as_tensor(
+                stored.read(name)
+            )
+            for name in stored.keys()  # noqa: SIM118  not a mapping
+        }
+
+
+def dequantized_base_of(run: Path) -> dict[str, torch.Tensor]:
+    """The weights that training began with, as bitsandbytes packs and unpacks them."""
+    bitsandbytes = importlib.import_module("bitsandbytes.functional")  # it has no types
+    weights = load_file(f"{run}-base/model.safetensors")
+    with torch.compiler.set_stance("force_eager"):
+        for name in weights:
+            if "_proj." in name:
+                packed = bitsandbytes.quantize_4bit(
+                    weights[name], quant_type="nf4", compress_statistics=True
+                )
+                weights[name] = bitsandbytes.dequantize_4bit(*packed)
+    return weights
+
+
+# Where the weights come from that adapters are merged into.
+BASES = {"trl": base_in, "qlora": dequantized_base_of}
 
 
 @pytest.mark.slow
 def test_a_model_with_names_of_its_own_becomes_one_that_transformers_loads(tmp_path: Path) -> None:
-    page = (EXAMPLES.parent / "docs" / "name-maps.md").read_text(encoding="utf-8")
+    page = (EXAMPLES.parent / "docs" / "reference" / "name-maps.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     assert shown == (EXAMPLES / "own_names" / "own.toml").read_text(encoding="utf-8")
     lines = [line[2:] for line in page.splitlines() if line.startswith("$ ")]

@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MODULES_IN_A_FOLDER = 15
 LIMITS = {
-    "modules": 372,
-    "modules with one importer": 47,
+    "modules": 406,
+    "modules with one importer": 60,
     "modules in import circles": 0,
     "public class names with several meanings": 3,
     "module names used in two packages": 9,
@@ -108,7 +108,8 @@ def class_names_with_several_meanings() -> list[str]:
 
 
 def file_names_used_twice() -> list[str]:
-    names = Counter(path.stem for path in modules().values() if path.name != "__init__.py")
+    paths = (path for path in modules().values() if not path.name.startswith("__"))
+    names = Counter(path.stem for path in paths)
     return sorted(name for name, count in names.items() if count > 1)
 
 
@@ -190,7 +191,7 @@ def test_the_measures_see_what_they_measure() -> None:
 
 
 def test_files_that_the_documentation_names_are_there() -> None:
-    pages = (*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md")
+    pages = (*(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "README.md")
     named = {path for page in pages for path in _FILES.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 40
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []

@@ -18,6 +18,7 @@ from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
 from ckptkit.conversion.source.model_folders import read_pretrained_index
+from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import OpenedCheckpoint, is_anything, is_folder, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
@@ -113,12 +114,12 @@ def open_base(
     names: NamesOfBase = NamesOfBase(),
 ) -> BaseSource:
     """Opens a model folder, or any other checkpoint that holds a whole model."""
+    path = find_model(path, "--base").place
     if not is_anything(path):
         raise NotACheckpointError(
             "no such file or directory",
             where=f"--base {path}",
-            hint="pass a folder on this machine, into which `hf download` puts a model of the Hub,"
-            " or a URL such as hf://org/name",
+            hint="pass a folder on this machine, a URL, or the id of a model on the Hub: ORG/NAME",
         )
     try:
         checkpoint = _open_weights(stack, path, limit_bytes)

@@ -154,7 +154,7 @@ class MergePreparation:
         first = adapters[0]
         folder = None if given is None else find_folder(given)
         self._folders = SideFolders(stack, first.found.opened, folder)
-        self._side, self._code = self._folders.choose(allow_code=request.allow_code)
+        self._side, self._side_notes = self._folders.choose(allow_code=request.allow_code)
         self._config = self._folders.config(self._side)
         if given is None and not first.found.base:
             raise RefusedError(
@@ -358,11 +358,7 @@ class MergePreparation:
         alignment: Alignment,
         quantized: QuantizedBase,
     ) -> PlannedOutput:
-        if self._code:
-            self._notes.append(
-                f"python files were left out: {', '.join(self._code)}; pass --allow-code to copy"
-                " them"
-            )
+        self._notes += self._side_notes
         weights = layout_hf_weights(products, self._request.max_file_bytes)
         files = self._folders.outputs(self._side, config, allow_code=self._request.allow_code)
         plan = Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))

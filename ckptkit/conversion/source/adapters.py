@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.conversion.source.named_models import names_model
 from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, is_folder, make_absolute
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
@@ -29,6 +30,7 @@ from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
+from ckptkit.lora.inference import MAKE_CONFIG
 from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.plan.weight_kinds import (
     LORA,
@@ -236,6 +238,8 @@ def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
     return [posixpath.basename(path.rstrip("/")) for path in paths]
 
 
+SOME_MODEL = "ORG/NAME"
+"""What stands in proposed commands for a model that is not known."""
 _SCALES = ".absmax"
 _MODEL = "pytorch_model_fsdp_"
 _OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")
@@ -252,6 +256,8 @@ class AdapterFacts:
         configured: Whether there is a configuration of the first adapter.
         is_ready: Whether the checkpoint is a folder that PEFT loads as it is.
         packing: How the base was packed in training, if a folder of the adapter has a record.
+        base: The model that it was trained on, as the configuration names it: a folder that is
+            there, or an id on the Hub; else empty.
     """
 
     names: tuple[str, ...]
@@ -259,6 +265,7 @@ class AdapterFacts:
     configured: bool
     is_ready: bool = False
     packing: Quantization | None = None
+    base: str = ""
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that takes the first adapter out.
@@ -272,7 +279,7 @@ class AdapterFacts:
 
     def merge(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that merges the first adapter; arguments as for `extract`."""
-        base = [] if self.holds_base else ["--base", "DIR"]
+        base = [] if self.holds_base else ["--base", self.base or SOME_MODEL]
         if self.packing is not None and not self.packing.can_be_repeated:
             base += ["--qlora-base", "original"]
         elif self.packing is not None and self.packing.leaves_scales_open:
@@ -284,8 +291,11 @@ class AdapterFacts:
     def remark(self) -> str:
         """An explanation of the placeholders in the commands, or nothing."""
         missing = []
-        if not self.holds_base:
-            missing.append("DIR is the model that the adapter was trained on")
+        if not (self.holds_base or self.base):
+            missing.append(
+                f"{SOME_MODEL} is the model that the adapter was trained on: its id on the Hub, or"
+                " a folder"
+            )
         if self.packing is not None and not self.packing.can_be_repeated:
             where = f", which are in {self.packing.checkpoint}" if self.packing.weights else ""
             missing.append(f"the adapter was trained on packed weights{where}")
@@ -293,7 +303,8 @@ class AdapterFacts:
             missing.append("--no-double-quant where the run did not set bnb_4bit_use_double_quant")
         if not self.configured:
             missing.append(
-                f"FILE is its {ADAPTER_CONFIG}, which the checkpoint lacks; --lora-alpha N may do"
+                f"FILE is its {ADAPTER_CONFIG}, which the checkpoint lacks ({MAKE_CONFIG});"
+                " --lora-alpha N may do"
             )
         if len(self.names) > 1:
             missing.append(f"the adapters are {', '.join(self.names)}")
@@ -435,7 +446,14 @@ def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Ada
         configured=record is not None,
         is_ready=record is not None and all(map(_OF_PEFT.fullmatch, units)),
         packing=packing,
+        base=_named_base(record),
     )
+
+
+def _named_base(record: AdapterRecord | None) -> str:
+    """Returns the base that a configuration names, if it can be passed as `--base`."""
+    name = None if record is None else record.document.get("base_model_name_or_path")
+    return name if isinstance(name, str) and names_model(name) else ""
 
 
 def read_record_of_base(checkpoint: OpenedCheckpoint) -> BaseRecord:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, open_folder
 from ckptkit.core.errors import (
     FormatError,
@@ -67,6 +68,7 @@ def read_entries(folder: PathLike, *, option: str) -> list[TensorEntry]:
         option: The option that names it, for messages.
     """
     with ExitStack() as stack:
+        folder = find_model(folder, option).place
         source = open_folder(stack, folder, option)
         index = read_pretrained_index(source)
         if index is not None:
@@ -82,7 +84,7 @@ def read_file_map(folder: PathLike, *, option: str) -> FileMap:
     """
     where = f"{option} {folder}"
     with ExitStack() as stack:
-        source = open_folder(stack, folder, option)
+        source = open_folder(stack, find_model(folder, option).place, option)
         names = set(source.walk(0))
         if SINGLE_NAME in names:
             index = read_index(source, Candidate("safetensors", "", (SINGLE_NAME,), SINGLE_NAME))

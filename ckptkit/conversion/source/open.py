@@ -13,8 +13,10 @@ from typing import Any
 
 import xxhash
 
+from ckptkit.conversion.source.named_models import describe_hub_name, find_model
 from ckptkit.conversion.source.unite import compare_leftovers, join_indexes, unite
 from ckptkit.core.errors import (
+    AccessError,
     FormatError,
     InputError,
     MissingFileError,
@@ -30,6 +32,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import (
     TRACKERS,
+    UNFINISHED,
     CheckpointUnit,
     ResolvedSource,
     RunRecords,
@@ -59,7 +62,7 @@ from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
-from ckptkit.runs.run_paths import hold_candidates, marker
+from ckptkit.runs.run_paths import hint_at_near, hold_candidates, marker
 from ckptkit.runs.save_order import left_behind
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
@@ -92,6 +95,7 @@ class OpenedCheckpoint:
         index: The content of the headers, over all units.
         select: The rest of the user's selection: a state dict within the index, or None.
         notes: What was ignored, and why.
+        damaged: Steps that were passed over, by their folders: what each lacks.
         manifest: The manifest of a step that ckptkit saved, else None.
         paths: All files of the source, relative to its root.
         maps: The map that converted the names of the model, if there is one, with its digest.
@@ -105,6 +109,7 @@ class OpenedCheckpoint:
     index: TensorIndex
     select: str | None
     notes: tuple[str, ...]
+    damaged: Mapping[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
     paths: Sequence[str] = ()
     maps: Mapping[str, str] = field(default_factory=dict)
@@ -213,7 +218,7 @@ def read_config_in(folder: PathLike, option: str) -> dict[str, Any]:
         option: The option that names it, for messages.
     """
     with ExitStack() as stack:
-        source = open_folder(stack, folder, option)
+        source = open_folder(stack, find_model(folder, option).place, option)
         where = posixpath.join(source.location, CONFIG)
         try:
             size = source.stat(CONFIG).size_bytes
@@ -330,6 +335,7 @@ class _Search:
             index=replace(index, run=self._steps.facts(saved, run), problems=problems),
             select=found.select,
             notes=(*left_alone, *found.notes, *list_plug_in_problems()),
+            damaged=found.damaged,
             manifest=self._steps.manifest(saved),
             paths=paths,
         )
@@ -445,7 +451,8 @@ class _Search:
             return unfinished
         for folder in (candidate.folder, posixpath.dirname(candidate.folder)):
             if f"{folder}{_UNFINISHED}" in self._paths:
-                return f"the file '{posixpath.basename(folder)}{_UNFINISHED}' is beside it"
+                name = f"{posixpath.basename(folder)}{_UNFINISHED}"
+                return f"the file '{name}' exists: {UNFINISHED}"
         try:
             return describe_missing_files(self._index(candidate))
         except InputError as error:
@@ -473,6 +480,12 @@ def check_path(text: PathLike, what: str) -> None:
     try:
         Path(text).resolve()
         Path(text).is_dir()
+    except PermissionError as error:
+        raise AccessError(
+            "cannot be read: permission denied",
+            where=os.fspath(text),
+            hint="see who may enter it and the folders above it: `ls -ld`",
+        ) from error
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         shown = os.fspath(text)[:80]
@@ -490,7 +503,11 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
     check_path(place, option)
     if not is_url(place):
         if not local_path(place).is_dir():
-            raise NotACheckpointError("no such directory", where=f"{option} {place}")
+            raise NotACheckpointError(
+                "no such directory",
+                where=f"{option} {place}",
+                hint=hint_at_near(place, describe_hub_name(place)),
+            )
         return stack.enter_context(LocalSource(local_path(place)))
     source = stack.enter_context(open_source(place))
     if not _holds_something(source):
@@ -507,8 +524,10 @@ def open_root(stack: ExitStack, place: PathLike) -> tuple[Folder, str | None]:
         return stack.enter_context(LocalSource(path)), None
     if path.is_file():
         return stack.enter_context(LocalSource(path.parent)), path.name
-    there = "neither a file nor a directory" if path.exists() else "no such file or directory"
-    raise NotACheckpointError(there, where=os.fspath(place))
+    if path.exists():
+        raise NotACheckpointError("neither a file nor a directory", where=os.fspath(place))
+    hint = hint_at_near(place, describe_hub_name(place))
+    raise NotACheckpointError("no such file or directory", where=os.fspath(place), hint=hint)
 
 
 def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | None]:
@@ -520,7 +539,8 @@ def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | Non
         above = stack.enter_context(open_source(place.beside(parent)))
         if is_there(above, name):
             return above, name
-    raise NotACheckpointError("there is no object at or below this URL", where=place)
+    hint = describe_hub_name(place)
+    raise NotACheckpointError("there is no object at or below this URL", where=place, hint=hint)
 
 
 def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Iterator[Folder]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +20,15 @@ from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, Key, RunFacts, Shape, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.core.text import Closing
+from ckptkit.core.text import Aside, Closing, counted, size_text
 from ckptkit.core.threads import run_crew
-from ckptkit.engine.outcome import BytesWritten, Listener, Started
-from ckptkit.engine.reader import Origin, TensorReader, same_values
+from ckptkit.engine.outcome import BytesWritten, Listener, Planned, Started
+from ckptkit.engine.reader import Origin, TensorReader, read_span, same_values
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE
@@ -57,7 +59,7 @@ def as_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
         raise UsageError(
             "torch is not installed",
             where="framework='torch'",
-            hint="pip install 'ckptkit-toolkit[torch]', or read with framework='numpy'",
+            hint="run `pip install torch`, or read with framework='numpy'",
         ) from error
     kind = getattr(torch, dtype.name)
     if not data:
@@ -66,6 +68,59 @@ def as_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
 
 
 Framework = Literal["torch", "numpy"]
+_NEAR = 3  # names that an unknown one may be meant as
+
+
+def _read_rows(opened: OpenedCheckpoint, entry: TensorEntry, span: Span) -> bytearray:
+    refuse_problems(opened.index, [entry], opened.path)
+    return read_span(Origin(SOURCE, opened.source, opened.index), entry, span)
+
+
+def _is_row(at: Any, rows: int) -> bool:
+    is_number = isinstance(at, int | np.integer) and not isinstance(at, bool)
+    return is_number and -rows <= int(at) < rows
+
+
+class TensorSlice(Displayed):
+    """A tensor whose parts are read when they are asked for, as `tensor_slice[2:4, 0]`.
+
+    It has the methods of the slices of safetensors. Of the first dimension, only the rows between
+    the first and the last one that are asked for are read.
+    """
+
+    def __init__(self, opened: OpenedCheckpoint, entry: TensorEntry) -> None:
+        self._opened = opened
+        self._entry = entry
+
+    def get_shape(self) -> list[int]:
+        """Returns the shape of the whole tensor."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Returns the element type as safetensors calls it, such as `BF16`."""
+        return self._entry.dtype.safetensors or self._entry.dtype.name
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        entry, keys = self._entry, at if isinstance(at, tuple) else (at,)
+        first: Any = keys[0] if keys else slice(None)
+        rows = entry.shape[0] if entry.shape else 1
+        if entry.shape and _is_row(first, rows):
+            start = int(first) % rows
+            stop, first = start + 1, 0
+        elif entry.shape and isinstance(first, slice) and (first.step or 1) > 0:
+            start, stop, step = first.indices(rows)
+            stop, first = max(start, stop), slice(None, None, step)
+        else:  # an index that torch itself refuses, or resolves
+            start, stop = 0, rows
+        width = entry.elements // rows if rows else 0
+        data = _read_rows(self._opened, entry, Span(start * width, stop * width))
+        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+        part = as_torch(data, entry.dtype, shape)
+        return part[(first, *keys[1:])] if entry.shape else part[at]
+
+    def _facts(self) -> Facts:
+        shape = str(list(self._entry.shape))
+        return Facts(self._entry.name, [("dtype", self._entry.dtype.name), ("shape", shape)])
 
 
 def open_with_names(
@@ -97,8 +152,18 @@ def open_with_names(
     return convert_checkpoint(opened, ConsolidateRequest(map=choice), config)
 
 
-class Checkpoint(Closing):
-    """The model of a checkpoint, read tensor by tensor. Use it as a context manager."""
+def report_notes(opened: OpenedCheckpoint, listener: Listener) -> None:
+    """Reports what was passed over, and what else an opened checkpoint warns of."""
+    notes = tuple(note for note in opened.notes if not isinstance(note, Aside))
+    if notes:
+        listener(Planned(notes))
+
+
+class Checkpoint(Closing, Displayed):
+    """The model of a checkpoint, read tensor by tensor. Use it as a context manager.
+
+    It has the methods of a mapping, and those of safetensors' `safe_open`.
+    """
 
     def __init__(
         self,
@@ -126,6 +191,12 @@ class Checkpoint(Closing):
             entries = select_model(self._opened.index, request, location=self._opened.path)
             self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
             self._stack = stack.pop_all()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an open checkpoint cannot be pickled or copied: pass its path, and call ckptkit.open"
+            " in the process that reads"
+        )
 
     @property
     def path(self) -> str:
@@ -161,25 +232,50 @@ class Checkpoint(Closing):
 
         """
         entry = self._entry(name)
-        refuse_problems(self._opened.index, [entry], self.path)
-        data = bytearray(entry.size_bytes)
-        origin = Origin(SOURCE, self._opened.source, self._opened.index)
-        TensorReader(origin).fill(entry.key, Span(0, entry.elements), memoryview(data))
-        origin.checksums.finish()
+        data = _read_rows(self._opened, entry, Span(0, entry.elements))
         if framework == "numpy":
             return as_numpy(data, entry.dtype, entry.shape)
         if framework == "torch":
             return as_torch(data, entry.dtype, entry.shape)
         raise UsageError(f"{framework!r} is not among torch, numpy", where="framework")
 
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Assembles a tensor; the same as `checkpoint[name]`."""
+        return self[name]
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Returns a tensor that is read in parts, by indexing, as that of `safe_open`."""
+        return TensorSlice(self._opened, self._entry(name))
+
+    def items(self) -> Iterator[tuple[Fqn, torch.Tensor]]:
+        """Yields names and tensors; each tensor is read when it is reached."""
+        for name in self:
+            yield name, self[name]
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """Yields tensors; each is read when it is reached."""
+        for name in self:
+            yield self[name]
+
     def close(self) -> None:
         self._stack.close()
+
+    def _facts(self) -> Facts:
+        entries = self._entries.values()
+        step = "" if self.run.step is None else f"step {self.run.step:,}"
+        size = size_text(sum(entry.size_bytes for entry in entries))
+        lines = [("format", self.format), ("step", step)]
+        lines.append(("holds", f"{counted(len(entries), 'tensor')}, {size}"))
+        rows = [(entry.name, entry.dtype.name, str(list(entry.shape))) for entry in entries]
+        return Facts(self.path, lines, ("tensor", "dtype", "shape"), rows)
 
     def _entry(self, name: str) -> TensorEntry:
         try:
             return self._entries[name]
         except KeyError:
-            raise KeyError(f"{self.path} holds no tensor {name!r}") from None
+            near = get_close_matches(str(name), self._entries, _NEAR)
+            meant = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise KeyError(f"{self.path} holds no tensor {name!r}{meant}") from None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor: Any = self.read(name)

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, open_folder
-from ckptkit.core.errors import FormatError, InputError, MissingFileError
-from ckptkit.core.manifest import SIDE_FOLDER, Manifest
+from ckptkit.conversion.source.named_models import find_model
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    check_path,
+    make_absolute,
+    open_folder,
+    open_root,
+)
+from ckptkit.core.errors import FormatError, InputError, MissingFileError, NotACheckpointError
+from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
+from ckptkit.core.text import Aside
 from ckptkit.formats.discovery import RELEASE, is_unit_folder, parse_step
 from ckptkit.plan.side_files import (
     CONFIG,
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
     TOKENIZER,
+    Listed,
     SideFile,
     choose_side_files,
     has_auto_map,
     is_side_file,
+    is_tokenizer_file,
     rewrite_side_file,
 )
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
-from ckptkit.storage.base import Folder, StoreFolder
+from ckptkit.storage.base import Folder, StoreFolder, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import PathLike, is_url, place_of
+from ckptkit.storage.places import PathLike, Place, is_url
 
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
@@ -44,6 +55,26 @@ _SHALLOW = (*_NESTED, *_OF_MEGATRON, "additional_chat_templates")
 _HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
 _AUTO_MAP = "auto_map"
 _CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
+_ANY_MODEL = {"model", "actor", "critic", _WEIGHTS}  # units of steps, and names of any folder
+# Files and folders of a training step, which a model folder does not have.
+_OF_STEPS = (
+    *("trainer_state.json", "random_states_0.pkl", "optimizer.pt", "optimizer.bin", RUN_FACTS),
+    *("optimizer", "optim", "optimizer_0", "context"),
+)
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SideChoice:
+    """Where a user wants side files to come from, before all other folders.
+
+    Attributes:
+        config: A folder with a `config.json`, or such a file by any name.
+        tokenizer: A folder with a tokenizer, or a file of one.
+    """
+
+    config: PathLike | None = None
+    tokenizer: PathLike | None = None
 
 
 class SideFolders:
@@ -52,46 +83,118 @@ class SideFolders:
     Attributes:
         base: The model folder of `--base`, or None.
         sources: The folders, by their paths.
+        notes: Which model `--base` and the like name.
     """
 
     def __init__(
-        self, stack: ExitStack, checkpoint: OpenedCheckpoint, base: PathLike | None
+        self,
+        stack: ExitStack,
+        checkpoint: OpenedCheckpoint,
+        base: PathLike | None,
+        choice: SideChoice = SideChoice(),
     ) -> None:
-        self.base = None if base is None else place_of(base)
+        self.notes: list[str] = []
+        self.base = None if base is None else self._find(base, "--base")
         self.sources: dict[str, Folder] = {}
+        self._outside: list[str] = []  # folders above the source
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
-        base_folder = None if base is None else open_folder(stack, base, "--base")
+        base_folder = None if self.base is None else open_folder(stack, self.base, "--base")
         formats = {unit.candidate.format for unit in checkpoint.units}
         names = (*_NESTED, *(() if formats.isdisjoint(_MEGATRON_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
         for root in checkpoint.source.folders:
             above: dict[str, StoreFolder | None] = {}
-            step = _in(root.location, checkpoint.folder)
             if checkpoint.manifest is not None:
                 saved = _in(root.location, step_folder(checkpoint.units[0].candidate.folder))
                 self._proofs[_in(saved, SIDE_FOLDER)] = checkpoint.manifest, f"{SIDE_FOLDER}/"
-            units = [_in(root.location, folder) for folder in models]
-            inside = [home for unit in units if unit != step for home in (unit, *_above(unit))]
-            homes = [*inside, step, *_above(step)]
+            homes, top = [], make_absolute(root.location)
+            for folder in dict.fromkeys([*models, checkpoint.folder]):
+                home = _in(root.location, folder)
+                homes += [home, *_above(home, top, partial(_is_model_folder, checkpoint, folder))]
             for path in dict.fromkeys(_in(home, name) for home in homes for name in names):
                 if path not in self.sources:
                     source = _open_if_there(stack, root, path, above)
                     if source is not None:
                         self.sources[path] = source
+                        if not f"{make_absolute(path)}/".startswith(f"{top}/"):
+                            self._outside.append(path)
         self._base_location = None if base_folder is None else base_folder.location
         if base_folder is not None:
             self.sources.setdefault(base_folder.location, base_folder)
+        self._searched = tuple(self.sources)
+        self._lone_config = ""
+        self._config = self._list_config(stack, choice.config)
+        self._tokenizer = self._list_tokenizer(stack, choice.tokenizer)
 
-    def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
-        """Chooses side files by their sizes; returns them, and the python files left out."""
-        listed = []
-        for origin, source in self.sources.items():
-            sizes = {}
-            for path in filter(is_side_file, source.walk(1)):
-                with suppress(InputError):  # what cannot be read is no side file
-                    sizes[path] = source.stat(path).size_bytes
-            listed.append((origin, sizes))
-        return choose_side_files(listed, allow_code=allow_code)
+    def _find(self, path: PathLike, option: str) -> Place:
+        found = find_model(path, option)
+        self.notes += found.notes
+        return found.place
+
+    def _list_config(self, stack: ExitStack, path: PathLike | None) -> list[Listed]:
+        if path is None:
+            return []
+        source, only = self._open_given(stack, path, "--config")
+        if only is None and not is_there(source, CONFIG):
+            raise NotACheckpointError(
+                f"holds no {CONFIG!r}",
+                where=f"--config {path}",
+                hint="name a folder with one, or the file itself",
+            )
+        self._lone_config = only or ""
+        listed = _list_sizes(source)
+        if only is not None:
+            listed = {CONFIG: source.stat(only).size_bytes}
+        return [(source.location, listed)]
+
+    def _list_tokenizer(self, stack: ExitStack, path: PathLike | None) -> list[Listed]:
+        if path is None:
+            return []
+        source, only = self._open_given(stack, path, "--tokenizer")
+        listed = _list_sizes(source)
+        if only is not None:
+            listed = {name: size for name, size in listed.items() if name == only}
+        if not any(map(is_tokenizer_file, listed)):
+            raise NotACheckpointError(
+                "is no tokenizer" if only is not None else "holds no tokenizer",
+                where=f"--tokenizer {path}",
+                hint="name a folder that `tokenizer.save_pretrained` wrote, or its tokenizer.json",
+            )
+        return [(source.location, listed)]
+
+    def _open_given(
+        self, stack: ExitStack, path: PathLike, option: str
+    ) -> tuple[Folder, str | None]:
+        """Opens a folder that an option names, or the folder of the file that it names."""
+        check_path(path, option)
+        place = self._find(path, option)
+        try:
+            source, only = open_root(stack, place)
+        except NotACheckpointError as error:
+            hint = error.hint or "name a folder, a file, or a model on the Hub"
+            raise NotACheckpointError(error.message, where=f"{option} {path}", hint=hint) from error
+        self.sources.setdefault(source.location, source)
+        return source, only
+
+    def choose(self, *, allow_code: bool) -> tuple[list[SideFile], tuple[str, ...]]:
+        """Chooses side files by their sizes; returns them, and notes on where they are from."""
+        listed = [(origin, _list_sizes(self.sources[origin])) for origin in self._searched]
+        chosen, code = choose_side_files(
+            listed, allow_code=allow_code, config=self._config, tokenizer=self._tokenizer
+        )
+        if self._lone_config:
+            own = (replace(f, path=self._lone_config) if f.name == CONFIG else f for f in chosen)
+            chosen = list(own)
+        notes: list[str] = []
+        for folder in self._outside:
+            names = [file.name for file in chosen if file.origin == folder]
+            if names:
+                notes.append(Aside(f"from {folder}, above the source: {', '.join(names)}"))
+        if code:
+            more = f" and {len(code) - _NAMED:,} more" if len(code) > _NAMED else ""
+            text = f"python files were left out: {', '.join(code[:_NAMED])}{more}"
+            notes.append(f"{text}; pass --allow-code to copy them")
+        return chosen, tuple(notes)
 
     def read(self, file: SideFile) -> bytes:
         """Returns the content, which has the digest that ckptkit wrote for it, if there is one."""
@@ -154,7 +257,7 @@ class SideFolders:
         """Returns the folder of `--base` if the configuration is from there, else None."""
         file = next((file for file in files if file.name == CONFIG), None)
         is_of_base = file is not None and file.origin == self._base_location
-        return self.base if is_of_base else None
+        return self.base if is_of_base and not self._config else None
 
     def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
         """Returns the model's configuration, or None where there is none."""
@@ -163,6 +266,15 @@ class SideFolders:
             return None
         where = posixpath.join(self.sources[file.origin].location, file.path)
         return parse_model_config(self.read(file), where=where)
+
+
+def _list_sizes(source: Folder) -> dict[str, int]:
+    """Returns the sizes in bytes of the side files of a folder, by their paths."""
+    sizes = {}
+    for path in filter(is_side_file, source.walk(1)):
+        with suppress(InputError):  # what cannot be read is no side file
+            sizes[path] = source.stat(path).size_bytes
+    return sizes
 
 
 def _open_if_there(
@@ -203,8 +315,35 @@ def _in(folder: str, name: str) -> str:
     return str(Path(folder, name))
 
 
-def _above(step: str) -> Iterator[str]:
-    """Yields the step above a unit, and the run above a step."""
+def _is_model_folder(checkpoint: OpenedCheckpoint, folder: str) -> bool:
+    """Says whether a folder is a whole model, which needs nothing of the folders above it."""
+    begin = f"{folder}/" if folder else ""
+    names: set[str] = set()
+    for path in checkpoint.paths:
+        if path.startswith(begin):
+            name = path.removeprefix(begin)
+            names |= {name, name.split("/")[0]}
+    if MANIFEST_NAME in names and RUN_FACTS not in names:
+        return checkpoint.manifest is None
+    return CONFIG in names and names.isdisjoint(_OF_STEPS)
+
+
+def _is_step(folder: str) -> bool:
+    """Says whether a folder is the step of a unit, by its name or by what else is in it."""
+    if parse_step(posixpath.basename(folder)) is not None:
+        return True
+    return not is_url(folder) and any(Path(folder, name).exists() for name in _OF_STEPS)
+
+
+def _above(step: str, root: str, is_whole: Callable[[], bool]) -> Iterator[str]:
+    """Yields the step above a unit, and the run above a step.
+
+    Args:
+        step: The folder of the unit, or of the step.
+        root: The source, as the user named it.
+        is_whole: Returns whether the folder is a model by itself, for which nothing outside of the
+            source is searched.
+    """
     path = make_absolute(step)
     for _ in range(_CLIMB):
         name = posixpath.basename(path)
@@ -214,5 +353,8 @@ def _above(step: str) -> Iterator[str]:
         above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
         if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):
             return  # the root of all buckets, repositories or directories
+        is_outside = not f"{above}/".startswith(f"{root}/")
+        if is_outside and (is_whole() or (name in _ANY_MODEL and not _is_step(above))):
+            return
         path = above
         yield path

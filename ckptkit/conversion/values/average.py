@@ -35,6 +35,7 @@ from ckptkit.engine.kernels import Preparations, recast
 from ckptkit.engine.reader import Origin, same_bytes
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import matches
+from ckptkit.plan.load_report import AVERAGE
 from ckptkit.plan.plan import (
     Compute,
     Copy,
@@ -96,7 +97,7 @@ class AverageJob(ConversionJob):
             sources = find_last_steps(place_of(sources[0]), last)
         weighting.check_count(len(sources))
         values = {entry.name: getattr(job, entry.name) for entry in fields(ConversionJob)}
-        values["src"] = sources[-1]
+        values |= {"src": sources[-1], "advice": AVERAGE}
         return cls(
             **values, sources=tuple(sources), weighting=weighting, take_last=tuple(take_last)
         )
@@ -261,13 +262,16 @@ class _Joint:
             )
 
     def _check_likeness(self) -> None:
-        """Refuses sources whose tensors differ from the last one's in name, type or shape."""
-        last = self._tensors[-1]
+        """Refuses sources whose tensors differ from the last one's in name, type or shape.
+
+        Floats of other types are averaged where `--dtype` names that of the output.
+        """
+        last, is_cast = self._tensors[-1], self._job.request.dtype != "keep"
         for path, tensors in zip(self._paths[:-1], self._tensors, strict=False):
             unlike = [
                 f"{name!r} is {_shown(tensors.get(name))} against {_shown(last.get(name))}"
                 for name in sorted(last.keys() | tensors.keys())
-                if _shown(tensors.get(name)) != _shown(last.get(name))
+                if not _is_alike(tensors.get(name), last.get(name), is_cast=is_cast)
             ]
             if unlike:
                 more = f"; and {len(unlike) - _LISTED:,} more" if len(unlike) > _LISTED else ""
@@ -275,8 +279,8 @@ class _Joint:
                     f"tensor {'; '.join(unlike[:_LISTED])}{more} in {self._paths[-1]}",
                     where=path,
                     hint="an average needs the same tensors, with the same types and shapes, in all"
-                    " sources: leave others out with --exclude, or have all consolidated with one"
-                    " --dtype first",
+                    " sources: leave others out with --exclude, or pass the type of the average"
+                    " with --dtype",
                 )
 
     def _choose_averaged(self) -> set[Fqn]:
@@ -374,6 +378,14 @@ def _files_of(checkpoint: OpenedCheckpoint) -> set[str]:
     folder = checkpoint.source.location
     paths = (posixpath.join(folder, file.path) for file in checkpoint.index.files)
     return set(map(resolve_path, paths))
+
+
+def _is_alike(product: Product | None, last: Product | None, *, is_cast: bool) -> bool:
+    if is_cast and product is not None and last is not None:
+        dtypes = product.spec.dtype, last.spec.dtype
+        if all(dtype.kind == "float" and dtype.itemsize > 1 for dtype in dtypes):
+            return product.spec.shape == last.spec.shape
+    return _shown(product) == _shown(last)
 
 
 def _shown(product: Product | None) -> str:

@@ -169,7 +169,7 @@ def _divide_by_sum(weights: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AverageKernel(ElementKernel):
-    """Averages tensors of one float type, rounding the result once.
+    """Averages tensors of floats, in the widest type that one of them needs, and rounds once.
 
     Attributes:
         operands: The tensors, in the order of the sources.
@@ -190,7 +190,8 @@ class AverageKernel(ElementKernel):
             count = len(operand.demands(block))
             values.append(operand.values(block, inputs[at : at + count]))
             at += count
-        wide = wide_dtype(self.operands[0].dtype)
+        types = (wide_dtype(operand.dtype) for operand in self.operands)
+        wide = max(types, key=lambda dtype: dtype.itemsize)
         caster = Caster(BY_NAME[wide.name], out.dtype)
         memory = np.empty((2, min(BLOCK_ELEMENTS, target.size)), wide)
         for start in range(0, target.size, BLOCK_ELEMENTS):
@@ -306,7 +307,7 @@ class _PreparableAverage:
 
 def average_products(products: Sequence[Product], weighting: Weighting) -> Compute:
     """Returns how the average of a tensor is made; the memory does not depend on the sources."""
-    spec = products[0].spec
+    itemsize = max(product.spec.dtype.itemsize for product in products)
     reads: list[tuple[str, Key]] = []
     is_prepared = False
     for product in products:
@@ -318,5 +319,5 @@ def average_products(products: Sequence[Product], weighting: Weighting) -> Compu
         kernel = _PreparableAverage(tuple(products), weighting)
     else:
         kernel = AverageKernel(tuple(map(_operand_of, products)), weighting)
-    elements = _INPUT_BYTES // (len(products) * spec.dtype.itemsize)
+    elements = _INPUT_BYTES // (len(products) * itemsize)
     return Compute(kernel, tuple(dict.fromkeys(reads)), max(_LEAST_ELEMENTS, elements))

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.read import open_with_names, scan
+from ckptkit.conversion.source.read import open_with_names, report_notes, scan
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import NotFiniteError
 from ckptkit.core.index import Key, Shape, TensorEntry
+from ckptkit.core.text import counted
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
@@ -74,8 +76,8 @@ class TensorStatistics:
         return asdict(self) | {"zero_share": self.zero_share}
 
 
-@dataclass(frozen=True, slots=True)
-class Statistics:
+@dataclass(frozen=True, slots=True, repr=False)
+class Statistics(Displayed):
     """What `ckptkit stats` found.
 
     Attributes:
@@ -132,6 +134,18 @@ class Statistics:
             hint="if these are weights, training diverged before this step: take an earlier one",
         )
 
+    def _facts(self) -> Facts:
+        step = "" if self.step is None else f"step {self.step:,}"
+        size = f"{counted(len(self.tensors), 'tensor')}, {counted(self.elements, 'element')}"
+        bad = f"{self.nan:,} NaN, {self.infinite:,} infinite"
+        numbers = ((t, (t.norm, t.minimum, t.maximum)) for t in self.tensors)
+        rows = [
+            (t.name, t.dtype, *("-" if value is None else f"{value:.4g}" for value in values))
+            for t, values in numbers
+        ]
+        lines = [("step", step), ("measured", size), ("not finite", bad)]
+        return Facts(self.path, lines, ("tensor", "dtype", "norm", "min", "max"), rows)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "path": self.path,
@@ -171,6 +185,7 @@ def run_stats(
         checkpoint = open_with_names(
             stack, path, select=request.select, also=also, choice=request.map, base=base
         )
+        report_notes(checkpoint, listener or ignore)
         named = _choose_entries(checkpoint, request)
         measured = _Measuring(named).run(checkpoint, listener or ignore)
         whole = combine(list(measured.values()))

@@ -287,6 +287,8 @@ def _records(head: bytes) -> Iterator[tuple[str, int, int]]:
         _, flags, _, _, _, size, name_bytes, extra_bytes = _LOCAL.unpack_from(head, at)
         name_start = at + _LOCAL.size
         start = name_start + name_bytes + extra_bytes
+        if start > len(head):
+            return
         name = head[name_start : name_start + name_bytes].decode("utf-8", "replace")
         after = start + size
         if flags & _DESCRIPTOR_FLAG:

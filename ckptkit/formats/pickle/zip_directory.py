@@ -241,6 +241,8 @@ def _read_rows(data: bytes, count: int, start_of_data: int, where: str) -> list[
                 f"record {name!r} is compressed or encrypted, which torch never does"
                 f" (method {method}, flags {flags:#06x})",
                 where=where,
+                hint="a flipped bit looks like this: take another copy of the file; if another tool"
+                " has packed it, save it again with torch.save",
             )
         rows.append((name, start, size, crc32, flags, crc_at))
     if position != len(data):

@@ -53,7 +53,10 @@ _MAX_LAYOUT_BYTES = 256 << 20
 _MAX_ELEMENTS = 2**62
 _UNNAMED = (
     "holds flat parameters of FSDP1 (LOCAL_STATE_DICT), and nothing here shows which parameters"
-    " they consist of; name the folder of the model's config.json with --model-config DIR, or call"
+    " they consist of"
+)
+_NAME_THEM = (
+    "name the folder of the model's config.json with --model-config DIR, or call"
     " `ckptkit.training.write_flat_layout(model, folder)` once in the training script, with the"
     " folder of the checkpoint, and keep the file that it writes there"
 )
@@ -224,7 +227,7 @@ def apply_layout_file(index: TensorIndex, source: Source, folder: str) -> Tensor
                 index = unflatten(index, find_flat_parameters(index), vectors, where)
                 return replace(index, files=(*index.files, file))
     problems = (
-        Problem(UnsupportedError.code, str(entry.key), _UNNAMED)
+        Problem(UnsupportedError.code, str(entry.key), _UNNAMED, _NAME_THEM)
         for entry in find_flat_parameters(index)
     )
     return replace(index, problems=(*index.problems, *problems))

@@ -17,7 +17,7 @@ from ckptkit.conversion.job import run_job
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import describe_adapters
 from ckptkit.conversion.source.open import open_checkpoint
-from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError, VerificationError
 from ckptkit.engine.outcome import Event, Listener, Planned
@@ -141,6 +141,7 @@ class BuildSettings:
         request: Of a model.
         adapter: Of an adapter.
         base: A model folder with the files that the step lacks, or None.
+        side: Where configuration and tokenizer come from before all other folders.
         resources: Threads and memory.
         needs_config: Whether to refuse a model without config.json, which does not load.
         state_folder: The subfolder for the step itself, with its optimizer, to resume training
@@ -152,6 +153,7 @@ class BuildSettings:
     request: ConsolidateRequest = field(default_factory=ConsolidateRequest)
     adapter: AdapterRequest = field(default_factory=AdapterRequest)
     base: str | None = None
+    side: SideChoice = field(default_factory=SideChoice)
     resources: Resources = field(default_factory=Resources)
     needs_config: bool = False
     state_folder: str = ""
@@ -191,7 +193,13 @@ def build_folder(
     else:
         advice = settings.advice
         job = ConversionJob(
-            src, out, settings.request, settings.base, resources=resources, advice=advice
+            src,
+            out,
+            settings.request,
+            settings.base,
+            settings.side,
+            resources=resources,
+            advice=advice,
         )
         manifest = run_job(job, listen).whole
     if settings.needs_config and manifest.kind == "model" and not (out / CONFIG).is_file():

@@ -262,6 +262,7 @@ class PublishedVersions:
             self._place.beside(self._location(number)),
             build.request,
             build.base,
+            build.side,
             overwrite=overwrite,
             resources=build.resources,
             advice=build.advice,

@@ -53,6 +53,7 @@ from ckptkit.runs.push_journal import (
     take_watch_lock,
     watch_identity,
 )
+from ckptkit.runs.run_paths import absent_folder
 from ckptkit.runs.save_order import Retention, unknown_metric
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.place_identity import PlaceIdentity
@@ -557,11 +558,8 @@ def state_folder(request: WatchRequest) -> Path:
             hint="pass a local directory with --state",
         )
     if not local_path(location).is_dir():
-        raise NotACheckpointError(
-            "is not a directory",
-            where=location,
-            hint="pass the directory that the training saves to",
-        )
+        text, hint = absent_folder(location, "pass the directory that the training saves to")
+        raise NotACheckpointError(text, where=location, hint=hint)
     return local_path(location) / WATCH_FOLDER
 
 

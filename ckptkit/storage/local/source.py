@@ -75,12 +75,17 @@ class LocalSource(Closing):
         """
         if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
             return  # such as lost+found, which is no checkpoint and no reason to fail
-        with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
-            children = sorted(
-                (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
-                for entry in entries
-                if not is_work_folder(entry.name)
-            )
+        try:
+            with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
+                children = sorted(
+                    (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
+                    for entry in entries
+                    if not is_work_folder(entry.name)
+                )
+        except MissingFileError:
+            if not folder:
+                raise
+            return  # removed since its parent was listed, such as an old step of a run
         for path, is_link in children:  # with the slash, the order is that of all paths below
             if not path.endswith("/"):
                 yield path

@@ -72,7 +72,14 @@ def read_hub_range(filesystem: Any, path: str, start: int, stop: int, size_bytes
 
 
 CONNECTIONS = 32
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
+_CLIENTS = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+}
 _MARKS = ("ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
 _HUB = "hf"
 _OTHER_IS_THERE = frozenset({409, 412})
@@ -328,11 +335,11 @@ def _open_filesystem(protocol: str, options: Mapping[str, Any], where: str) -> A
     try:
         filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **arguments)
     except ImportError as error:
-        extra = _EXTRAS.get(protocol)
+        client = _CLIENTS.get(protocol)
         raise RefusedError(
             f"the client for {protocol}:// is not installed: {describe_error(error, options)}",
             where=where,
-            hint=f"pip install 'ckptkit-toolkit[{extra}]'" if extra else "install what it names",
+            hint=f"run `pip install {client}`" if client else "install what it names",
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(

@@ -25,7 +25,9 @@ MAX_VALUE_BYTES = 4 << 20
 
 _OPERATION_SECONDS = 30.0  # a store answers in less than a millisecond, unless its host is stopped
 _CONNECT_SECONDS = 10.0  # the timeout of the training's own connection may be many minutes
-_CLOSE_SECONDS = 1.0
+# A thread that returns from C++ while the interpreter shuts down aborts the process (before Python
+# 3.14), so one that still waits for the store is waited for.
+_CLOSE_SECONDS = 30.0
 _THREAD_NAME = "ckptkit-store"
 _KEYS_AT_ONCE = 256  # with 1 MiB each, an answer of 256 MiB
 _LOST = "the host of torch.distributed's store has ended or cannot be reached; see its log first"
@@ -120,6 +122,7 @@ class TorchKeyValueStore:
     def __init__(self, store: Store, prefix: str) -> None:
         self._given = store  # kept alive, since it may be the host of all connections
         self._sender = _SenderThread(_THREAD_NAME)
+        self._abandoned: _SenderThread | None = None
         self._store: Any = store  # torch's stubs lack half of its methods
         self._prefix = prefix
         clone = getattr(store, "clone", None)
@@ -131,12 +134,14 @@ class TorchKeyValueStore:
             if isinstance(error.__cause__, TimeoutError):  # that thread still waits there
                 logger.warning("the connection of the training is used for saves too: %s", error)
                 self._sender.stop()
+                self._abandoned = self._sender
                 self._sender = _SenderThread(_THREAD_NAME)
 
     def under(self, prefix: str) -> TorchKeyValueStore:
         """Returns a store for keys under a further prefix, on the same connection."""
         part = object.__new__(TorchKeyValueStore)
         part._given, part._store, part._sender = self._given, self._store, self._sender
+        part._abandoned = self._abandoned
         part._prefix = self._key(prefix)
         return part
 
@@ -165,6 +170,8 @@ class TorchKeyValueStore:
 
     def close(self) -> None:
         self._sender.close(_CLOSE_SECONDS)
+        if self._abandoned is not None:
+            self._abandoned.close(_CLOSE_SECONDS)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"

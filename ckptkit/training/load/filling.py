@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from ckptkit.engine.box_reads import (
     read_chunks,
     read_spans,
 )
+from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin, slices_of
 from ckptkit.training.load.live_model import LiveModel, LiveTensor
 from ckptkit.training.load.shared_source import SharedSource
@@ -83,7 +84,7 @@ class LoadResult:
     bytes_needed: int
     unverified: tuple[str, ...]
     unproven: tuple[str, ...]
-    notes: tuple[str, ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
 
 
 class Filling:
@@ -110,6 +111,7 @@ class Filling:
         self._needed_bytes = 0
         self._untied: set[Fqn] = set()  # stored tensors that differ from the live one of their name
         self._collided: set[Fqn] = set()  # live ones with one memory for elements that differ
+        self.partial: tuple[NumberedRecord, ...] = ()  # records that were read in part
 
     def run(self, digests: Mapping[str, StoredDigest]) -> LoadResult:
         """Fills the model.
@@ -142,7 +144,8 @@ class Filling:
             raise
         finally:
             count_changes(piece.local for piece in pieces)
-        left_open = {number for origin in origins for number in origin.checksums.open_now()}
+        self.partial = tuple(n for origin in origins for n in origin.checksums.open_now().items())
+        left_open = {number for number, _ in self.partial}
         unverified = {key for origin in origins for key in origin.unverified}
         unverified_names = self._names_of(unverified)
         return LoadResult(
@@ -157,7 +160,7 @@ class Filling:
             bytes_needed=self._needed_bytes,
             unverified=tuple(name for name in unverified_names if name not in proven),
             unproven=self._names_in(left_open),
-            notes=(*checkpoint.notes, *self._notes_on_ties()),
+            notes=(*checkpoint.notes, *self.notes_on_ties()),
         )
 
     def _read(
@@ -234,7 +237,8 @@ class Filling:
                 "is not made of whole parts of tensors on disk", where=tensor.name
             )
 
-    def _notes_on_ties(self) -> Iterator[str]:
+    def notes_on_ties(self) -> Iterator[str]:
+        """Yields how tied tensors differ in the checkpoint."""
         for name, forms in self._sources.further.items():
             for parts in forms:
                 if parts and parts[0].name in self._untied:

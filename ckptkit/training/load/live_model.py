@@ -93,6 +93,10 @@ class LiveModel:
         self.tensors: tuple[LiveTensor, ...] = tuple(_tensors(view.pieces))
 
     @property
+    def rank(self) -> int:
+        return self._world.own
+
+    @property
     def bound(self) -> BoundModel:
         """The model as an entry of a training state."""
         return BoundModel("model", None, self.module, TensorPlaces("", ()))

@@ -9,6 +9,7 @@ has to look whether all of them succeeded, as its next collective will.
 from __future__ import annotations
 
 import json
+import logging
 import posixpath
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -23,12 +24,15 @@ from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.stored_digests import read_stored_digests
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import LoadError
 from ckptkit.core.index import Fqn
-from ckptkit.core.text import Closing
+from ckptkit.core.text import Closing, counted
+from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import FACTOR_DTYPES, ConsolidateRequest, choose_dtype
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
+from ckptkit.storage.local.control_groups import available_bytes
 from ckptkit.storage.places import is_url, place_of
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.load.filling import Filling, LoadResult
@@ -42,10 +46,19 @@ from ckptkit.training.load.tensor_sources import (
     refuse_misfits,
 )
 from ckptkit.training.resume.materialise import is_wide_float
-from ckptkit.training.save.shared_memory import available_bytes
 from ckptkit.training.state.memory_changes import announce_changes
 from ckptkit.training.state.models import check_modes, plain_torch
+from ckptkit.training.state.quant_states import (
+    ScalePlan,
+    StoredScale,
+    is_made_anew,
+    plan_scales,
+    scale_names,
+)
+from ckptkit.training.state.rank_bound import packed_weights
+from ckptkit.training.step_names import parallel_prefixes
 
+logger = logging.getLogger(__name__)
 _MEMORY_SHARE = 8  # at most one of so many available bytes is shared on the node
 
 
@@ -91,11 +104,22 @@ def load_into(
         check_modes(unsuited, "load_into")
         with ModelLoad(model, source, dtype=dtype, name_map=map, select=select) as pending:
             pending.check(strict=strict)
-            return pending.fill()
+            result = pending.fill()
+    if result.unproven and pending.is_first_rank:
+        logger.warning(
+            "%s: checksums of %s were not compared, since each rank reads a part of their records;"
+            " `ckptkit verify` compares them",
+            *(result.path, counted(len(result.unproven), "tensor")),
+        )
+    return result
 
 
 class ModelLoad(Closing):
-    """One load in two parts, between which ranks can agree. Use it as a context manager."""
+    """One load in two parts, between which ranks can agree. Use it as a context manager.
+
+    Attributes:
+        partial: The records that this rank has read in part, for `cross_check`.
+    """
 
     def __init__(
         self,
@@ -125,8 +149,11 @@ class ModelLoad(Closing):
             opened = stack.enter_context(open_checkpoint(source, select=select))
             found = _find_sources(self._live, opened, name_map)
             self._checkpoint, self._stored, self._sources = found
+            self._find_scales()
             if kept:
                 self._sources = self._sources.without(self._live.tensors, kept)
+            self._scales = ScalePlan()
+            self.partial: tuple[NumberedRecord, ...] = ()
             self._digests = read_stored_digests(self._checkpoint, without_crc32=True)
             self._stack = stack.pop_all()
 
@@ -134,6 +161,16 @@ class ModelLoad(Closing):
     def step(self) -> int | None:
         """The training step of the checkpoint, or None."""
         return self._checkpoint.index.run.step
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes what all ranks would."""
+        return self._live.rank == 0
+
+    def name_record(self, number: int) -> str:
+        """Returns the path of the file that a record of `partial` is in."""
+        checkpoint = self._checkpoint
+        return posixpath.join(checkpoint.source.location, checkpoint.index.path_of(number))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -150,6 +187,19 @@ class ModelLoad(Closing):
         """Tensors of the model that the checkpoint does not have, but for those that are kept."""
         return self._sources.missing + self._sources.left_alone
 
+    def _find_scales(self) -> None:
+        """Finds scales of packed weights that are not filled like other tensors."""
+        parts, index = self._sources.parts, self._checkpoint.index
+        packed = packed_weights(self._live.module, parallel_prefixes(self._live.module))
+        self._packed = {name: state for name, state in packed.items() if name in parts}
+        self._stored_scales: dict[str, StoredScale] = {}
+        for weight, key in scale_names(self._packed):
+            name, scale = f"{weight}.{key}", Fqn(f"{parts[Fqn(weight)][0].name}.{key}")
+            if scale in self._stored and (is_made_anew(key) or name not in parts):
+                self._stored_scales[name] = index, self._checkpoint.source, self._stored[scale]
+        names = {name: entry.name for name, (_, _, entry) in self._stored_scales.items()}
+        self._sources = self._sources.read_apart(names)
+
     def check(self, *, strict: bool) -> None:
         """Refuses a checkpoint that does not fit, or is not complete; nothing is written yet."""
         live, sources, checkpoint = self._live, self._sources, self._checkpoint
@@ -157,6 +207,14 @@ class ModelLoad(Closing):
         refuse_misfits(live, sources, self._stored, dtypes, strict=strict)
         used = [self._stored[part.name] for _, part in sources.all_parts()]
         refuse_problems(checkpoint.index, used, checkpoint.path)
+        self._scales = plan_scales(self._packed, self._stored_scales)
+        if self._scales.problems:
+            raise LoadError(
+                f"packed weights of the checkpoint are not those of {live.where}:"
+                f" {self._scales.problems[0]}",
+                hint="quantize the model as the checkpoint was, or build it with the"
+                " quantization_config of the checkpoint",
+            )
 
     def fill(self, optimizers: Sequence[Optimizer] = ()) -> LoadResult:
         """Fills the model.
@@ -169,7 +227,13 @@ class ModelLoad(Closing):
         self._live.materialise(self._dtype, alone, optimizers)
         files = SharedSource(self._checkpoint.source, self._node)
         filling = Filling(self._live, self._checkpoint, self._stored, self._sources, files)
-        return filling.run(self._digests)
+        result = filling.run(self._digests)
+        for change in self._scales.changes:
+            change()
+        self.partial = filling.partial
+        for note in filling.notes_on_ties() if self.is_first_rank else ():
+            logger.warning("%s: %s", result.path, note)
+        return result
 
     def close(self) -> None:
         """Closes the files of the checkpoint."""

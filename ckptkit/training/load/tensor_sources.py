@@ -102,6 +102,20 @@ class TensorSources:
             further={name: forms for name, forms in self.further.items() if name not in gone},
         )
 
+    def read_apart(self, scales: Mapping[str, Fqn]) -> TensorSources:
+        """Returns the sources without some scales.
+
+        Args:
+            scales: Stored tensors that are read apart, by their live names.
+        """
+        stored = frozenset(scales.values())
+        return replace(
+            self,
+            parts={name: parts for name, parts in self.parts.items() if name not in scales},
+            missing=tuple(name for name in self.missing if name not in scales),
+            unexpected=tuple(name for name in self.unexpected if name not in stored),
+        )
+
     @property
     def rest(self) -> int:
         """How many tensors have no counterpart."""

@@ -54,8 +54,14 @@ from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.fsdp import cast_buffers
 from ckptkit.training.state.models import ModelView, ModelWalk
 from ckptkit.training.state.optimizers import STATE
-from ckptkit.training.state.pieces import Piece, ShardLayout
-from ckptkit.training.state.rank_bound import is_scale
+from ckptkit.training.state.pieces import Entry, Piece, ShardLayout
+from ckptkit.training.state.quant_states import (
+    StoredScale,
+    is_made_anew,
+    plan_scales,
+    scale_names,
+)
+from ckptkit.training.state.rank_bound import is_scale, packed_weights
 from ckptkit.training.step_names import parallel_prefixes
 
 logger = logging.getLogger(__name__)
@@ -167,6 +173,7 @@ class StepLoader:
         for piece in self._stored_pieces(fresh):
             pieces[piece.unit].append(piece)
         self._check_models(pieces)
+        changes += [c for model in bound.models for c in self._scale_changes(model, pieces)]
         changes += [c for model in bound.models for c in self._uncast_buffers(model, pieces)]
         for model in bound.models:
             changes += copied_changes(model, pieces)
@@ -261,6 +268,33 @@ class StepLoader:
                     read = torch.empty_like(own, dtype=kept[0])
                     pieces[unit][number] = replace(piece, local=read)
                     yield partial(own.copy_, read)
+
+    def _scale_changes(self, model: BoundModel, pieces: dict[str, list[Piece]]) -> list[Apply]:
+        """Takes out pieces of scales that are made anew, and returns what puts scales in place."""
+        packed = packed_weights(model.module, parallel_prefixes(model.module))
+        units = [unit for unit in model.places.units if packed and unit in pieces]
+        present = {piece.entry for unit in units for piece in pieces[unit]}
+        stored: dict[str, StoredScale] = {}
+        apart: set[Entry] = set()
+        for weight, key in scale_names(packed):
+            unit, path = place = model.places.of(f"{weight}.{key}")
+            if unit in self._absent or (place in present and not is_made_anew(key)):
+                continue
+            index = self.stored.index(unit)
+            entry = index.tensors.get(Key(".".join(map(str, path))))
+            if entry is not None:
+                stored[f"{weight}.{key}"] = index, self.stored.source, entry
+                apart.add(place)
+        for unit in units:
+            pieces[unit] = [piece for piece in pieces[unit] if piece.entry not in apart]
+        plan = plan_scales(packed, stored)
+        if plan.problems:
+            raise ResumeError(
+                f"packed weights of the checkpoint are not those of the model: {plan.problems[0]}",
+                where=model.key,
+                hint="quantize the base as the run did",
+            )
+        return plan.changes
 
     @cached_property
     def _absent(self) -> frozenset[str]:

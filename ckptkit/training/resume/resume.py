@@ -7,7 +7,7 @@ import posixpath
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from torch import nn
 
 from ckptkit.core.errors import (
+    ChecksumError,
     CkptkitError,
     InputError,
     MissingFileError,
+    PartlyFilledError,
     ResumeError,
     UnsafePickleError,
     UnsupportedError,
@@ -28,7 +30,7 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.core.text import size_text
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
-from ckptkit.runs.marks import STEP_PREFIXES
+from ckptkit.runs.marks import STEP_PREFIXES, step_folders
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
 from ckptkit.training.load.filling import LoadResult
@@ -36,6 +38,7 @@ from ckptkit.training.load.load_into import ModelLoad
 from ckptkit.training.resume.fill import StepLoader, Untied
 from ckptkit.training.resume.load_pieces import (
     FillReport,
+    Packed,
     cross_check,
     list_first,
     pack,
@@ -55,6 +58,7 @@ logger = logging.getLogger(__name__)
 # An older step would not help against these: the checkpoint is whole, and not for this state.
 _MISFITS = (ResumeError, UnsupportedError, UnsafePickleError)
 _FIRST_ROUND = "the steps to resume from"
+_WHOLE = ""  # what records are sent under that belong to no directory of a step
 _ALL_DAMAGED = (
     "see the warnings above; the state may be overwritten in part, so build it anew before training"
     " from the start"
@@ -109,8 +113,23 @@ def resume(
     if any(entry["finished"] for entry in steps):
         raise ResumeError("every step that was found is damaged", where=str(run), hint=_ALL_DAMAGED)
     if peers.rank == 0:
-        logger.info("%s: no step to resume from was found", run)
+        _say_that_none_was_found(run, prefix)
     return None
+
+
+def _say_that_none_was_found(run: Path | Place, prefix: str) -> None:
+    """Logs it, and warns of steps whose names begin otherwise, such as those of accelerate."""
+    logger.info("%s: no step to resume from was found", run)
+    others = [other for other in STEP_PREFIXES if other != prefix]
+    with suppress(OSError):
+        found = step_folders(run, others) if isinstance(run, Path) else {}
+        if found:
+            newest = found[max(found)].name
+            logger.warning(
+                "%s: training begins anew, although %s is there: to resume from it, pass prefix=%r,"
+                " or call accelerator.load_state",
+                *(run, newest, others[0]),
+            )
 
 
 def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
@@ -163,33 +182,51 @@ def _fill_model(
         error: Exception | None = None
         load: ModelLoad | None = None
         result: LoadResult | None = None
+        partial: Packed = Packed(tables={}, left_out=0)
 
-        def agree(topic: str) -> None:
-            problems = peers.agree(
-                topic, _problem(error), _first_problem, timeout_seconds=timeout_seconds
-            )
+        def agree(topic: str, decide: Callable[[list[Any]], dict[str, Any] | None]) -> None:
+            value = {"problem": _problem(error), "partial": partial}
+            problems = peers.agree(topic, value, decide, timeout_seconds=timeout_seconds)
             if problems is not None:
                 raise error_from_json(problems["error"]) from error
+
+        def first(values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+            return _first_problem([value["problem"] for value in values])
 
         try:
             load = stack.enter_context(ModelLoad(_only_model(bound, folder), folder))
             load.check(strict=True)
         except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
             error = caught
-        agree("whether the model fits")
+        agree("whether the model fits", first)
         assert load is not None  # noqa: S101  else it raised
+        opened = load
         try:
             result = load.fill([entry.optimizer for entry in bound.optimizers])
+            partial = pack({_WHOLE: load.partial}, world_size=peers.world_size)
         except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
             error = caught
-        agree("whether the model was filled")
+        agree("whether the model was filled", lambda v: first(v) or _unproven(opened, v))
     if peers.rank == 0 and result is not None:
         left = [entry.key for entry in (*bound.optimizers, *bound.others)]
         also = f"; as before: {', '.join(dict.fromkeys(left))}" if left else ""
         logger.warning("%s: of this %s only the model was loaded%s", folder, result.format, also)
-        if result.unproven:
-            logger.info("records were read in part of %s", list_first(result.unproven))
     return load.step
+
+
+def _unproven(load: ModelLoad, values: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Proves records that no rank has read as a whole; returns the problem of a damaged one."""
+    packed = [value["partial"] for value in values]
+    texts = [rank["tables"][_WHOLE] for rank in packed if _WHOLE in rank["tables"]]
+    try:
+        left = cross_check([unpack(text) for text in texts], load.name_record)
+    except ChecksumError as error:
+        text = f"{error.message}; the model is filled with what was read"
+        return _problem(PartlyFilledError(text, where=error.where))
+    left += max(rank["left_out"] for rank in packed)
+    if left:
+        logger.warning("%d records were read in part by all ranks, and not checked", left)
+    return None
 
 
 def _only_model(bound: BoundState, folder: Path | Place) -> nn.Module:
@@ -459,8 +496,7 @@ def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
         index = stored.index(unit)
 
         def name(number: int, index: TensorIndex = index) -> str:
-            file = index.files[int(index.records.file[number])].path
-            return posixpath.join(stored.source.location, file)
+            return posixpath.join(stored.source.location, index.path_of(number))
 
         texts = [rank["tables"][unit] for rank in packed if unit in rank["tables"]]
         unproven += cross_check([unpack(text) for text in texts], name)

@@ -1,4 +1,4 @@
-"""Memory that a trainer and its writer share, and how much memory is available for it."""
+"""Memory that a trainer and its writer share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,71 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.core.errors import NoSpaceError
+from ckptkit.storage.local.control_groups import available_bytes
 from ckptkit.storage.local.disk import is_out_of_space, is_refused
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """Files of a version of control groups; `cached` memory is reclaimed under pressure."""
-
-    limit: str
-    used: str
-    cached: tuple[str, ...]
-
-
-_VERSION_1 = _Files(
-    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
-)
-_VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
-
-
-def available_bytes(root: Path = Path("/")) -> int | None:
-    """Returns how much memory is available, None if that is unknown.
-
-    A control group with a limit, as Slurm and containers set it, kills a process that exceeds it.
-
-    Args:
-        root: The folder of `proc` and `sys`.
-
-    Source:
-        proc_meminfo(5) and cgroups(7); memory.rst of the kernel's cgroup-v1, and cgroup-v2.rst.
-    """
-    limits = []
-    with suppress(OSError, KeyError, ValueError):
-        limits.append(_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024)
-    for folder, files in _groups(root):
-        with suppress(OSError, KeyError, ValueError):  # no limit says "max"
-            limit = int((folder / files.limit).read_text())
-            statistics = _numbers(folder / "memory.stat")
-            cached = sum(statistics[name] for name in files.cached)
-            limits.append(max(limit - int((folder / files.used).read_text()) + cached, 0))
-    return min(limits, default=None)
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yields the groups of this process and their parents, whose limits apply as well."""
-    top = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base, files = (top / "memory", _VERSION_1) if controllers else (top, _VERSION_2)
-        own = base / path.lstrip("/")
-        # In a container the path may be that of the host, and the group at the top.
-        for folder in dict.fromkeys((own, *own.parents, base)):
-            if folder.is_relative_to(base):
-                yield folder, files
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    lines = path.read_text().splitlines()
-    return {name: int(rest[0]) for name, *rest in map(str.split, lines) if rest}
-
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 _HINT = "set staging_limit, so that the state is staged in waves through a smaller buffer"

@@ -204,7 +204,9 @@ def packed_weights(model: nn.Module, parallel: Sequence[str]) -> dict[str, Any]:
     """
     packed: dict[str, Any] = {}
     for raw, module in model.named_modules(remove_duplicate=False):
-        state = vars(module).get("quant_state")
+        own = dict(module.named_parameters(recurse=False)).get("weight")
+        own = getattr(own, "quant_state", None)
+        state = vars(module).get("quant_state") if own is None else own
         if state is None or not hasattr(state, "as_dict"):
             continue
         if getattr(state, "packing_format_for_cpu", False):

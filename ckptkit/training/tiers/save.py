@@ -126,7 +126,6 @@ class TieredBackend(SaveBackend):
             if "proofs" in kept:
                 save.local_seconds = time.perf_counter() - save.began
                 self._drain_queue.kept(save.attempt.step_name)
-                self._tier.keep_only(self._drain_queue.names)
                 save.handle.keep(self._tier.final(save.attempt))
                 return True
             written = kept
@@ -201,6 +200,9 @@ class DrainQueue:
         self._earlier = ""  # the last step that was drained
         self._waiting: list[Save] = []  # including the one under way
         self._newest = self._coming = ""  # names of steps that are on the node's disk, or will be
+        # A step with a name of its own, which no resume takes by itself, does not replace it before
+        # it is drained.
+        self._numbered = tier.newest_numbered()
         self._is_over = False
         self._lock = threading.Lock()
         self._worker = WorkerThread("ckptkit-drain")
@@ -220,9 +222,12 @@ class DrainQueue:
             self._coming = name
 
     def kept(self, name: str) -> None:
-        """Marks a step as durable on all nodes, so that older ones may be removed."""
+        """Marks a step as durable on all nodes, and removes older ones."""
         with self._lock:
             self._newest = name
+            if is_step_folder(name):
+                self._numbered = name
+        self._tier.keep_only(self.names, self._numbered)
 
     def put(self, save: Save) -> None:
         """Queues a step to be drained, or only to be ended if its files are in place already."""
@@ -251,7 +256,7 @@ class DrainQueue:
             self._waiting.remove(save)
         self._free()
         if is_there:  # otherwise an older step may be the only copy
-            self._tier.keep_only(self.names)
+            self._tier.keep_only(self.names, self._numbered)
 
     def _drain(self, save: Save) -> None:
         attempt = save.attempt

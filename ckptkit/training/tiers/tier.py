@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
+from ckptkit.runs.marks import is_step_folder
+from ckptkit.runs.steps import save_number_of
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.locations import MARKS_FOLDER
@@ -99,22 +101,36 @@ class LocalTier:
             with suppress(OSError):  # the step may not be here, and nothing depends on the mark
                 (self.path / name / _DRAINED).touch()
 
-    def keep_only(self, find_names: Callable[[], Collection[str]]) -> None:
+    def newest_numbered(self) -> str:
+        """Returns the name of the newest step here that a resume would take; empty for none."""
+        with suppress(OSError):
+            numbered = [copy for copy in self.copies() if is_step_folder(copy.path.name)]
+            newest = max(numbered, key=lambda copy: save_number_of(copy.manifest), default=None)
+            return "" if newest is None else newest.path.name
+        return ""
+
+    def keep_only(self, find_names: Callable[[], Collection[str]], undrained: str) -> None:
         """Removes all parts of steps except some; only the leading rank does something.
 
         Args:
             find_names: Returns the names of those that stay; called after the directory was listed,
                 since a step may be added in between.
+            undrained: The name of a step that stays as well, until it is drained.
         """
         if not self.leads:
             return
         try:
-            paths = [copy.path for copy in self.copies()]
+            copies = list(self.copies())
         except OSError as error:
             logger.warning("%s: old steps stay, since it cannot be listed: %s", self.path, error)
             return
         names = find_names()
-        for note in clear(None, [path for path in paths if path.name not in names])[1]:
+        old = [
+            copy.path
+            for copy in copies
+            if copy.path.name not in names and (copy.path.name != undrained or copy.is_drained)
+        ]
+        for note in clear(None, old)[1]:
             logger.warning("%s: %s", self.path, note)
 
     def close(self) -> None:

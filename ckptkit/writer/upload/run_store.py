@@ -49,7 +49,7 @@ def as_failure(error: BaseException, where: str, options: Mapping[str, Any]) -> 
         return OutputError(
             f"the store cannot be written to: {text}",
             where=where,
-            hint="install what fsspec needs for such URLs (ckptkit-toolkit[s3] for s3://), check"
+            hint="install what fsspec needs for such URLs (`pip install s3fs` for s3://), check"
             " that the options are those of that library",
         )
     return SaveError(f"the store failed: {text}", where=where, hint=_AWAY)

@@ -74,12 +74,13 @@ def become_rank(connection: socket.socket) -> NoReturn:
 
 
 def run(script: str) -> None:
-    if script == "ckptkit.run":
-        sys.argv[1] = str(EXAMPLES / sys.argv[1])
-        runpy.run_module("ckptkit.run", run_name="__main__", alter_sys=True)
-        return
-    sys.argv[0] = str(EXAMPLES / script)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    by_module = script == "ckptkit.run"
+    sys.argv[by_module] = str(EXAMPLES / (sys.argv[1] if by_module else script))
+    importlib.import_module("on_cpu").prepare_for(sys.argv)  # as examples/on_cpu.py does
+    if by_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def serve(listener: socket.socket) -> None:

@@ -329,7 +329,10 @@ class _Watcher:
 
     def _text(self, address: int) -> str:
         """Reads a path out of the memory of the process."""
-        memory = os.open(f"/proc/{self._armed}/mem", os.O_RDONLY)
+        try:
+            memory = os.open(f"/proc/{self._armed}/mem", os.O_RDONLY)
+        except OSError:  # it has been killed
+            return ""
         try:
             data = os.pread(memory, 4096 - address % 4096, address)
             if b"\0" not in data:

@@ -1,8 +1,8 @@
 """Models of Transformers with random configurations, saved by Transformers and by DCP.
 
-Each is a class that docs/model-families.md calls equal. `consolidate` has to write of its live
-state dict what `save_pretrained` writes, and of that folder the same again; `from_pretrained` and
-`load_into` have to fill other models with the live values from both.
+Each is a class that docs/reference/model-families.md calls equal. `consolidate` has to write of its
+live state dict what `save_pretrained` writes, and of that folder the same again; `from_pretrained`
+and `load_into` have to fill other models with the live values from both.
 """
 
 from __future__ import annotations

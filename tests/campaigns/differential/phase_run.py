@@ -33,7 +33,7 @@ from tests.campaigns.differential.savers import open_checkpointer, save_own, sav
 COLLECTIVE_SECONDS = 60
 
 
-# By a part of its message: a refusal that docs/formats.md describes, and what it is called.
+# By a part of its message: a refusal that docs/reference/formats.md describes, and its name.
 DOCUMENTED = {
     "but no matrix has as many rows as another": "refused, as nothing proves the last rank"
 }

@@ -29,7 +29,7 @@ _ACTIONS = (
 )
 # What ckptkit imports late.
 _IMPORTED = frozenset(
-    {"ckptkit", "fsspec", "blake3", "botocore", "huggingface_hub", "torch", "yaml"}
+    {"ckptkit", "fsspec", "blake3", "botocore", "huggingface_hub", "regex", "torch", "yaml"}
 )
 
 

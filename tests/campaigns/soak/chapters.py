@@ -153,6 +153,8 @@ class ChapterRun:
         self._look()
         run = self._local_run()
         stray = leftovers.stray_files(run, complete_steps(run))
+        if self._desk.has_killed and self.chapter.place == "s3":
+            stray = [path for path in stray if not path.startswith(".ckptkit/in-use")]
         nodes = self._stage.nodes
         for node in sorted(nodes.iterdir()) if nodes is not None and nodes.is_dir() else ():
             stray += [f"{node.name}/{path}" for path in self._stray_of_node(node)]

@@ -184,7 +184,8 @@ class Rank:
         """Ends as planned."""
         if self.life["exports"]:
             out = Path(self.spec["export"])
-            checkpointer.export(out, names="live").result()
+            # After a resume that found nothing, the last call had another state.
+            checkpointer.export(out, state=self.state, names="live").result()
             self.tell("exported", step=self.step)
         end = self.life["end"]
         self.tell("ending", end=end)

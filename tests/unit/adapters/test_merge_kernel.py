@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from ckptkit.adapters.merge import kernel as merge_kernel
@@ -175,6 +176,24 @@ def test_a_shift_that_holds_no_number_is_refused() -> None:
         merged(
             held, MergeKernel(held.stored("bias"), (BiasUpdate(held.factor("shift"), 1, FLOAT32),))
         )
+
+
+@pytest.mark.parametrize(
+    ("rows", "rank", "columns"),
+    [
+        *((3, 2, 40), (8, 2, 8), (40, 16, 8), (8, 16, 40), (64, 64, 64), (256, 192, 256)),
+        *((256, 200, 256), (64, 256, 64), (300, 384, 512), (300, 385, 40), (300, 600, 64)),
+    ],
+)
+def test_products_of_any_size_are_those_of_torch(rows: int, rank: int, columns: int) -> None:
+    if rank > products._TERMS and not products.mkl_has_avx512():
+        pytest.skip("how many terms MKL adds up at a time was tried with AVX-512 of Intel")
+    held = Tensors({"a": normal((rank, columns), 1), "b": normal((rows, rank), 2)})
+    update = linear_update(held.factor("a"), held.factor("b"), 1.0, FLOAT32)
+    found = np.empty((rows, columns), np.float32)
+    products.FactorProduct(update, held, FLOAT32).rows(0, rows, found)
+    expected = torch.mm(*(torch.from_numpy(held.arrays[name]) for name in "ba"))
+    assert (found == expected.numpy()).all()
 
 
 def test_rows_multiplied_in_pairs_add_up_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

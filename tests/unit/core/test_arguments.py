@@ -26,6 +26,7 @@ from ckptkit.core.arguments import check_arguments, check_names
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.deltas.checks import DeltaInspection
+from ckptkit.diagnosis.findings import Diagnosis
 from ckptkit.hub import Pushed
 from ckptkit.options import choose_dtype
 from ckptkit.runs.listing import RunListing
@@ -59,7 +60,7 @@ def public_methods() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def documented_functions(module: str) -> list[str]:
     """Returns the names that the documentation imports from a module, in one order in every run."""
-    text = "".join(path.read_text() for path in (*ROOT.glob("docs/*.md"), ROOT / "README.md"))
+    text = "".join(path.read_text() for path in (*ROOT.glob("docs/**/*.md"), ROOT / "README.md"))
     found = {
         name.strip()
         for line in text.splitlines()
@@ -297,9 +298,9 @@ def test_a_push_is_true_once_the_hub_holds_it() -> None:
 def test_every_result_of_a_public_function_was_decided_about() -> None:
     """Those that are true whenever they exist stand here: what failed was raised instead."""
     decided = {Verification, Difference, Inspection, RunListing, Pruned, Pushed, Statistics}
-    decided |= {DeltaInspection}
+    decided |= {DeltaInspection, Diagnosis}
     assert all("__bool__" in vars(kind) for kind in decided)
-    always_true = {"Manifest", "Pulled", "Checkpoint", "Serving"}
+    always_true = {"Manifest", "Pulled", "Checkpoint", "Serving", "Path"}
     assert not hasattr(Manifest, "__bool__")
     returned = {
         name
@@ -313,3 +314,13 @@ def test_every_result_of_a_public_function_was_decided_about() -> None:
 
 def names_in(annotation: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(annotation)) if isinstance(node, ast.Name)}
+
+
+def test_a_report_of_a_path_in_place_of_a_result_is_refused(tmp_path: Path) -> None:
+    fixtures = Path(__file__).resolve().parents[3] / "fixtures"
+    inspection = ckptkit.inspect(fixtures / "fsdp2_plain" / "checkpoint")
+    for name, source in (("run", "list_run"), ("statistics", "stats")):
+        given: dict[str, Any] = {name: str(tmp_path)}
+        with pytest.raises(ArgumentError, match=f"where the result of {source} was expected"):
+            ckptkit.write_report(inspection, tmp_path / "r.html", **given)
+    assert list(tmp_path.iterdir()) == []

@@ -67,7 +67,7 @@ def test_a_written_size_is_read_exactly(number: int, unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": "int8"}, {"names": "best"}, {"layout": "gguf"}, {"dtype": ""}]
+    "options", [{"dtype": "int8"}, {"names": "best"}, {"layout": "onnx"}, {"dtype": ""}]
 )
 def test_a_choice_outside_the_list_is_refused_with_the_list(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="is not among") as caught:

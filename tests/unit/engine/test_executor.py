@@ -353,7 +353,8 @@ def test_progress_adds_up_to_what_was_announced() -> None:
     shelf, array = simple(50)
     shelf.add("v", array[0], [Chunk(Box((0,), (4,)), shelf.store(array[0].tobytes()), 0)])
     files, _ = run(shelf.origin(), listener=events.append, max_file_bytes=100)
-    assert events[0] == Started(sum(map(len, files.values())))
+    sizes = {path: len(data) for path, data in files.items()}
+    assert events[0] == Started(sum(sizes.values()), tuple(sizes.items()))
     written_bytes = sum(e.size_bytes for e in events if isinstance(e, BytesWritten))
     assert written_bytes == sum(map(len, files.values()))
     index = json.loads(files["model.safetensors.index.json"])

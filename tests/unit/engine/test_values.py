@@ -60,7 +60,10 @@ def test_the_measures_of_random_bits_are_those_of_their_values(dtype: Any) -> No
     if dtype.kind == "complex":
         assert found.minimum is found.maximum is found.mean is None
         return
-    assert (found.minimum, found.maximum) == (finite.min(), finite.max())
+    ends = finite.min(), finite.max()
+    # numpy 1 compares a whole number with an extended one as doubles.
+    whole = isinstance(found.minimum, int)
+    assert (found.minimum, found.maximum) == (tuple(map(int, ends)) if whole else ends)
     assert found.norm == pytest.approx(float(np.sqrt(np.sum(finite**2))), rel=1e-12)
     size = float(np.abs(finite).sum())
     if math.isfinite(size):

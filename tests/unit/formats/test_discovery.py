@@ -90,7 +90,10 @@ def test_what_lies_in_one_step_belongs_together() -> None:
 def test_an_incomplete_newest_step_is_passed_over_with_a_note() -> None:
     chosen = found("checkpoint-1", "checkpoint-2", "checkpoint-3", broken=("checkpoint-3",))
     assert chosen.folder == "checkpoint-2"
-    assert chosen.notes == ("checkpoint-3 was passed over: a file", "1 older step left alone")
+    assert chosen.notes == (
+        "checkpoint-3 was passed over: a file",
+        "checkpoint-2 is used; 1 older step left alone",
+    )
 
 
 def test_the_only_step_is_taken_though_incomplete_so_that_its_reader_can_say_why() -> None:

@@ -10,7 +10,9 @@ import pytest
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.formats.registry import READERS
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "formats.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "formats.md").read_text(
+    encoding="utf-8"
+)
 BESIDE = {"foreign", "torch optimizer"}  # no formats of their own
 SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[2:]  # after what holds for all
 TITLES = [section.split("\n", 1)[0] for section in SECTIONS]

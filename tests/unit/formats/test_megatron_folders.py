@@ -44,7 +44,7 @@ def test_the_step_that_the_tracker_names_is_taken(tmp_path: Path) -> None:
     found = ckptkit.inspect(run)
     assert (found.path, found.step) == (str(run / "iter_0000005"), 5)
     assert f"iter_0000007 left alone: '{TRACKER}' names iter_0000005" in found.notes
-    assert "1 older step left alone" in found.notes
+    assert "iter_0000005 is used; 1 older step left alone" in found.notes
     assert ckptkit.inspect(run, select="iter_0000007").step == 7
 
 
@@ -136,7 +136,7 @@ def test_a_run_of_nemo(tmp_path: Path) -> None:
     (run / "checkpoints" / f"{NEMO.format(999)}-unfinished").touch()
     found = ckptkit.inspect(run)
     assert found.step == 499
-    assert any("-unfinished' is beside it" in note for note in found.notes)
+    assert any("-unfinished' exists" in note for note in found.notes)
 
 
 def test_a_run_of_slime(tmp_path: Path) -> None:

@@ -84,5 +84,5 @@ def test_a_model_that_cannot_go_to_its_place_is_said_to_be_whole_elsewhere(tmp_p
     ):
         export_into(checkpointer, out, model, is_first=True)
     assert caught.value.where == str(out)
-    weights = ckptkit.open(out / ".ckptkit-model")
-    assert torch.equal(weights["weight"], model.weight)
+    with ckptkit.open(out / ".ckptkit-model") as weights:
+        assert torch.equal(weights["weight"], model.weight)

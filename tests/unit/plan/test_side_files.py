@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckptkit
+from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import FormatError, NotACheckpointError
 from ckptkit.core.model_configs import parse_json_object, to_json
+from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.side_files import (
     choose_side_files,
     drop_auto_map,
@@ -260,3 +262,80 @@ def test_a_damaged_configuration_is_refused_and_nothing_is_written(tmp_path: Pat
         ckptkit.consolidate(source, tmp_path / "out")
     assert "config.json" in caught.value.where
     assert not (tmp_path / "out").exists()
+
+
+# Folders above the source
+
+ABOVE = {"tokenizer.json": {}, "chat_template.jinja": "x", "train.py": "", "config.json": LLAMA}
+
+
+def put_above(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, content in ABOVE.items():
+        data = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(data, encoding="utf-8")
+
+
+def notes_of(source: Path) -> list[str]:
+    job = ConversionJob(source, None, ConsolidateRequest())
+    with job.plan_output() as planned:
+        return [note for note in planned.plan.notes if "above" in note or "python" in note]
+
+
+@pytest.mark.parametrize("name", ["model", "checkpoint-5", "actor"])
+def test_a_model_folder_takes_nothing_from_the_folder_above_it(name: str, tmp_path: Path) -> None:
+    source = make_source(tmp_path / name, {"config.json": LLAMA})
+    put_above(tmp_path)
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert notes_of(source) == []
+
+
+def test_weights_in_a_folder_called_model_alone_are_no_part_of_a_step(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "model", {})
+    put_above(tmp_path)
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_output_of_ours_that_is_named_as_a_step_takes_nothing_from_above(tmp_path: Path) -> None:
+    ckptkit.consolidate(make_source(tmp_path / "s", {}), tmp_path / "checkpoint-5")
+    put_above(tmp_path)
+    ckptkit.consolidate(tmp_path / "checkpoint-5", tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [("model", "optimizer"), ("checkpoint-5", "checkpoint-5"), ("checkpoint-5/model", "")],
+)
+def test_what_a_step_takes_from_above_the_source_is_named_with_its_folder(
+    name: str, beside: str, tmp_path: Path
+) -> None:
+    source = tmp_path / name
+    source.parent.mkdir(exist_ok=True)
+    make_source(source, {})
+    (tmp_path / beside).mkdir(exist_ok=True)
+    put_above(tmp_path)
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    named = f"from {tmp_path}, above the source: chat_template.jinja, config.json, tokenizer.json"
+    assert notes_of(source)[0] == named
+
+
+def test_a_step_of_a_trainer_has_the_tokenizer_of_its_run(tmp_path: Path) -> None:
+    files = {"config.json": LLAMA, "trainer_state.json": {}}
+    source = make_source(tmp_path / "checkpoint-5", files)
+    put_above(tmp_path)
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_python_files_are_listed_once_in_few_words_and_from_one_folder(tmp_path: Path) -> None:
+    files = {"config.json": LLAMA, **{f"m{number}.py": "" for number in range(9)}}
+    source = make_source(tmp_path / "s", files)
+    (source / "ckptkit").mkdir()
+    (source / "ckptkit" / "api.py").write_text("")
+    assert notes_of(source) == [
+        "python files were left out: m0.py, m1.py, m2.py and 6 more; pass --allow-code to copy them"
+    ]

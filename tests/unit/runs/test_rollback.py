@@ -103,7 +103,7 @@ def test_consolidate_and_inspect_take_the_newest_of_the_live_branch(went_back: P
     with open_checkpoint(went_back) as found:
         assert found.folder == "checkpoint-220"
         back = "checkpoint-300, checkpoint-400 left alone: training went back from it"
-        assert found.notes[:2] == (back, "3 older steps left alone")
+        assert found.notes[:2] == (back, "checkpoint-220 is used; 3 older steps left alone")
     assert ckptkit.inspect(went_back).to_json()["step"] == 220
 
 

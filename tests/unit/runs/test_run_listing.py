@@ -12,6 +12,7 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.runs import usage
 from ckptkit.runs.listing import RunListing
 from ckptkit.runs.marks import take_run_lock
 from ckptkit.runs.push_journal import StepPush, open_journal
@@ -115,6 +116,16 @@ def test_a_node_s_own_copy_is_no_complete_step(tmp_path: Path) -> None:
     (folder / MANIFEST_NAME).write_text(json.dumps(document))
     (step,) = ckptkit.list_run(tmp_path).steps
     assert "0, 1" in step.problem
+
+
+def test_a_step_that_is_removed_while_files_are_listed_has_none(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save_step(tmp_path, step)
+    listed = usage._list_local(tmp_path)
+    first = next(listed)
+    (gone,) = {"checkpoint-1", "checkpoint-2"} - {first.path.split("/")[0]}
+    shutil.rmtree(tmp_path / gone)
+    assert {file.path.split("/")[0] for file in listed} <= {first.path.split("/")[0]}
 
 
 def test_where_no_step_lies_the_error_tells_what_does(tmp_path: Path) -> None:

@@ -155,6 +155,15 @@ def test_conditions_are_those_of_http() -> None:
     assert ask("/ckptkit/m/a.json", if_unmodified_since=before, if_match=etag).status == 200
     assert ask("/ckptkit/m/a.json", range="bytes=0-1", if_range='"x"').status == 200
     assert ask("/ckptkit/m/a.json", range="bytes=0-1", if_range=etag).status == 206
+    for time, status in ((after, 206), (before, 200), ("yesterday", 200)):
+        assert ask("/ckptkit/m/a.json", range="bytes=0-1", if_range=time).status == status
+
+
+def test_a_weak_etag_is_good_enough_for_a_client_that_has_the_object_and_for_nothing_else() -> None:
+    weak = f"W/{make_etag('m/a.json', 100)}"
+    assert ask("/ckptkit/m/a.json", if_none_match=weak).status == 304
+    assert refused("/ckptkit/m/a.json", if_match=weak).status == 412
+    assert ask("/ckptkit/m/a.json", range="bytes=0-1", if_range=weak).status == 200
 
 
 @pytest.mark.parametrize(
@@ -196,8 +205,9 @@ def test_a_key_that_is_no_utf8_is_refused() -> None:
     assert refused("/ckptkit/m/%ff").code == "InvalidURI"
 
 
-def test_the_bucket_may_be_in_the_name_of_the_host() -> None:
-    request = parse_request("GET", "/m/a.json", {"host": "ckptkit.localhost:9000"})
+@pytest.mark.parametrize("host", ["ckptkit.localhost:9000", "CKPTKIT.localhost", "Ckptkit.a"])
+def test_the_bucket_may_be_in_the_name_of_the_host(host: str) -> None:
+    request = parse_request("GET", "/m/a.json", {"host": host})
     assert answer_request(request, SHELF, AT).entry == SHELF.find("m/a.json")
 
 
@@ -244,6 +254,12 @@ def test_other_operations_are_not_implemented(query: str) -> None:
         assert (refused(target).code, refused(target).status) == ("NotImplemented", 501)
 
 
+@pytest.mark.parametrize("name", ["content-type", "content-disposition", "expires"])
+def test_headers_that_the_client_chooses_are_not_implemented(name: str) -> None:
+    error = refused(f"/ckptkit/m/a.json?response-{name}=text%2Fhtml")
+    assert (error.code, error.status) == ("NotImplemented", 501)
+
+
 def test_another_bucket_is_missing() -> None:
     assert refused("/other/m/a.json").code == "NoSuchBucket"
     assert refused("/other", "HEAD").status == 404
@@ -264,6 +280,14 @@ def test_an_error_is_xml_and_has_no_body_for_head() -> None:
     assert document.findtext("Code") == "NoSuchKey"
     assert document.findtext("Key") == "m/\ufffd"  # XML has no such character
     assert answer_error(error, "ID", "/", is_head=True).body == b""
+
+
+@pytest.mark.parametrize("address", ["", "http://127.0.0.1:9000"])
+def test_an_error_names_the_path_without_the_signature_of_its_query(address: str) -> None:
+    target = f"{address}/ckptkit/x%20y?X-Amz-Signature=0123&X-Amz-Credential=KEY"
+    answer = answer_error(refused(target), "ID", target, is_head=False)
+    assert ET.fromstring(answer.body).findtext("Resource") == "/ckptkit/x%20y"  # noqa: S314  our own
+    assert b"X-Amz" not in answer.body
 
 
 @given(text=st.text())
@@ -349,6 +373,11 @@ def test_a_listing_has_what_clients_read() -> None:
 )
 def test_a_listing_with_a_bad_parameter_is_refused(query: str) -> None:
     assert refused(f"/ckptkit?list-type=2&{query}").code == "InvalidArgument"
+
+
+@pytest.mark.parametrize("version", ["3", "0", "", "v2"])
+def test_a_listing_of_another_version_is_refused(version: str) -> None:
+    assert refused(f"/ckptkit?list-type={version}").code == "InvalidArgument"
 
 
 @given(st.text(max_size=60))

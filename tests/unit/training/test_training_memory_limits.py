@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.training.save.shared_memory import available_bytes
+from ckptkit.storage.local.control_groups import available_bytes
 
 MACHINE = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:   8000 kB\nHugePages_Total: 0\n"}
 VERSION_2 = {

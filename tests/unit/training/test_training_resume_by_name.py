@@ -248,3 +248,16 @@ def test_a_step_that_is_not_complete_says_why(tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match=r"not complete: it has no ckptkit\.json") as caught:
         load(tmp_path, {"a": {}}, step=1)
     assert "ckptkit inspect" in caught.value.hint
+
+
+def test_steps_with_names_of_accelerate_are_not_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, {"a": {"n": 1}}, step=3)
+    (tmp_path / "checkpoint-3").rename(tmp_path / "checkpoint_3")
+    live: dict[str, Any] = {"a": {"n": 2}}
+    assert load(tmp_path, live) is None
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "although checkpoint_3 is there" in warning.getMessage()
+    with Checkpointer(tmp_path, prefix="checkpoint_") as checkpointer:
+        assert checkpointer.resume(live) == 3

@@ -186,8 +186,8 @@ def test_verify_says_what_it_proved(save_step: SaveStep, capfd: pytest.CaptureFi
     data = len(list(step.rglob("*.distcp")))
     objects, files = report.proven
     assert objects == "objects beside the tensors that have their CRC-32: 10"
-    assert files.startswith(f"files of the manifest that are there with their sizes: {count}, of")
-    assert files.endswith(f" which with their CRC-32: {count - data}")
+    assert files.startswith(f"files that have their size in the manifest: {count}; ")
+    assert files.endswith(f" that have their CRC-32: {count - data}")
     assert main(["verify", str(step)]) == 0
     page = capfd.readouterr().out
     assert all(line in page for line in report.proven)

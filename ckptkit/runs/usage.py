@@ -1,0 +1,237 @@
+"""`ckptkit.runs.usage`: what runs take on a disk or in a store, by run, step and kind of file."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import InputError, NotACheckpointError
+from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
+from ckptkit.formats.discovery import parse_step
+from ckptkit.plan.side_files import is_side_file
+from ckptkit.runs.run_paths import absent_run
+from ckptkit.runs.steps import StoredFile
+from ckptkit.storage.locations import is_work_folder
+from ckptkit.storage.places import PathLike, is_url, local_path, open_source
+
+MODEL, OPTIMIZER, STATE = "model", "optimizer", "other state"
+SIDE, LEFTOVER, OTHER = "side files", "leftovers", "other files"
+KINDS = (MODEL, OPTIMIZER, STATE, SIDE, LEFTOVER, OTHER)
+_DEEP = 64
+# By the names that frameworks give their files; what is in them is not read. A sharded folder that
+# holds a model with its optimizer counts as the model.
+_OPTIMIZER = re.compile(r"optim|(?:^|/)exp_avg|distrib_optim", re.IGNORECASE)
+_STATE = re.compile(
+    r"random_state|rng|scheduler|scaler|trainer_state|training_args|dataloader|sampler|latest"
+    r"|custom_checkpoint|zero_to_fp32|iteration|\.metadata\.json",
+    re.IGNORECASE,
+)
+_MODEL = re.compile(
+    r"\.(safetensors|distcp|bin|pt|pth|ckpt|tar|model)(\.index\.json)?$|\.metadata$|mp_rank_"
+    r"|pytorch_model|model_state",
+    re.IGNORECASE,
+)
+
+
+def kind_of(path: str) -> str:
+    """Returns what a file in a step is, by its path in the step.
+
+    >>> kind_of("optimizer_0/__0_0.distcp"), kind_of("pytorch_model_fsdp_0/__0_0.distcp")
+    ('optimizer', 'model')
+    >>> kind_of("random_states_0.pkl"), kind_of("ckptkit/config.json"), kind_of("notes.txt")
+    ('other state', 'side files', 'other files')
+    """
+    name = posixpath.basename(path)
+    if any(is_work_folder(part) for part in path.split("/")):
+        return LEFTOVER
+    if name == MANIFEST_NAME or path.startswith(f"{SIDE_FOLDER}/") or is_side_file(name):
+        return SIDE
+    if _OPTIMIZER.search(path):
+        return OPTIMIZER
+    if _STATE.search(name):
+        return STATE
+    return MODEL if _MODEL.search(path) else OTHER
+
+
+@dataclass(frozen=True, slots=True)
+class StepUsage:
+    """What a step takes.
+
+    Attributes:
+        name: Its folder; empty for files of the run that are in no step.
+        size_bytes: Of all its files.
+        freed_bytes: What its removal would free: files without names elsewhere.
+        kinds: Bytes by kind.
+        files: How many files it has.
+    """
+
+    name: str
+    size_bytes: int
+    freed_bytes: int
+    kinds: Mapping[str, int]
+    files: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": parse_step(self.name),
+            "name": self.name,
+            "bytes": self.size_bytes,
+            "freed_bytes": self.freed_bytes,
+            "kinds": dict(self.kinds),
+            "files": self.files,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunUsage:
+    """What a run takes.
+
+    Attributes:
+        path: Its folder.
+        size_bytes: Of all files; one with several names counts once.
+        kinds: The same by kind.
+        steps: Its steps in the order of their numbers, and then what is in no step.
+    """
+
+    path: str
+    size_bytes: int
+    kinds: Mapping[str, int]
+    steps: tuple[StepUsage, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.path,
+            "bytes": self.size_bytes,
+            "kinds": dict(self.kinds),
+            "steps": [step.to_json() for step in self.steps],
+        }
+
+
+def measure_runs(place: PathLike) -> tuple[RunUsage, ...]:
+    """Measures all runs at or below a place, the largest first; no file is opened.
+
+    Raises:
+        NotACheckpointError: If there is no run.
+        InputError: If it cannot be listed.
+    """
+    files = list(_list_remote(place) if is_url(place) else _list_local(local_path(place)))
+    location = os.fspath(place).rstrip("/")
+    runs: dict[str, list[tuple[str, StoredFile]]] = defaultdict(list)
+    folders = {_split_at_step(file.path)[0] for file in files}
+    for file in files:
+        run, step = _split_at_step(file.path)
+        if run is None:
+            run = next((f for f in _above(file.path) if f in folders), None)
+        if run is not None:
+            runs[run].append((step, file))
+    if not runs:
+        raise NotACheckpointError(
+            "no run with steps is here or below",
+            where=location,
+            hint="pass a folder with checkpoint-N folders in it, or one above",
+        )
+    measured = [
+        _measure(posixpath.join(location, run) if run else location, own)
+        for run, own in runs.items()
+    ]
+    return tuple(sorted(measured, key=lambda run: (-run.size_bytes, run.path)))
+
+
+def _measure(path: str, files: Sequence[tuple[str, StoredFile]]) -> RunUsage:
+    steps: dict[str, list[StoredFile]] = defaultdict(list)
+    for step, file in files:
+        steps[step].append(file)
+    usages = [_measure_step(step, own) for step, own in steps.items()]
+    usages.sort(key=lambda usage: (not usage.name, parse_step(usage.name) or 0, usage.name))
+    kinds: Counter[str] = Counter()
+    for step, file in _once(files):
+        kinds[_kind_in(step, file)] += file.size_bytes
+    return RunUsage(path, sum(kinds.values()), _ordered(kinds), tuple(usages))
+
+
+def _measure_step(name: str, files: Sequence[StoredFile]) -> StepUsage:
+    kinds: Counter[str] = Counter()
+    named = Counter(file.inode for file in files if file.inode)
+    freed = 0
+    for step, file in _once([(name, file) for file in files]):
+        kinds[_kind_in(step, file)] += file.size_bytes
+        freed += file.size_bytes if named[file.inode] >= file.links or not file.inode else 0
+    return StepUsage(name, sum(kinds.values()), freed, _ordered(kinds), len(files))
+
+
+def _once(files: Iterable[tuple[str, StoredFile]]) -> Iterator[tuple[str, StoredFile]]:
+    seen = set()
+    for step, file in files:
+        key = file.inode or file.path
+        if key not in seen:
+            seen.add(key)
+            yield step, file
+
+
+def _kind_in(step: str, file: StoredFile) -> str:
+    if not step:
+        return LEFTOVER if any(map(is_work_folder, file.path.split("/"))) else OTHER
+    return kind_of(file.path.rpartition(f"{step}/")[2])
+
+
+def _ordered(kinds: Mapping[str, int]) -> dict[str, int]:
+    return {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
+
+
+def _split_at_step(path: str) -> tuple[str | None, str]:
+    """Returns the run and the step of a file, by the first folder that is named like a step."""
+    parts = path.split("/")
+    named = [
+        number
+        for number, part in enumerate(parts[:-1])
+        if parse_step(part) is not None and not part.startswith(".")
+    ]
+    if not named:
+        return None, ""
+    # A folder such as 2026 may be above a run; nanotron's steps are called so, too.
+    at = next((number for number in named if not parts[number].isdigit()), named[0])
+    return "/".join(parts[:at]), parts[at]
+
+
+def _above(path: str) -> Iterator[str]:
+    folder = posixpath.dirname(path)
+    while folder:
+        yield folder
+        folder = posixpath.dirname(folder)
+    yield ""
+
+
+def _list_local(root: Path) -> Iterator[StoredFile]:
+    if not root.is_dir():
+        raise absent_run(root)
+
+    def fail(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):
+            return  # removed since its parent was listed
+        raise InputError(f"cannot be listed: {error.strerror or error}", where=str(root)) from error
+
+    for folder, names, files in os.walk(root, onerror=fail):
+        names.sort()
+        below = Path(folder).relative_to(root).as_posix()
+        for name in sorted(files):
+            path = name if below == "." else f"{below}/{name}"
+            try:
+                status = (root / path).lstat()
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            inode = f"{status.st_dev:x}-{status.st_ino:x}"
+            links = status.st_nlink
+            yield StoredFile(path, status.st_size, status.st_mtime, "", links=links, inode=inode)
+
+
+def _list_remote(place: PathLike) -> Iterator[StoredFile]:
+    with open_source(place) as source:
+        for path in source.walk(_DEEP):
+            reference = source.stat(path)
+            yield StoredFile(path, reference.size_bytes, reference.modified, reference.identity)

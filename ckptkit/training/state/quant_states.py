@@ -1,0 +1,126 @@
+"""Scales of packed 4-bit weights, as far as a state dict does not hold them.
+
+`QuantState.as_dict(packed=True)` of bitsandbytes makes two tensors anew: the JSON with block sizes
+and the offset of nested scales, whose length depends on the digits of the offset, and
+`nested_quant_map`. What is read into these reaches no weight. Once FSDP2 or a flat parameter has
+made a plain parameter of the weight, the state dict has none of its scales. So both are read apart,
+compared with how the live weight was packed, and put in place.
+
+Source: bitsandbytes/functional.py (`QuantState`) and utils.py (`pack_dict_to_tensor`) of 0.50.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckptkit.core.errors import FormatError
+from ckptkit.core.index import Span, TensorEntry, TensorIndex
+from ckptkit.engine.reader import Origin, read_span
+from ckptkit.lora.quantized import FourBitState
+from ckptkit.storage.base import Source
+
+_JSON, _TABLE = "quant_state.", "nested_quant_map"
+_MOST_JSON_BYTES = 1 << 16  # real ones have up to 300
+
+StoredScale = tuple[TensorIndex, Source, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePlan:
+    """What has to be done for scales.
+
+    Attributes:
+        problems: How weights were packed otherwise than the live ones.
+        changes: What puts the scales in place, once all else fits.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    changes: list[Callable[[], object]] = field(default_factory=list)
+
+
+def is_made_anew(key: str) -> bool:
+    """Whether a state dict has a new tensor under the name of a scale."""
+    return key.startswith((_JSON, _TABLE))
+
+
+def scale_names(packed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the names of weights and their scales, such as ("a.weight", "absmax").
+
+    Args:
+        packed: The live states by the names of their weights, from `packed_weights`.
+    """
+    for weight, state in packed.items():
+        yield from ((weight, key) for key in _tensors_of(state))
+
+
+def plan_scales(packed: Mapping[str, Any], stored: Mapping[str, StoredScale]) -> ScalePlan:
+    """Reads scales that nothing else fills, and compares how weights were packed.
+
+    Args:
+        packed: The live states by the names of their weights.
+        stored: The scales to read, by their live names.
+    """
+    plan = ScalePlan()
+    for weight, state in packed.items():
+        live = _tensors_of(state)
+        for key, tensor in live.items():
+            name = f"{weight}.{key}"
+            if name not in stored:
+                continue
+            index, source, entry = stored[name]
+            if key.startswith(_JSON):
+                _plan_json(plan, name, (state, tensor), stored[name])
+                continue
+            target = state.state2.code if key == _TABLE else tensor
+            if str(tensor.dtype) != f"torch.{entry.dtype.name}" or tensor.shape != entry.shape:
+                plan.problems.append(
+                    f"{name}: {entry.dtype.name} {list(entry.shape)} was found, and the model has"
+                    f" {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+                )
+                continue
+            data = torch.frombuffer(_read(index, source, entry), dtype=torch.uint8)
+            plan.changes.append(
+                partial(target.copy_, data.view(tensor.dtype).reshape(tensor.shape))
+            )
+    return plan
+
+
+def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in state.as_dict(packed=True).items() if isinstance(v, torch.Tensor)}
+
+
+def _plan_json(
+    plan: ScalePlan, name: str, live: tuple[Any, torch.Tensor], stored: StoredScale
+) -> None:
+    """Compares the JSON of a live state with the stored one, and plans to take its offset."""
+    state, json = live
+    index, source, entry = stored
+    if entry.dtype.name != "uint8" or entry.size_bytes > _MOST_JSON_BYTES:
+        raise FormatError(
+            f"{entry.size_bytes:,} bytes of {entry.dtype.name} were found where JSON in uint8 was"
+            f" expected, {_MOST_JSON_BYTES:,} bytes at most",
+            where=entry.name,
+        )
+    theirs = FourBitState.parse(bytes(_read(index, source, entry)), where=entry.name)
+    own = FourBitState.parse(bytes(json.cpu().numpy()), where="the model's quantization state")
+    found, expected = (asdict(replace(one, nested_offset=0.0)) for one in (theirs, own))
+    apart = [key for key in expected if found[key] != expected[key]]
+    plan.problems.extend(
+        f"{name}: {key} {found[key]!r} was found, and the model has {expected[key]!r}"
+        for key in apart
+    )
+    if theirs.nested_blocksize and not apart:
+        plan.changes.append(partial(_put_offset, state, theirs.nested_offset))
+
+
+def _read(index: TensorIndex, source: Source, entry: TensorEntry) -> bytearray:
+    return read_span(Origin("source", source, index), entry, Span(0, entry.elements))
+
+
+def _put_offset(state: Any, offset: float) -> None:
+    state.offset = torch.full_like(state.offset, offset)  # weights may share the old one
