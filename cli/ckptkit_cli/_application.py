@@ -33,14 +33,16 @@ _COMMANDS = {
     "verify": "ckptkit_cli.verify",
     "diff": "ckptkit_cli.verify",
     "stats": "ckptkit_cli.verify",
-    "save-now": "ckptkit_cli.runs",
-    "ls": "ckptkit_cli.runs",
-    "prune": "ckptkit_cli.runs",
+    "save-now": "ckptkit_cli.runs.save_now",
+    "ls": "ckptkit_cli.runs.ls",
+    "prune": "ckptkit_cli.runs.prune",
+    "du": "ckptkit_cli.runs.du",
     "batch": "ckptkit_cli.batch.command",
     "push": "ckptkit_cli.push",
     "pull": "ckptkit_cli.push",
     "watch": "ckptkit_cli.watch",
     "serve": "ckptkit_cli.serving.serve",
+    "doctor": "ckptkit_cli.environment.doctor",
 }
 _GROUPS = {
     "adapter": "ckptkit_cli.adapter",
@@ -50,9 +52,11 @@ _NAMES = (*_COMMANDS, *_GROUPS)
 _EPILOG = (
     "Exit statuses: 0 success, 1 a bug of ckptkit, 2 wrong usage, 3 unreadable, damaged or"
     " incomplete input, 4 impossible or refused request, 5 the output exists, 6 verification"
-    " failed or a difference found, 7 the Hub refused or was not reached, 130 interrupted, 143"
-    " terminated."
+    " failed, a difference found or an error of `doctor`, 7 the Hub refused or was not reached,"
+    " 130 interrupted, 143 terminated."
 )
+_VERSION = frozenset({"--version", "-V"})
+_OF_VERSION = _VERSION | {"--verbose", "--json"}
 _COMPLETE = "_CKPTKIT_COMPLETE"  # set by the script of --show-completion
 _COMPLETED_LINES = ("COMP_WORDS", "_TYPER_COMPLETE_ARGS")  # of bash; of zsh, fish and PowerShell
 
@@ -68,19 +72,21 @@ def _options(
         bool,
         typer.Option(
             "--version",
-            help="Show the version and exit.",
+            "-V",
+            help="Show the version and exit; with --verbose, what a bug report needs.",
             is_eager=True,
             callback=_show_version,
             show_default=False,
         ),
     ] = False,
+    _verbose: Annotated[bool, typer.Option("--verbose", hidden=True)] = False,
 ) -> None:
     """Turn sharded training checkpoints into model folders that load, with every byte verified.
 
         ckptkit inspect runs/llama
         ckptkit consolidate runs/llama models/llama
 
-    `ckptkit COMMAND --help` shows the arguments and options of a command.
+    `ckptkit COMMAND --help` or `ckptkit help COMMAND` shows the arguments and options of a command.
     """
 
 
@@ -131,12 +137,19 @@ def run_application(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    if words[:1] == ["help"]:  # `ckptkit help adapter merge`
+        words = [*words[1:], "--help"]
     line = list(words)
     if _COMPLETE in os.environ:
         typed = next((os.environ[name] for name in _COMPLETED_LINES if name in os.environ), "")
         line = typed.split()[1:]
         # The word before the cursor may be the beginning of several names.
         line = line if len(line) > 1 or typed.endswith(" ") else []
+    if "--verbose" in words and set(words) <= _OF_VERSION and _VERSION & set(words):
+        from ckptkit_cli.environment.bug_report import show_environment
+
+        show_environment(as_json="--json" in words)
+        return 0
     try:
         application = make_application(line[0] if line else None)
         status = application(args=words, prog_name="ckptkit", standalone_mode=False)

@@ -27,8 +27,8 @@ UsageFailure: Any = typer.BadParameter.__mro__[1]
 
 _ALIKE = 0.75  # similarity that makes a proposal; that of '--tokenizer' and '--optimizer' is 0.7
 _MEANT = {
-    "--config": "--base DIR takes configuration and tokenizer from a model folder",
-    "--tokenizer": "--base DIR takes configuration and tokenizer from a model folder",
+    "--config": "--base MODEL takes configuration and tokenizer from a model",
+    "--tokenizer": "--base MODEL takes configuration and tokenizer from a model",
     "--output": "the output is the last argument, without an option",
     "--out": "the output is the last argument, without an option",
     "--force": "--overwrite replaces an output that is not empty",
@@ -46,22 +46,27 @@ class Argument:
         metavar: What the help calls it.
         help: One or two sentences.
         repeated: Whether there can be several, which the function gets as a list.
+        optional: Whether there may be none.
     """
 
     name: str
     metavar: str
     help: str
     repeated: bool = False
+    optional: bool = False
 
     def parameter(self) -> inspect.Parameter:
         declared = typer.Argument(metavar=self.metavar, help=self.help, show_default=False)
         kind: Any = list[str] if self.repeated else str
         return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, declared]
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if self.optional else inspect.Parameter.empty,
+            annotation=Annotated[kind | None if self.optional else kind, declared],
         )
 
     def parse_value(self, typed: Any) -> Any:
-        return list(typed) if self.repeated else typed
+        return list(typed or ()) if self.repeated else typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ class Option:
         required: Whether it has to be passed.
         hidden: Whether the help leaves it out.
         keyword: The parameter of the command's function; by default the flag's words.
+        short: A second form with one letter, such as `-q`.
     """
 
     flag: str
@@ -94,6 +100,7 @@ class Option:
     required: bool = False
     hidden: bool = False
     keyword: str = ""
+    short: str = ""
 
     @property
     def name(self) -> str:
@@ -114,7 +121,7 @@ class Option:
         elif default is None:
             kind = str | None
         declared = typer.Option(
-            self.flag,
+            *filter(None, (self.flag, self.short)),
             metavar=metavar or None,
             help=self.help,
             rich_help_panel=self.group,

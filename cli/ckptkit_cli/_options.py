@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, get_args
 from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import (
+    GGUF,
     Engine,
     IfExists,
     Layout,
     NameChoice,
     OutputDType,
     Resources,
+    check_choice,
     choose_dtype,
     positive_number,
 )
@@ -85,7 +87,25 @@ EXCLUDE = Option(
     repeated=True,
 )
 BASE = Option(
-    "--base", READ, "Model folder with configuration and tokenizer, if the source has none.", "DIR"
+    "--base",
+    READ,
+    "Model with configuration and tokenizer, if the source has none: a folder, a URL, or its id on"
+    " the Hub, such as org/name or org/name@revision. A folder of that name goes first.",
+    "MODEL",
+)
+CONFIG = Option(
+    "--config",
+    READ,
+    "Configuration to write instead of that of the source: a folder with a config.json, such a"
+    " file, or the id of a model on the Hub.",
+    "MODEL|FILE",
+)
+TOKENIZER = Option(
+    "--tokenizer",
+    READ,
+    "Tokenizer to write instead of that of the source: a folder, a tokenizer.json, or the id of a"
+    " model on the Hub.",
+    "MODEL|FILE",
 )
 MODEL_CONFIG = Option(
     "--model-config",
@@ -192,10 +212,26 @@ DST_OPTION = Option(
 )
 
 JSON = Option("--json", OUTPUT, "Print one JSON document.", keyword="as_json")
-QUIET = Option("--quiet", OUTPUT, "Print nothing but errors.")
+QUIET = Option("--quiet", OUTPUT, "Print nothing but errors.", short="-q")
 EVENTS = Option("--events", OUTPUT, "Report progress as JSON lines on stderr, and nothing else.")
 
-TO = Option("--to", WRITTEN, "Format of the output.", choices=get_args(Layout), required=True)
+
+def _parse_layout(text: str) -> str:
+    """Reads `--to`; the command itself refuses GGUF, since it knows the paths."""
+    if text.lower() == GGUF:
+        return GGUF
+    check_choice("--to", text, get_args(Layout))
+    return text
+
+
+TO = Option(
+    "--to",
+    WRITTEN,
+    "Format of the output.",
+    choices=get_args(Layout),
+    required=True,
+    parse=_parse_layout,
+)
 
 CONVERSION = (
     SRC,
@@ -205,6 +241,8 @@ CONVERSION = (
     EXCLUDE,
     ALSO,
     BASE,
+    CONFIG,
+    TOKENIZER,
     MODEL_CONFIG,
     Option(
         "--optimizer",

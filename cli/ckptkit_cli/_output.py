@@ -15,36 +15,28 @@ import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
 import typer
 
-from ckptkit.core.errors import CkptkitError, OutputError, UsageError, VerificationError
-from ckptkit.core.text import without_url_secrets
+from ckptkit.core.errors import (
+    CkptkitError,
+    OutputError,
+    TruncatedFileError,
+    UsageError,
+    VerificationError,
+)
+from ckptkit.core.text import Aside, make_printable, without_url_secrets
+from ckptkit.core.text import counted as counted  # noqa: PLC0414  part of what pages are made with
 from ckptkit.version import __version__
+
+if TYPE_CHECKING:
+    from ckptkit.core.index import Problem
 
 _MIN_ELASTIC = 16
 _MAX_TEXT = 2000
 
-
-def escaped(text: str) -> str:
-    r"""Makes characters visible that are not printable: controls, escapes, bidi overrides.
-
-    >>> print(escaped("a\x1b[31mb\u202ec"))
-    a\x1b[31mb\u202ec
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def counted(count: int, noun: str) -> str:
-    """Returns a number with its noun.
-
-    >>> counted(1, "file"), counted(1200, "file")
-    ('1 file', '1,200 files')
-    """
-    return f"{count:,} {noun if count == 1 else noun + 's'}"
+escaped = make_printable
 
 
 def cells(text: str) -> int:
@@ -72,6 +64,45 @@ def shortened(text: str, width: int) -> str:
     return f"{head}...{tail}"
 
 
+def shortened_apart(texts: Sequence[str], width: int) -> list[str]:
+    """Removes the middle of wide texts; different texts stay different.
+
+    >>> shortened_apart(["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"], 19)
+    ['...gate_proj.weight', '...up_proj.weight']
+    """
+    short = [shortened(text, width) for text in texts]
+    by_short: dict[str, dict[str, None]] = {}
+    for text, cut in zip(texts, short, strict=True):
+        by_short.setdefault(cut, {})[text] = None
+    alike = [list(group) for group in by_short.values() if len(group) > 1]
+    changed = {text: cut for group in alike for text, cut in _cut_apart(group, width).items()}
+    return [changed.get(text, cut) for text, cut in zip(texts, short, strict=True)]
+
+
+def _cut_apart(texts: Sequence[str], width: int) -> dict[str, str]:
+    """Cuts off what texts have in common at their front, and then at their end.
+
+    Texts that differ in more than the width are left whole.
+    """
+    front = _common_length(texts)
+    while front and texts[0][front - 1] not in "._":
+        front -= 1
+    back = _common_length([text[front:][::-1] for text in texts])
+    cut = {text: f"...{text[front:]}" for text in texts}
+    if any(cells(short) > width for short in cut.values()):
+        cut = {text: f"...{text[front : len(text) - back]}..." for text in texts}
+    if any(cells(short) > width for short in cut.values()):
+        return {text: text for text in texts}
+    return cut
+
+
+def _common_length(texts: Sequence[str]) -> int:
+    """Returns how many characters all texts begin with."""
+    first, last = min(texts), max(texts)
+    pairs = zip(first, last, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(last)))
+
+
 def table(
     rows: Sequence[Sequence[str]],
     *,
@@ -94,10 +125,13 @@ def table(
             least = min(widths[position], _MIN_ELASTIC)
             widths[position] = max(widths[position] - excess, least)
     lines = []
-    for row in rows:
+    columns = [
+        shortened_apart(column, room) if position in elastic else list(column)
+        for position, (column, room) in enumerate(zip(zip(*rows, strict=True), widths, strict=True))
+    ]
+    for row in zip(*columns, strict=True):
         line = ""
-        for position, (cell, room) in enumerate(zip(row, widths, strict=True)):
-            text = shortened(cell, room) if position in elastic else cell
+        for position, (text, room) in enumerate(zip(row, widths, strict=True)):
             padding = " " * (room - cells(text))
             line += f"  {padding}{text}" if position in right else f"  {text}{padding}"
         lines.append(line.rstrip())
@@ -127,6 +161,20 @@ def first_of(items: Sequence[str], limit: int) -> list[str]:
     """
     more = len(items) - limit
     return list(items) if more <= 0 else [*items[:limit], f"... and {more:,} more"]
+
+
+def fold_problems(problems: Iterable[Problem]) -> list[str]:
+    """Returns a line for each problem; those of one kind in one file share a line."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        is_cut = problem.code == TruncatedFileError.code
+        file = problem.where.partition(", ")[0] if is_cut else str(problem)
+        groups.setdefault((problem.code, file), []).append(problem)
+    lines = []
+    for (code, _), alike in groups.items():
+        more = f"; and {len(alike) - 1:,} more parts of this file" if len(alike) > 1 else ""
+        lines.append(f"[{escaped(code)}] {escaped(str(alike[0]))}{more}")
+    return lines
 
 
 Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
@@ -164,8 +212,15 @@ class Output:
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     @property
+    def reports_progress(self) -> bool:
+        """Whether people are to see progress: on a terminal, or in a log."""
+        return not (self.as_json or self.quiet or self.events)
+
+    @property
     def shows_progress(self) -> bool:
-        return sys.stderr.isatty() and not (self.as_json or self.quiet or self.events)
+        """Whether a terminal shows it."""
+        is_plain = os.environ.get("TERM") == "dumb"
+        return self.reports_progress and sys.stderr.isatty() and not is_plain
 
     def styled(self, text: str, style: Style) -> str:
         return painted(text, style) if self._colour else text
@@ -196,6 +251,15 @@ class Output:
         self.event("warning", message=text)
         if not (self.quiet or self.events):
             self._write_message("warning", "yellow", text)
+
+    def remark(self, text: str) -> None:
+        """Writes a note to stderr: a warning, unless it only says what was chosen."""
+        if not isinstance(text, Aside):
+            self.warn(text)
+            return
+        self.event("note", message=text)
+        if not (self.quiet or self.events):
+            self._write_message("note", "dim", text)
 
     def fail(self, label: str, text: str, hint: str = "") -> None:
         """Writes an error to stderr, with what to do next."""
@@ -401,7 +465,8 @@ def show_bug(output: Output, error: Exception) -> int:
     output.fail(
         "error[internal-error]",
         f"this is a bug of ckptkit {__version__}",
-        "please report it, with the lines above and the command line",
+        "please report it, with the lines above, the command line and what"
+        " `ckptkit --version --verbose` prints",
     )
     return _BUG_STATUS
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _HEAD = "lm_head.weight"  # for configurations that name no architecture
+_EMBEDDING = "model.embed_tokens.weight"  # of a model whose head is tied to it, and is not written
+_PARTIAL = {"include", "exclude"}
 _LISTED_TIES = 5
 _LISTED_SLICES = 8
 
@@ -122,7 +124,7 @@ def proof_lines(output: Output, manifest: Manifest, copied_by_store: int = 0) ->
 
 
 _STARTS = {
-    "megatron": "pretrain_gpt.py --load",
+    "megatron": "pretrain_gpt.py --finetune --load",
     "torchtitan": "torchtitan.train --checkpoint.initial_load_path",
 }
 """The commands of other frameworks that start from an output, by its kind."""
@@ -143,7 +145,8 @@ def loading_line(done: Consolidated) -> str:
         return f"torch.distributed.checkpoint.load({{'model': model.state_dict()}}, {shards!r})"
     tensors = ((name, t.shape, t.dtype) for name, t in done.manifest.tensors.items())
     config = _config_of(done)
-    if config is not None and not explain_random_weights(tensors, config=config):
+    is_whole = _PARTIAL.isdisjoint(done.manifest.options)
+    if is_whole and config is not None and not explain_random_weights(tensors, config=config):
         name = _model_class(done, config)
         return f"transformers.{name}.from_pretrained({str(done.out)!r})"
     weights = [name for name in files if name.endswith(".safetensors")]
@@ -168,7 +171,9 @@ def _model_class(done: Consolidated, config: dict[str, Any]) -> str:
     try:
         name = str(config["architectures"][0])
     except (LookupError, TypeError):
-        name = _CAUSAL[0] if _HEAD in manifest.tensors or _HEAD in manifest.tied else "AutoModel"
+        is_tied = config.get("tie_word_embeddings") is True and _EMBEDDING in manifest.tensors
+        has_head = is_tied or _HEAD in manifest.tensors or _HEAD in manifest.tied
+        name = _CAUSAL[0] if has_head else "AutoModel"
     if name.endswith(_CAUSAL):
         return "AutoModelForCausalLM"
     return name if name.isidentifier() and name.isascii() else "AutoModel"

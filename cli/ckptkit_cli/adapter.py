@@ -42,7 +42,7 @@ from ckptkit_cli._pages import (
     plan_page,
     proof_lines,
 )
-from ckptkit_cli._progress import Progress
+from ckptkit_cli.views.progress import Progress
 
 _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
 
@@ -174,8 +174,9 @@ def _adapter_table(
     Option(
         "--base",
         READ,
-        "The model that the adapter was trained on. Can be left out if SRC contains its weights.",
-        "DIR",
+        "The model that the adapter was trained on: a folder, a URL, or its id on the Hub. Can be"
+        " left out if SRC contains its weights.",
+        "MODEL",
     ),
     options.ADAPTERS,
     options.WITH,
@@ -310,7 +311,13 @@ def _merge_table(output: Output, layers: Sequence[MergedLayer]) -> list[str]:
         " newest complete step is taken.",
     ),
     options.OUT,
-    Option("--base", READ, "The model before training.", "DIR", required=True),
+    Option(
+        "--base",
+        READ,
+        "The model before training: a folder, a URL, or its id on the Hub.",
+        "MODEL",
+        required=True,
+    ),
     options.SELECT,
     Option(
         "--rank",

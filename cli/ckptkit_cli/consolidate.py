@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import Event, Planned
-from ckptkit.options import Layout, positive_number
+from ckptkit.options import GGUF, Layout, positive_number, refuse_gguf
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._command import Argument, Option, command
 from ckptkit_cli._options import (
@@ -23,7 +23,7 @@ from ckptkit_cli._options import (
     parse_weights,
 )
 from ckptkit_cli._output import Output, counted
-from ckptkit_cli._progress import Progress
+from ckptkit_cli.views.progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.conversion.prepare import ConversionJob
@@ -51,7 +51,10 @@ def convert(output: Output, to: Layout, **values: Any) -> None:
     'hf' is a folder that Transformers loads, 'torch' a pytorch_model.bin, and 'dcp' a sharded
     checkpoint that FSDP training starts from. 'megatron' is one that Megatron-LM starts from at
     any parallel size, 'torchtitan' one for torchtitan. Checks and options are those of consolidate.
+    GGUF is made of a model folder by llama.cpp.
     """
+    if str(to) == GGUF:
+        refuse_gguf(values["src"], values["out"])
     _run_command(output, "convert", make_job(to, values), values)
 
 
@@ -177,4 +180,4 @@ def _show_plan(job: ConversionJob, output: Output) -> None:
 
 def _warn(output: Output, event: Event) -> None:
     for note in event.notes if isinstance(event, Planned) else ():
-        output.warn(note)
+        output.remark(note)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine, run_inspection
-from ckptkit.conversion.source.adapters import AdapterFacts, build_selection_options
-from ckptkit.core.index import Part
+from ckptkit.conversion.source.adapters import (
+    SOME_MODEL,
+    AdapterFacts,
+    build_selection_options,
+)
+from ckptkit.core.index import Part, Problem
 from ckptkit.core.text import size_text
-from ckptkit.deltas.checks import DeltaInspection, inspect_delta
+from ckptkit.deltas.checks import inspect_delta
 from ckptkit.deltas.form import is_delta
 from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import matches
@@ -31,10 +35,20 @@ from ckptkit_cli._options import (
     SRC,
     SRC_OPTION,
 )
-from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
+from ckptkit_cli._output import Output, counted, escaped, first_of, fold_problems, table, wrapped
+from ckptkit_cli.views.delta_page import show_delta
+from ckptkit_cli.views.html_page import HTML_OPTIONS, check_html, refuse_page_of_delta, show_page
 
 if TYPE_CHECKING:
     from ckptkit.conversion.map_report import MapReport
+
+
+_MOST_LISTED = 200
+_STORED = "stored"
+_SORTS: Mapping[str, Callable[[TensorLine], Any]] = {
+    "name": lambda line: line.name,
+    "size": lambda line: (-line.size_bytes, line.name),
+}
 
 
 @command(
@@ -57,6 +71,15 @@ if TYPE_CHECKING:
         "List the tensors whose names match, such as '*.mlp.*'.",
         "GLOB",
     ),
+    Option(
+        "--sort",
+        OUTPUT,
+        "List tensors as in the checkpoint, by name, or the largest first.",
+        choices=(_STORED, *_SORTS),
+        default=_STORED,
+    ),
+    Option("--all", OUTPUT, "List all tensors; without it, a terminal shows the first 200."),
+    *HTML_OPTIONS,
     JSON,
 )
 def inspect(
@@ -69,19 +92,27 @@ def inspect(
     base: str | None,
     map: str | None,  # noqa: A002
     src_option: Mapping[str, object],
+    sort: str,
+    all: bool,  # noqa: A002
+    **page: Any,
 ) -> None:
     """Show the contents of a checkpoint.
 
         ckptkit inspect runs/llama
         ckptkit inspect runs/megatron --base Llama-3.2-1B
+        ckptkit inspect runs/llama --tensors '*.mlp.*' --sort size
+        ckptkit inspect runs/llama --html report.html --stats
 
     Tensors, how they are split over ranks, tied weights, problems, and the command to run next;
     of another framework's checkpoint, what its tensors become; of a delta, its versions and what
-    changed. Only headers are read.
+    changed. Only headers are read, but for --stats.
     """
+    check_html(**page)
+    html = page["html"]
     sources = Sources(src, src_option)
     if is_delta(sources.first):
-        _show_delta(output, inspect_delta(sources.first), tensors)
+        refuse_page_of_delta(html)
+        show_delta(output, inspect_delta(sources.first), tensors)
         return
     inspection = run_inspection(
         sources.first,
@@ -90,67 +121,24 @@ def inspect(
         model_config=sources.optional(model_config),
         base=sources.optional(base),
         choice=map,
+        shards=html is not None,
     )
-    if tensors is not None:
-        kept = tuple(line for line in inspection.tensors if matches(line.name, (tensors,)))
-        inspection = replace(inspection, tensors=kept)
-    if output.as_json:
-        output.document(inspection.to_json())
-        return
-    typed = InspectArguments(src, select, tuple(also), base, map)
-    output.lines(inspection_page(output, inspection, typed, pattern=tensors))
+    written = show_page(output, inspection, sources.first, select, sources.further(also), page)
+    listed = tensors or ("*" if all or sort != _STORED else None)
+    inspection = replace(inspection, tensors=_choose(inspection.tensors, tensors, sort))
+    typed = InspectArguments(src, select, tuple(also), base, map, model_config)
+    output.document(inspection.to_json())
+    limit = None if all or output.width is None else _MOST_LISTED
+    page_lines = inspection_page(output, inspection, typed, pattern=listed, limit=limit)
+    output.lines([*page_lines, *written])
 
 
-def _show_delta(output: Output, delta: DeltaInspection, pattern: str | None) -> None:
-    if pattern is not None:
-        kept = tuple(line for line in delta.tensors if matches(line.name, (pattern,)))
-        delta = replace(delta, tensors=kept)
-    output.document(delta.to_json())
-    if not output.as_json:
-        output.lines(_delta_page(output, delta))
-
-
-_LISTED_CHANGES = 20
-_CHANGE_HEADER = ("STORED", "CHANGED", "DTYPE", "SHAPE", "NAME")
-
-
-def _delta_page(output: Output, delta: DeltaInspection) -> Iterator[str]:
-    share = delta.changed_share
-    yield output.styled(escaped(delta.path), "bold")
-    yield (f"  version     {delta.version:,}, to be applied to version {delta.base_version:,}")
-    yield f"  encoding    {delta.encoding}, checksums {delta.checksum}"
-    yield f"  on disk     {counted(delta.files, 'file')}, {size_text(delta.size_bytes)}"
-    if delta.base is not None:
-        yield f"  made from   {escaped(delta.base)}"
-        yield f"  leads to    {escaped(str(delta.source))}"
-    text = counted(len(delta.tensors), "tensor")
-    if delta.unchanged is not None and share is not None:
-        text += f" of {len(delta.tensors) + delta.unchanged:,}; {share:.3%} of the elements of"
-        text += f" {size_text(delta.model_bytes or 0)}"
-    yield f"  changed     {text}"
-    if not delta.tensors:
-        return
-    rows: list[tuple[str, ...]] = [_CHANGE_HEADER]
-    ordered = sorted(delta.tensors, key=lambda line: -line.stored_bytes)
-    for line in ordered[:_LISTED_CHANGES]:
-        known = line.changed_elements is not None and line.size_bytes is not None
-        rows.append(
-            (
-                size_text(line.stored_bytes),
-                f"{line.changed_elements:,}" if known else "",
-                line.dtype or "",
-                "" if line.shape is None else str(list(line.shape)),
-                escaped(line.name),
-            )
-        )
-    yield ""
-    yield from table(rows, width=output.width, right={0, 1})
-    if len(ordered) > _LISTED_CHANGES:
-        yield f"  and {len(ordered) - _LISTED_CHANGES:,} more; --json lists all of them"
-    yield ""
-    yield output.styled("Next", "bold")
-    step = escaped(f"ckptkit delta apply BASE {delta.path} OUT")
-    yield f"  {output.styled(step, 'cyan')}"
+def _choose(
+    tensors: Sequence[TensorLine], pattern: str | None, sort: str
+) -> tuple[TensorLine, ...]:
+    """Returns the tensors that match, in the order that was asked for."""
+    chosen = [line for line in tensors if pattern is None or matches(line.name, (pattern,))]
+    return tuple(chosen if sort == _STORED else sorted(chosen, key=_SORTS[sort]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +157,8 @@ class InspectArguments:
         source: The path.
         select: What was selected there.
         also: Further directories.
-        base: A model folder with the configuration.
+        base: A model with the configuration.
+        model_config: A folder with the configuration of the model in flat parameters.
         map: The name map.
     """
 
@@ -178,6 +167,7 @@ class InspectArguments:
     also: tuple[str, ...] = ()
     base: str | None = None
     map: str | None = None
+    model_config: str | None = None
 
 
 def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
@@ -186,7 +176,14 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     path = typed.source if typed.select is not None or typed.also else inspection.path
     models = list(dict.fromkeys(tree.name for tree in inspection.trees if tree.part == "model"))
     command, remark = "", ""
-    if inspection.problems:
+    if (
+        inspection.problems
+        and typed.model_config is None
+        and all(map(_lacks_names, inspection.problems))
+    ):
+        command = _command("consolidate", path, "OUT", "--model-config", "DIR", typed=typed)
+        remark = _WITHOUT_NAMES
+    elif inspection.problems:
         command = _command("verify", path, typed=typed)
         remark = "reads all data and lists what is damaged; consolidate refuses incomplete data"
     elif not models:
@@ -205,11 +202,41 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     elif inspection.framework or inspection.map is not None:
         return _of_framework(inspection, path, typed)
     else:
-        refusal = next(iter(inspection.refusals.values()), "")
-        live = ["--names", "live"] if refusal else []
-        command = _command("consolidate", path, "OUT", *live, typed=typed)
-        remark = f"writes the raw state dict, since {escaped(refusal)}" if refusal else ""
+        return _of_model(inspection, path, typed)
     return NextStep(command, remark)
+
+
+def _lacks_names(problem: Problem) -> bool:
+    """Returns whether the configuration of the model mends a problem."""
+    return "--model-config DIR" in str(problem)
+
+
+_WITHOUT_NAMES = (
+    "DIR is a folder with the config.json of the model that was trained, which shows what the flat"
+    " parameters consist of"
+)
+_WITHOUT_CONFIG = (
+    f"{SOME_MODEL} is the model that was trained: its id on the Hub, or a folder with its"
+    " config.json, which the checkpoint lacks; without --base, weights alone are written"
+)
+
+
+def _of_model(inspection: Inspection, path: str, typed: InspectArguments) -> NextStep:
+    """Returns the command that writes a model, with what it needs to load."""
+    refusal = next(iter(inspection.refusals.values()), "")
+    if refusal:
+        command = _command("consolidate", path, "OUT", "--names", "live", typed=typed)
+        return NextStep(command, f"writes the raw state dict, since {escaped(refusal)}")
+    words = _base_options(inspection, typed)
+    command = _command("consolidate", path, "OUT", *words, typed=typed)
+    return NextStep(command, _WITHOUT_CONFIG if SOME_MODEL in words else "")
+
+
+def _base_options(inspection: Inspection, typed: InspectArguments) -> list[str]:
+    """Returns the options that name a configuration, with a placeholder if none is known."""
+    base = typed.base or (None if inspection.model_type is not None else SOME_MODEL)
+    given = {"--base": base, "--model-config": typed.model_config}
+    return [word for name, value in given.items() if value is not None for word in (name, value)]
 
 
 def _of_framework(inspection: Inspection, path: str, typed: InspectArguments) -> NextStep:
@@ -220,10 +247,11 @@ def _of_framework(inspection: Inspection, path: str, typed: InspectArguments) ->
     refusal = inspection.map_refusal
     if inspection.model_type is None and typed.base is None and typed.map != "none":
         return NextStep(
-            _command("consolidate", path, "OUT", "--base", "DIR", *words, typed=typed),
-            "DIR is a folder with the config.json of the model, whose sizes the conversion of"
-            f" {inspection.framework}'s names needs; `ckptkit inspect --base DIR` shows what"
-            " becomes what",
+            _command("consolidate", path, "OUT", "--base", SOME_MODEL, *words, typed=typed),
+            f"{SOME_MODEL} is the model that was trained: its id on the Hub, or a folder with its"
+            " config.json, whose sizes the conversion of"
+            f" {inspection.framework}'s names needs; `ckptkit inspect --base {SOME_MODEL}` shows"
+            " what becomes what",
         )
     remark = ""
     if refusal is not None:
@@ -250,13 +278,14 @@ def _choice(
     taken = [name for name in models if name not in inspection.refusals]
     if not taken:
         return NextStep("", f"nothing to consolidate: {escaped(inspection.refusals[models[0]])}")
-    command = _command("consolidate", path, "OUT", typed=replace(typed, select=taken[0]))
-    if len(taken) == 1:
-        return NextStep(
-            command, f"the only one of {len(models)} state dicts that can be written as a model"
-        )
+    words = _base_options(inspection, typed)
+    chosen = replace(typed, select=taken[0])
+    command = _command("consolidate", path, "OUT", *words, typed=chosen)
     others = ", ".join(map(escaped, taken[1:]))
-    return NextStep(command, f"or another of the {len(taken)} models: {others}")
+    remark = f"or another of the {len(taken)} models: {others}"
+    if not others:
+        remark = f"the only one of {len(models)} state dicts that can be written as a model"
+    return NextStep(command, f"{remark}; {_WITHOUT_CONFIG}" if SOME_MODEL in words else remark)
 
 
 def _command(name: str, *words: str, typed: InspectArguments) -> str:
@@ -281,6 +310,7 @@ def inspection_page(
     typed: InspectArguments,
     *,
     pattern: str | None,
+    limit: int | None = None,
 ) -> Iterator[str]:
     """Yields the lines of the page.
 
@@ -289,12 +319,13 @@ def inspection_page(
         inspection: The checkpoint, with only the tensors that match `pattern`, if there is one.
         typed: The arguments of the inspection.
         pattern: The value of `--tensors`, or None.
+        limit: How many tensors are listed at most; None for all.
     """
     page = _Page(output, inspection)
     yield output.styled(escaped(inspection.path), "bold")
     yield from page.facts(typed)
     if pattern is not None:
-        yield from page.matches(pattern)
+        yield from page.matches(pattern, limit)
         return
     yield from page.trees()
     yield from page.splits()
@@ -362,7 +393,7 @@ class _Page:
             yield from self._fact("also", text)
         yield from self._fact("ignored", escaped(", ".join(map(str, inspection.ignored))))
         if inspection.problems:
-            text = counted(len(inspection.problems), "problem")
+            text = counted(len(fold_problems(inspection.problems)), "problem")
             yield from self._fact("state", self._output.styled(text, "red"))
 
     def _names(self, *, listed: bool) -> str:
@@ -437,13 +468,15 @@ class _Page:
         problems = self._inspection.problems
         if not problems:
             return
-        kinds = Counter(problem.code for problem in problems)
+        alike: dict[str, list[Problem]] = {}
+        for problem in problems:
+            alike.setdefault(problem.code, []).append(problem)
+        kinds = Counter({code: len(fold_problems(same)) for code, same in alike.items()})
         counts = ", ".join(f"{count:,} {escaped(code)}" for code, count in kinds.most_common())
         yield ""
-        title = f"{'Problem' if len(problems) == 1 else 'Problems'}: {counts}"
+        title = f"{'Problem' if kinds.total() == 1 else 'Problems'}: {counts}"
         yield self._output.styled(title, "red")
-        lines = [f"[{escaped(problem.code)}] {escaped(str(problem))}" for problem in problems]
-        yield from self.prose(first_of(lines, _PROBLEMS))
+        yield from self.prose(first_of(fold_problems(problems), _PROBLEMS))
 
     def notes(self) -> Iterator[str]:
         if self._inspection.notes:
@@ -487,8 +520,8 @@ class _Page:
         if len(lines) > len(chosen):
             yield self._output.styled("  --tensors '*' lists all of them", "dim")
 
-    def matches(self, pattern: str) -> Iterator[str]:
-        """Lists tensors with their full names, however wide that is."""
+    def matches(self, pattern: str, limit: int | None) -> Iterator[str]:
+        """Lists tensors with their full names, however wide that is; at most so many."""
         if not self._inspection.tensors:
             yield from self.heading(f"No tensor matches {escaped(repr(pattern))}")
         for tree in self._trees:
@@ -501,8 +534,10 @@ class _Page:
                 count = f"{len(lines):,} of {counted(tree.tensors, 'tensor')}"
                 size = size_text(sum(line.size_bytes for line in lines))
                 yield from self.heading(f"{self._title(tree)}: {count}, {size}")
-                rows = [_TENSOR_HEADER, *map(_tensor_row, lines)]
+                rows = [_TENSOR_HEADER, *map(_tensor_row, lines[:limit])]
                 yield from self._table(rows, right=_TENSOR_RIGHT, elastic=())
+                if limit is not None and len(lines) > limit:
+                    yield f"  ... and {len(lines) - limit:,} more (--all)"
 
     def _table(
         self,

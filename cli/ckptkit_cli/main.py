@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     end_on_signals()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words == ["--version"] and _show_version():
+    if words in (["--version"], ["-V"]) and _show_version():
         return 0
     from ckptkit_cli._application import run_application
 

@@ -19,7 +19,7 @@ from ckptkit_cli._options import (
     REVISION,
 )
 from ckptkit_cli._output import Output, counted, escaped, first_of
-from ckptkit_cli._progress import Progress
+from ckptkit_cli.views.progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.hub.download import Pulled
@@ -81,8 +81,7 @@ def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: An
 
     with Progress(output, "push") as progress:
         pushed = push_folder(folder, repo_id, dry_run=dry_run, **options, listener=progress.listen)
-    for note in pushed.notes:
-        output.warn(note)
+    progress.warn(pushed.notes)
     output.document(pushed.to_json() | {"dry_run": dry_run})
     output.lines(_push_page(output, pushed, dry_run=dry_run))
 
@@ -107,8 +106,7 @@ def pull(output: Output, repo_id: str, folder: str, revision: str | None) -> Non
 
     with Progress(output, "pull") as progress:
         pulled = pull_repository(repo_id, folder, revision=revision, listener=progress.listen)
-    for note in pulled.notes:
-        output.warn(note)
+    progress.warn(pulled.notes)
     output.document(pulled.to_json())
     output.lines(_pull_page(output, pulled))
 

@@ -34,10 +34,12 @@ from ckptkit_cli._output import (
     escaped,
     exit_unless,
     first_of,
+    fold_problems,
     table,
     wrapped,
 )
-from ckptkit_cli._progress import Progress
+from ckptkit_cli.views.html_page import HTML, OVERWRITE_HTML, check_html, write_html
+from ckptkit_cli.views.progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 
 _LISTED = 20
+_LISTED_LONE = 3
+_MOST_MEASURED = 200  # tensors in a terminal
 _KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
 
 
@@ -91,6 +95,7 @@ def verify(
 
     with Progress(output, "verify") as progress:
         report = api.verify(path, src_options=src_option, listener=progress.listen, **values)
+    progress.warn(progress.notes)
     output.document(report.to_json())
     output.lines(_verification_page(output, report))
     if output.quiet and not output.as_json:
@@ -114,7 +119,7 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
             yield f"  the source had no checksum for {count}; the digests are of what was written"
         else:
             yield f"  {count} read whole, but no checksum was stored to compare with"
-    problems = [f"[{escaped(p.code)}] {escaped(str(p))}" for p in report.problems]
+    problems = fold_problems(report.problems)
     if problems:
         yield output.styled(f"  {counted(len(problems), 'problem')}:", "red")
     for line in first_of(problems, _LISTED):
@@ -153,6 +158,8 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
         parse=partial(parse_number, option="--atol"),
     ),
     SRC_OPTION,
+    HTML,
+    OVERWRITE_HTML,
     JSON,
 )
 def diff(
@@ -162,6 +169,8 @@ def diff(
     base: str | None,
     map: str,  # noqa: A002
     src_option: Mapping[str, Any],
+    html: str | None,
+    overwrite: bool,
     **tolerances: Any,
 ) -> None:
     """Compare two models bit by bit, or by their numbers.
@@ -169,13 +178,15 @@ def diff(
         ckptkit diff runs/llama/checkpoint-500 models/llama
         ckptkit diff runs/megatron/iter_0001000 models/llama
         ckptkit diff models/llama models/llama-bf16 --numeric --rtol 0.004
+        ckptkit diff models/llama models/tuned --html diff.html
 
     Tensors are compared by name, whatever the two formats; --map converts the names of each side
     that it is for. Exits with 6 if the models differ, or if --numeric finds values that are further
-    apart than --atol + --rtol x |B|.
+    apart than --atol + --rtol x |B|. The page of --html shows how far each layer has changed.
     """
     from ckptkit.conversion.diff import make_tolerance, run_diff
 
+    check_html(html, overwrite=overwrite)
     with Progress(output, "diff") as progress:
         sources = Sources(a, src_option)
         difference = run_diff(
@@ -184,10 +195,17 @@ def diff(
             choice=map,
             base=sources.optional(base),
             tolerance=make_tolerance(**tolerances),
+            measures=html is not None,
             listener=progress.listen,
         )
+    progress.warn(progress.notes)
+    written: list[str] = []
+    if html is not None:
+        from ckptkit.report.documents import plan_difference_report
+
+        written = write_html(plan_difference_report(difference), html, overwrite=overwrite)
     output.document(difference.to_json())
-    output.lines(_diff_page(output, difference))
+    output.lines([*_diff_page(output, difference), *written])
     exit_unless(difference.same)
 
 
@@ -234,6 +252,8 @@ def _change(change: TensorDifference) -> str:
 
 def _gaps_tables(output: Output, difference: Difference) -> Iterator[str]:
     """Shows how far tensors are apart as numbers, if they were so compared."""
+    if difference.tolerance is None:
+        return
     changed = {change.name for change in difference.changed}
     unequal = [gaps for gaps in difference.numeric if gaps.unequal]
     apart = [gaps for gaps in unequal if gaps.name in changed]
@@ -256,6 +276,17 @@ def _gaps_table(output: Output, title: str, apart: list[NumericDifference]) -> I
     yield from table(rows, width=output.width, right={2, 3, 4, 5})
     if len(apart) > _LISTED:
         yield f"  and {len(apart) - _LISTED:,} more: --json lists all of them"
+    yield from _lone_values(output, [gaps for gaps in apart if gaps.lone])
+
+
+def _lone_values(output: Output, lone: Sequence[NumericDifference]) -> Iterator[str]:
+    """Says which values have no distance, and are in none of the numbers."""
+    if lone:
+        count = counted(sum(gaps.lone for gaps in lone), "value")
+        names = [f"{escaped(gaps.name)} {gaps.lone:,}" for gaps in lone]
+        text = f"NaN or infinite on one side only, or in different ways: {count}"
+        text += f" ({', '.join(first_of(names, _LISTED_LONE))}), in none of these numbers"
+        yield from wrapped(text, width=output.width, first="  ", rest="    ")
 
 
 def _by_distance(gaps: NumericDifference) -> float:
@@ -298,6 +329,7 @@ _SORTS: Mapping[str, Callable[[TensorStatistics], Any]] = {
         " infinite elements. Without it, tensors are in the order of SRC.",
         choices=tuple(_SORTS),
     ),
+    Option("--all", OUTPUT, "Show all tensors; without it, a terminal shows the first 200."),
     SRC_OPTION,
     JSON,
     QUIET,
@@ -322,6 +354,7 @@ def stats(output: Output, src: str, **values: Any) -> None:
             base=sources.optional(values["base"]),
             listener=progress.listen,
         )
+    progress.warn(progress.notes)
     refused = statistics.find_refusal(*values["fail_on"])
     # With --json, the document of the error is the one document: it has the numbers too.
     output.document(
@@ -330,7 +363,8 @@ def stats(output: Output, src: str, **values: Any) -> None:
     tensors = statistics.tensors
     if values["sort"] is not None:
         tensors = tuple(sorted(tensors, key=_SORTS[values["sort"]]))
-    output.lines(_statistics_page(output, statistics, tensors))
+    limit = None if values["all"] or output.width is None else _MOST_MEASURED
+    output.lines(_statistics_page(output, statistics, tensors, limit))
     if refused is not None:
         output.fail(f"error[{refused.code}]", str(refused), refused.hint)
         exit_unless(passed=False, kind=type(refused))
@@ -340,13 +374,17 @@ _HEADER = ("tensor", "dtype", "shape", "norm", "min", "max", "mean", "zeros", "n
 
 
 def _statistics_page(
-    output: Output, statistics: Statistics, tensors: Sequence[TensorStatistics]
+    output: Output,
+    statistics: Statistics,
+    tensors: Sequence[TensorStatistics],
+    limit: int | None,
 ) -> Iterator[str]:
+    """Yields a line for each tensor, or for the first so many, and one for all together."""
     step = "" if statistics.step is None else f", step {statistics.step:,}"
     listed = f"{counted(len(tensors), 'tensor')}, {counted(statistics.elements, 'element')}"
     yield f"{escaped(statistics.path)}: {statistics.format}{step}: {listed}"
     rows: list[tuple[str, ...]] = [_HEADER]
-    for tensor in tensors:
+    for tensor in tensors[:limit]:
         numbers = (tensor.norm, tensor.minimum, tensor.maximum, tensor.mean)
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         share = f"{tensor.zero_share:.2%}"
@@ -355,4 +393,8 @@ def _statistics_page(
     zeros = statistics.zeros / statistics.elements if statistics.elements else 0.0
     last = (f"{zeros:.2%}", f"{statistics.nan:,}", f"{statistics.infinite:,}")
     rows.append(("total", "", "", _short(statistics.norm), "", "", "", *last))
-    yield from table(rows, width=output.width, right=set(range(3, 10)))
+    lines = table(rows, width=output.width, right=set(range(3, 10)))
+    yield from lines[:-1]
+    if limit is not None and len(tensors) > limit:
+        yield f"  ... and {len(tensors) - limit:,} more (--all)"
+    yield lines[-1]

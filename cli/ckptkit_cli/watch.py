@@ -8,8 +8,7 @@ import os
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,11 +18,10 @@ from typing import Any, get_args
 import typer
 
 from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.conversion.source.side_folders import SideChoice
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
-from ckptkit.core.text import size_text
-from ckptkit.engine.outcome import BytesWritten, Event, Started
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
-from ckptkit.hub.watch.events import EventName, MetricsServer, WatchEvent, WatchMetrics
+from ckptkit.hub.watch.events import MetricsServer, WatchEvent, WatchMetrics
 from ckptkit.hub.watch.versions import VersionSettings
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings, run_watch
 from ckptkit.hub.watch.watched_steps import BranchSettings
@@ -35,16 +33,8 @@ from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Option, command, parse_values
 from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
-from ckptkit_cli._output import (
-    Output,
-    Stopped,
-    counted,
-    escaped,
-    find_stop,
-    first_of,
-    shortened,
-    stamped,
-)
+from ckptkit_cli._output import Output, Stopped, find_stop
+from ckptkit_cli.views.watch_page import WatchPage
 
 _PUSHED = "Which steps are pushed"
 _TIMING = "When"
@@ -136,6 +126,8 @@ _OPTIONS = (
     options.ADAPTER,
     options.ADAPTER_CONFIG,
     options.BASE,
+    options.CONFIG,
+    options.TOKENIZER,
     Option(
         "--as",
         WRITTEN,
@@ -354,6 +346,7 @@ def _make_output(values: Mapping[str, Any]) -> BuildSettings:
         ),
         adapter=AdapterRequest(adapter=values["adapter"], config=values["adapter_config"]),
         base=values["base"],
+        side=SideChoice(values["config"], values["tokenizer"]),
         needs_config=not values["weights_only"],
         resources=Resources.from_options(values),
         state_folder=values["whole_step"] or "",
@@ -461,131 +454,3 @@ class WatchPauses:
             pass  # closed from the beginning: it has ended
         self.ending = True
         self._news.set()
-
-
-_CLEAR = "\r\x1b[K"
-_REDRAW_SECONDS = 0.1
-_LISTED_STEPS = 20
-_BAD = {"failed": "red", "retrying": "yellow", "warning": "yellow", "passed": "yellow"}
-
-
-class WatchPage:
-    """Writes the events of a watch, which come from several threads.
-
-    Events go to stdout, as text or as JSON lines. A status line is drawn on stderr, if that is a
-    terminal.
-    """
-
-    def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
-        self._output = output
-        self._metrics = metrics
-        self._as_json = as_json
-        self._lock = threading.RLock()
-        self._shows_status = output.shows_progress and not as_json
-        self._where = ""
-        self._done = self._total = 0
-        self._drawn = 0.0
-
-    def listen(self, event: WatchEvent) -> None:
-        """Counts and writes an event."""
-        self._metrics.listen(event)
-        with self._lock:
-            if event.name == "started":
-                self._where = f"{event.facts['run']} to {event.facts['repo_id']}"
-            if event.name in {"building", "pushing"}:
-                self._done = self._total = 0
-            self._wipe()
-            self._write(event)
-            if event.name == "stopped":
-                self._shows_status = False
-            self._draw()
-
-    def progress(self, event: Event) -> None:
-        """Counts bytes that were written or uploaded."""
-        with self._lock:
-            if isinstance(event, Started):
-                self._done, self._total = 0, event.total_bytes
-            elif isinstance(event, BytesWritten):
-                self._done += event.size_bytes
-            if time.monotonic() - self._drawn >= _REDRAW_SECONDS:
-                self._draw()
-
-    def _write(self, event: WatchEvent) -> None:
-        if self._as_json:
-            self._output.record(stamped(event.name, event.to_json()))
-            return
-        at = self._output.styled(time.strftime("%H:%M:%SZ", time.gmtime()), "dim")
-        about = "" if event.step is None else f"step {event.step}: "
-        text = escaped(f"{about}{_TEXTS[event.name](event.facts)}")
-        style = _BAD.get(event.name)
-        shown = self._output.styled(text, style) if style else text  # type: ignore[arg-type]
-        if event.name == "waiting" and "message" in event.facts:
-            self._output.warn(text)
-            return
-        self._output.lines([f"{at} {shown}"])
-
-    def _draw(self) -> None:
-        if not self._shows_status:
-            return
-        self._drawn = time.monotonic()
-        width = (self._output.width or 80) - 1
-        sys.stderr.write(f"{_CLEAR}{shortened(escaped(self._status()), width)}")
-        sys.stderr.flush()
-
-    def _wipe(self) -> None:
-        if self._shows_status:
-            sys.stderr.write(_CLEAR)
-            sys.stderr.flush()
-
-    def _status(self) -> str:
-        totals = self._metrics.totals
-        doing = totals.phase if totals.step is None else f"{totals.phase} step {totals.step}"
-        if self._total and totals.phase in {"building", "pushing"}:
-            doing += f" {min(self._done / self._total, 1):.0%} of {size_text(self._total)}"
-        waiting = f", {counted(totals.waiting, 'step')} waiting" if totals.waiting else ""
-        failed = sum(totals.failures.values())
-        bad = f", {failed} failed" if failed else ""
-        return f"{self._where}: {totals.pushed} pushed{bad}{waiting}, {doing}"
-
-
-def _pushed(facts: Mapping[str, Any]) -> str:
-    if facts["resumed"]:
-        return f"was pushed before, as {facts['tag']} of {facts['repo_id']}: {facts['url']}"
-    size = size_text(facts["uploaded_bytes"])
-    return f"pushed as {facts['tag']}, {size} in {facts['seconds']:.1f} s: {facts['url']}"
-
-
-def _stopped(facts: Mapping[str, Any]) -> str:
-    if "error" in facts:
-        return "stopped by an error"  # the command reports it, as any other does
-    if "signal" in facts:
-        return f"stopped by {facts['signal']}"
-    if "failed" in facts:
-        steps = facts["failed"]
-        listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
-        return f"nothing else to push; {counted(len(steps), 'step')} could not be pushed: {listed}"
-    return "nothing left to push"
-
-
-def _error(facts: Mapping[str, Any]) -> str:
-    error = facts["error"]
-    where = f"{error['where']}: " if error["where"] else ""
-    hint = f" ({error['hint']})" if error["hint"] else ""
-    return f"{where}{error['message']}{hint}"
-
-
-_TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
-    "serving": lambda facts: f"serving metrics at {facts['url']}",
-    "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
-    "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
-    "seen": lambda _: "waits to be pushed",
-    "building": lambda _: "building",
-    "pushing": lambda facts: f"pushing to {facts['repo_id']}",
-    "pushed": _pushed,
-    "passed": lambda facts: f"is not pushed: {facts['reason']}",
-    "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
-    "retrying": lambda facts: f"{_error(facts)}; retrying in {facts['seconds']:g} s",
-    "pruned": lambda facts: f"removed from the run: {', '.join(map(str, facts['steps']))}",
-    "warning": lambda facts: f"warning: {facts['message']}",
-    "stopped": _stopped,
-}

@@ -367,10 +367,11 @@ def test_an_adapter_alone_needs_a_base(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_a_base_that_is_no_folder_here_is_named_with_its_option(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where no Hub answers
     adapter, out = _adapter(tmp_path / "adapter"), tmp_path / "out"
-    assert main(["adapter", "merge", str(adapter), str(out), "--base", "someone/model"]) == 3
+    assert main(["adapter", "merge", str(adapter), str(out), "--base", "someone/model"]) == 7
     refusal = _refusal(capfd)
     assert "--base someone/model" in refusal
     assert "hf download" in refusal

@@ -525,3 +525,31 @@ def test_the_memory_does_not_grow_with_the_number_of_sources(tmp_path: Path) -> 
         assert status == 0
         peaks.append(peak)
     assert peaks[1] < peaks[0] + 20_000  # KB; another 22 sources of 12 MB
+
+
+def test_sources_of_different_types_are_averaged_in_the_type_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    values = torch.randn(37, generator=torch.Generator().manual_seed(1))
+    dtypes = (torch.bfloat16, torch.float64, torch.float32)
+    sources = [tmp_path / f"checkpoint-{step}" for step in range(3)]
+    for source, dtype in zip(sources, dtypes, strict=True):
+        source.mkdir()
+        save_file({"w": values.to(dtype)}, source / "model.safetensors")
+    with pytest.raises(CannotPlanError, match="'w' is bfloat16") as caught:
+        ckptkit.average(sources, tmp_path / "out")
+    assert "--dtype" in caught.value.hint
+    ckptkit.average(sources, tmp_path / "out", dtype="float32")
+    wide = [values.to(dtype).double() for dtype in dtypes]
+    assert_same(weights(tmp_path / "out")["w"], sum_and_divide(wide).float())
+
+
+def test_without_a_configuration_the_average_is_advised_to_run_again_itself(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    done = run("average", tmp_path, tmp_path / "out", "--last", "2")
+    assert "run the same `ckptkit average` with `--base ORG/NAME --overwrite` added" in done.stderr
+    assert "ckptkit consolidate" not in done.stderr

@@ -154,11 +154,25 @@ def test_the_wheel_carries_both_packages_and_the_typing_mark(bare: Environment) 
     assert bare.run("-c", code).stdout == "True\n"
 
 
+def test_doctor_and_versions_work_without_torch(bare: Environment) -> None:
+    facts = json.loads(bare.ckptkit("--version", "--verbose", "--json"))
+    assert "torch" not in facts["frameworks"]
+    found = json.loads(bare.ckptkit("doctor", "--no-probe", "--json"))
+    assert {"disk-space", "memory", "hub"} <= {finding["id"] for finding in found["findings"]}
+    assert bare.run("-m", "ckptkit", "-V").stdout.startswith("ckptkit ")
+
+
 def test_inspect_works_without_torch(bare: Environment) -> None:
     found = json.loads(bare.ckptkit("inspect", CASE / "checkpoint", "--json"))
     assert found["format"] == "dcp"
     assert found["problems"] == []
     assert any(tensor["part"] == "model" for tensor in found["tensors"])
+
+
+def test_the_wheel_carries_what_pages_are_made_of(bare: Environment, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    bare.ckptkit("inspect", CASE / "checkpoint", "--html", page, "--stats")
+    assert "Content-Security-Policy" in page.read_text(encoding="utf-8")
 
 
 def test_consolidate_works_without_torch(consolidated: Path) -> None:

@@ -93,11 +93,13 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "save-now",
         "ls",
         "prune",
+        "du",
         "batch",
         "push",
         "pull",
         "watch",
         "serve",
+        "doctor",
         "adapter",
         "delta",
     ]
@@ -108,7 +110,16 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
     words = run("consolidate", "--help").stdout.split()
     options = {word.rstrip(",") for word in words if word.startswith("--")}
     assert options - {"--help", "--dtype"} == {
-        *("--select", "--keep-dtype", "--names", "--base", "--max-shard-size", "--include"),
+        *(
+            "--select",
+            "--keep-dtype",
+            "--names",
+            "--base",
+            "--config",
+            "--tokenizer",
+            "--max-shard-size",
+            "--include",
+        ),
         *("--also", "--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
         *("--memory-limit", "--workers", "--json", "--quiet", "--like", "--vocab-size"),
         *("--if-exists", "--events", "--src-option", "--dst-option"),
@@ -220,6 +231,18 @@ def test_inspect_of_a_damaged_checkpoint_shows_the_problems_and_succeeds(damaged
     assert f"ckptkit verify {damaged}" in result.stdout
     assert "ckptkit consolidate" not in result.stdout
     assert document(run("inspect", damaged, "--json"))["problems"]
+
+
+def test_a_file_that_was_cut_is_one_problem_in_inspect_and_in_verify(tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(PLAIN, cut)
+    shard = next(cut.rglob("__0_0.distcp"))
+    os.truncate(shard, shard.stat().st_size // 3)
+    assert len(document(run("inspect", cut, "--json"))["problems"]) > 1
+    page = run("inspect", cut).stdout
+    assert "state       1 problem\n" in page
+    assert "Problem: 1 truncated-file\n" in page
+    assert "  1 problem:\n" in run("verify", cut).stdout
 
 
 def test_consolidate_tells_what_it_wrote_and_how_to_load_it(tmp_path: Path) -> None:

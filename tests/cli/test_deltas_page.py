@@ -1,4 +1,4 @@
-"""Every command and every line of Python of docs/deltas.md does what the page says."""
+"""Every command and every line of Python of docs/reference/deltas.md does what the page says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.command_line import run_command
 from tests.sharded import write_sharded
 from tests.small_deltas import model_bytes
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "deltas.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "deltas.md"
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_every_command_of_the_page_succeeds(here: Path) -> None:
 
 def test_the_python_of_the_page_runs(here: Path) -> None:
     (program,) = blocks("python")
-    root = str(PAGE.parents[1])
+    root = str(PAGE.parents[2])
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r})\n{program}"]
     done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
     assert 0 < float(done.stdout) < 1

@@ -147,6 +147,16 @@ def test_zsh_and_fish_complete_with_one_line_of_help() -> None:
     )
 
 
+def test_paths_are_completed_by_the_shell() -> None:
+    """Where nothing is proposed, bash and fish fall back to files, and zsh is asked to."""
+    assert not complete("ckptkit inspect run").strip()
+    assert complete("ckptkit inspect run", "zsh").strip() == "_files"
+    assert complete("ckptkit inspect --base run", "zsh").strip() == "_files"
+    assert not complete("ckptkit inspect run", "fish").strip()
+    script = checked("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "complete -o default" in script
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell_is_shown(shell: str) -> None:
     shown = checked("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")

@@ -75,7 +75,7 @@ def test_the_command_that_it_proposes_works(tmp_path: Path) -> None:
         commands = [shlex.split(line) for line in result.stdout.splitlines() if " OUT" in line]
         assert len(commands) == 1
         out = tmp_path / f"out{len(given)}"
-        names = {"OUT": str(out), "DIR": str(LLAMA)}
+        names = {"OUT": str(out), "ORG/NAME": str(LLAMA)}
         done = run_command(*(names.get(word, word) for word in commands[0][1:]))
         assert done.returncode == 0, done.stderr
         assert ckptkit.diff(out, LLAMA / "truth.safetensors").same

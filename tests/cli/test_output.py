@@ -8,10 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from ckptkit.core.manifest import FileRecord, Manifest, TensorRecord
 from ckptkit.core.text import size_text
@@ -160,6 +163,21 @@ def test_a_page_keeps_to_the_terminal(source: Path, columns: int) -> None:
     assert max(map(len, own)) <= columns
 
 
+def test_a_terminal_shows_the_first_200_of_many_tensors(tmp_path: Path) -> None:
+    tensors = {f"layers.{n:03}.weight": np.zeros(1, np.int8) for n in range(300)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    shown = on_terminal(80, "inspect", tmp_path, "--tensors", "*")
+    assert shown.count(".weight") == 200
+    assert "... and 100 more (--all)" in shown
+    assert on_terminal(80, "inspect", tmp_path, "--all").count(".weight") == 300
+    numbers = on_terminal(120, "stats", tmp_path)
+    assert numbers.count(".weight") == 200
+    assert "... and 100 more (--all)" in numbers.splitlines()[-2]
+    assert numbers.splitlines()[-1].split()[0] == "total"
+    assert on_terminal(120, "stats", tmp_path, "--all").count(".weight") == 300
+    assert into_pipe("stats", tmp_path).count(".weight") == 300
+
+
 def test_colours_are_for_terminals_that_want_them() -> None:
     assert "\x1b[1m" in on_terminal(80, "inspect", LLAMA)
     assert "\x1b" not in on_terminal(80, "inspect", LLAMA, NO_COLOR="1")
@@ -236,6 +254,31 @@ def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_load
     adapted = line("base_model.model.q_proj.base_layer.weight")
     assert adapted == "safetensors.torch.load_file('out/model.safetensors')"
     assert line("fc1.weight", "int8", (8, 8)) == line("q_proj.weight", shape=(32, 1)) == adapted
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "config", "loaded_by"),
+    [
+        # Our own output of a tied model, again: neither the head nor the tie is in its manifest.
+        (["model.embed_tokens.weight"], {}, {"tie_word_embeddings": True}, "AutoModelForCausalLM"),
+        (["model.embed_tokens.weight"], {}, {"tie_word_embeddings": False}, "AutoModel"),
+        (["lm_head.weight"], {"include": ["lm_head*"]}, {}, "load_file"),
+        (["lm_head.weight"], {"exclude": ["model*"]}, {}, "load_file"),
+    ],
+)
+def test_the_line_that_loads_an_output_fits_what_is_in_it(
+    names: list[str],
+    options: dict[str, Any],
+    config: dict[str, Any],
+    loaded_by: str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {name: TensorRecord("float32", (1,), "x", "", "crc32") for name in names}
+    files = {"config.json": FileRecord(2), "model.safetensors": FileRecord(9)}
+    manifest = Manifest("model", {}, options, {}, tensors, files=files)
+    line = loading_line(Consolidated(str(tmp_path), manifest, 1.0, ()))
+    assert f".{loaded_by}{'(' if loaded_by == 'load_file' else '.'}" in line
 
 
 def test_a_file_of_torch_is_said_to_be_loaded_by_torch() -> None:

@@ -109,15 +109,6 @@ def test_without_a_job_nothing_is_left_behind(tmp_path: Path) -> None:
     assert take_request(tmp_path) is None
 
 
-@pytest.mark.parametrize("name", ["missing", "file"])
-def test_what_is_no_directory_is_told(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    result = save_now(tmp_path / name)
-    assert result.returncode == 3
-    assert "expected the directory of a run, found none" in result.stderr
-    assert "hint: " in result.stderr
-
-
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan", "inf"])
 def test_a_wait_that_is_no_time_is_wrong_usage(seconds: str, tmp_path: Path) -> None:
     result = save_now(tmp_path, f"--wait={seconds}")

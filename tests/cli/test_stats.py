@@ -21,6 +21,7 @@ from tests.object_store import ObjectStore
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 ZERO = ROOT / "fixtures" / "deepspeed_0_18_zero3" / "checkpoint"
+DIFFERENT = "different, 2 tensors, 0 equal"
 
 
 def run(*arguments: str | Path) -> Result:
@@ -275,3 +276,7 @@ def test_another_shape_is_a_difference_and_nan_beside_a_number_too(tmp_path: Pat
     assert list(found.reshaped) == ["v"]
     assert [(change.name, change.elements) for change in found.changed] == [("w", 1)]
     assert found.numeric[0].lone == 1
+    page = run("diff", tmp_path / "a", tmp_path / "b", "--numeric").stdout
+    assert "NaN or infinite on one side only, or in different ways: 1 value (w 1), in none" in page
+    assert "NaN" not in run("diff", tmp_path / "a", tmp_path / "a", "--numeric").stdout
+    assert repr(found) == f"<Difference '{tmp_path}/a against {tmp_path}/b': {DIFFERENT}>"

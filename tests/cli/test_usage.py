@@ -114,8 +114,8 @@ def test_events_tell_what_was_not_understood(capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("option", "proposed"),
     [
-        ("--tokenizer", "--base DIR takes configuration and tokenizer"),
-        ("--config", "--base DIR takes configuration and tokenizer"),
+        ("--tokeniser", "Did you mean --tokenizer?"),
+        ("--conf", "Did you mean --config?"),
         ("--dtpye", "Did you mean --dtype?"),
         ("--dry", "Did you mean --dry-run?"),
         ("--exlude", "Did you mean --exclude"),

@@ -86,8 +86,11 @@ def _read_jobs(path: str, if_exists: str | None) -> Sequence[BatchJob]:
     try:
         text = sys.stdin.read() if path == _STDIN else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
+        from ckptkit.runs.run_paths import hint_at_near
+
         reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot be read: {reason}", where=path) from error
+        hint = hint_at_near(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"cannot be read: {reason}", where=path, hint=hint) from error
     jobs, errors = read_jobs(text.split("\n"), dict(_list_commands(group, "")), defaults)
     if errors:
         more = "".join(f"; {error}" for error in errors[1:_LISTED])

@@ -29,7 +29,9 @@ _OWN_KEYS = ("command", "id")
 _NO_KEYS = frozenset({"--help", "--json", "--events", "--quiet"})  # set by the batch
 _MOST_CHARACTERS = 1 << 20
 _WRITTEN = ("out", "folder")  # arguments; `push` reads the second
-_READ_OPTIONS = ("base", "like", "model-config", "adapter-config", "also", "with")
+_READ_OPTIONS = (
+    *("base", "config", "tokenizer", "like", "model-config", "adapter-config", "also", "with"),
+)
 _NO_PLACES = ("repo-id",)
 
 

@@ -22,7 +22,7 @@ from ckptkit_cli._command import Argument, Option, PlainCommand, PlainGroup, com
 from ckptkit_cli._options import CONVERSION, WRITTEN
 from ckptkit_cli._output import Output, counted, escaped
 from ckptkit_cli._pages import Consolidated, consolidation_page, manifest_json, proof_lines
-from ckptkit_cli._progress import Progress
+from ckptkit_cli.views.progress import Progress
 
 _OF_CONVERSION = {option.name: option for option in CONVERSION}
 _BEFORE = Argument(

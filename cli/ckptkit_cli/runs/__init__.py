@@ -1,0 +1,1 @@
+"""The commands for the steps of a run."""

@@ -1,0 +1,1 @@
+"""What commands show beyond lines of text: progress on a terminal, and HTML pages."""

@@ -1,0 +1,191 @@
+"""`ckptkit du`, the limits of `prune`, and what `ls` says of resuming and of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.core.manifest import MANIFEST_NAME
+from tests.command_line import Result, run_command
+from tests.made_up_runs import save_step, save_stock_step
+from tests.object_store import ObjectStore
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+def document(result: Result) -> Any:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def age(folder: Path, seconds: float = 3600.0) -> None:
+    then = time.time() - seconds
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (then, then))
+
+
+def spoil(folder: Path) -> None:
+    """Removes a shard of a step."""
+    (folder / "pytorch_model_fsdp_0" / "__0_0.distcp").unlink()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (100, 200, 300, 400):
+        save_step(tmp_path / "run", step, metrics={"loss": abs(step - 200)}, save_number=step)
+    return tmp_path / "run"
+
+
+def test_du_counts_each_file_once_by_run_step_and_kind(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoint-100" / "optimizer_0").mkdir()
+    (run / "checkpoint-100" / "optimizer_0" / "__0_0.distcp").write_bytes(bytes(5000))
+    shared = run / "checkpoint-100" / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    other = run / "checkpoint-200" / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    other.unlink()
+    other.hardlink_to(shared)
+    (run / ".checkpoint-500.ckptkit-abc").mkdir()
+    (run / ".checkpoint-500.ckptkit-abc" / "x.distcp").write_bytes(bytes(700))
+    found = document(run_command("du", tmp_path, "--json"))
+    sizes = {path: path.lstat().st_size for path in run.rglob("*") if path.is_file()}
+    del sizes[other]
+    assert found["bytes"] == sum(sizes.values())
+    usage = found["runs"][0]
+    assert usage["run"] == str(run)
+    assert [step["name"] for step in usage["steps"]][-1] == ""
+    first, second = usage["steps"][:2]
+    assert (first["step"], first["kinds"]["optimizer"]) == (100, 5000)
+    assert usage["kinds"]["leftovers"] == 700
+    assert first["bytes"] - first["freed_bytes"] == shared.stat().st_size
+    assert second["bytes"] - second["freed_bytes"] == shared.stat().st_size
+    assert sum(usage["kinds"].values()) == usage["bytes"]
+    (run / ".ckptkit").mkdir()
+    (run / ".ckptkit" / "mark").write_bytes(bytes(3))
+    assert document(run_command("du", run, "--json"))["runs"][0]["kinds"]["leftovers"] == 700
+    (run / ".ckptkit" / "mark").unlink()
+    page = run_command("du", f"{run}/").stdout
+    assert page.startswith(f"{run}: ")
+    header = page.splitlines()[1].split()
+    assert header == ["step", "size", "frees", "model", "optimizer", "side", "files", "leftovers"]
+    assert "in no step" in page
+    removed = document(run_command("prune", run, "--keep-last", "3", "--json"))
+    assert removed["freed_bytes"] == first["freed_bytes"]
+
+
+def test_du_of_several_runs_and_of_a_url(
+    run: Path, tmp_path: Path, object_store: ObjectStore
+) -> None:
+    save_stock_step(tmp_path / "2026" / "other", 5)
+    page = run_command("du", tmp_path)
+    assert page.stdout.splitlines()[0].startswith(f"{run}: ")
+    assert f"{tmp_path}/2026/other: " in page.stdout
+    assert "2 runs, " in page.stdout.splitlines()[-1]
+    bucket = object_store.bucket("sizes")
+    url = bucket.put_tree(run, "run")
+    far = document(run_command("du", url, "--json", *object_store.arguments()))
+    assert far["bytes"] == document(run_command("du", run, "--json"))["bytes"]
+    nothing = run_command("du", tmp_path / "run" / "checkpoint-100")
+    assert nothing.returncode == 3
+    assert "pass a folder with checkpoint-N folders in it" in nothing.stderr
+
+
+def test_prune_removes_the_oldest_until_all_fit(run: Path) -> None:
+    size = document(run_command("ls", run, "--json"))["steps"][0]["bytes"]
+    words = ["prune", run, "--max-total-size", f"{2 * size}B", "--keep-best", "loss", "--json"]
+    planned = document(run_command(*words, "--dry-run"))
+    assert planned["removed"] == [100, 300]
+    assert len(list(run.iterdir())) == 4
+    tight = document(run_command("prune", run, "--max-total-size", "1KB", "--json", "--dry-run"))
+    assert tight["removed"] == [100, 200, 300]
+    assert any("more than 1.00 KB" in note for note in tight["notes"])
+    assert [s["why"] for s in tight["steps"] if s["step"] == 400] == ["the newest complete step"]
+    both = ["prune", run, "--keep-last", "3", "--max-total-size", f"{2 * size}B", "--json"]
+    assert document(run_command(*both))["removed"] == [100, 200]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-300", "checkpoint-400"]
+    refused = run_command("prune", run, "--max-total-size", "5XB")
+    assert refused.returncode == 2
+    assert "expected B, KB, MB, GB or TB" in refused.stderr
+    api = ckptkit.prune(run, max_total_size=1, dry_run=True)
+    assert [step.step for step in api.removed] == [300]
+
+
+def test_prune_removes_incomplete_steps_that_nothing_writes(run: Path) -> None:
+    for step in (200, 400):
+        spoil(run / f"checkpoint-{step}")
+    age(run, 60.0)
+    young = document(run_command("prune", run, "--incomplete", "--json"))
+    assert young["removed"] == []
+    whys = {step["step"]: step["why"] for step in young["steps"]}
+    assert whys[200] == "not complete, and was written to in the last 10 minutes"
+    assert whys[100] == "nothing removes it"
+    age(run)
+    planned = run_command("prune", run, "--incomplete", "--dry-run")
+    assert "checkpoint-200  would go" in planned.stdout
+    done = document(run_command("prune", run, "--incomplete", "--json"))
+    assert done["removed"] == [200, 400]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-100", "checkpoint-300"]
+
+
+def test_incomplete_steps_stay_if_they_are_all_that_is_left(run: Path) -> None:
+    for step in run.iterdir():
+        spoil(step)
+    age(run)
+    found = document(run_command("prune", run, "--incomplete", "--json"))
+    assert found["removed"] == []
+    assert "it may be all that is left" in found["steps"][0]["why"]
+    nothing = run_command("prune", run)
+    assert nothing.returncode == 2
+    assert "--max-total-size SIZE" in nothing.stderr
+
+
+def test_ls_says_which_step_to_resume_from_and_how(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoint-400" / MANIFEST_NAME).unlink()
+    page = run_command("ls", run).stdout
+    assert "  resume from checkpoint-300\n" in page
+    assert f"    Checkpointer({str(run)!r}).resume(state)\n" in page
+    found = document(run_command("ls", run, "--json"))["resume"]
+    assert (found["step"], found["path"]) == (300, str(run / "checkpoint-300"))
+    trainer = tmp_path / "trainer"
+    save_stock_step(trainer, 10)
+    save_stock_step(trainer, 20)
+    step = str(trainer / "checkpoint-20")
+    page = run_command("ls", trainer).stdout
+    assert "  resume from checkpoint-20, the newest\n" in page
+    assert f"trainer.train(resume_from_checkpoint={step!r})" in page
+    zero = FIXTURES / "zero1_bf16" / "checkpoint"
+    page = run_command("ls", zero).stdout
+    assert f"engine.load_checkpoint({str(zero)!r}, tag='global_step2')" in page
+    automatic = tmp_path / "automatic"  # as accelerate names steps, with ckptkit or without
+    shutil.copytree(run / "checkpoint-300", automatic / "checkpoint_300")
+    page = run_command("ls", automatic).stdout
+    assert f"accelerator.load_state({str(automatic / 'checkpoint_300')!r})" in page
+    for folder in run.iterdir():
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        spoil(folder)
+    assert "no step is complete: training would begin anew" in run_command("ls", run).stdout
+    assert document(run_command("ls", run, "--json"))["resume"] is None
+
+
+def test_ls_finds_damaged_steps_where_it_is_asked_to_read_them(run: Path) -> None:
+    shard = run / "checkpoint-400" / "pytorch_model_fsdp_0" / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 4 : len(data) // 4 + 300] = bytes(300)
+    shard.write_bytes(data)
+    assert "checkpoint-400  complete" in run_command("ls", run).stdout
+    read = run_command("ls", run, "--verify")
+    assert read.returncode == 6
+    assert "checkpoint-400  damaged" in read.stdout
+    assert "checkpoint-300  verified" in read.stdout
+    assert "checkpoint-400 is damaged: " in read.stdout
+    assert "  4 steps, 3 complete, 1 damaged, " in read.stdout
+    assert "  resume from checkpoint-300\n" in read.stdout
+    report = run_command("ls", run, "--verify", "--json")
+    steps = json.loads(report.stdout)["steps"]
+    assert [step["verified"] for step in steps] == [True, True, True, False]
+    assert steps[3]["damage"]
