@@ -1,6 +1,9 @@
 """accelerate with FSDP: `save_state` and `load_state` go through ckptkit after one line.
 
     torchrun --nproc-per-node=2 examples/accelerate_fsdp.py runs/accelerate
+    torchrun --nproc-per-node=2 examples/on_cpu.py examples/accelerate_fsdp.py runs/accelerate
+
+The second line is for machines without a GPU.
 
 `accelerate launch` does as well as torchrun. Kill it at any time and type the same command again:
 it goes on from the newest checkpoint, all of which are whole, and comes to the same final loss.
@@ -25,7 +28,6 @@ from torch.utils.data import DataLoader
 
 import toy
 from ckptkit.integrations.accelerate import install
-from cpu import shard_without_gpus
 
 
 class Progress:
@@ -101,16 +103,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    shard_without_gpus()
     accelerator = make_accelerator(arguments.run)
-    install(accelerator)  # this is all: from here on it is a script as any other
+    install(accelerator)
     set_seed(0)
     model = train(accelerator, arguments.steps, arguments.save_every)
 
     model.eval()
     with torch.no_grad():
-        windows = torch.stack([toy.Windows()[index]["input_ids"] for index in range(16)])
-        windows = windows.to(accelerator.device)
+        windows = toy.windows(16).to(accelerator.device)
         loss = model(input_ids=windows, labels=windows).loss
     accelerator.print(f"final loss {loss.item():.10f}")
     accelerator.end_training()

@@ -1,6 +1,9 @@
 """A training loop of one's own: FSDP2, saved by a Checkpointer.
 
     torchrun --nproc-per-node=2 examples/fsdp2.py runs/fsdp2
+    torchrun --nproc-per-node=2 examples/fsdp2.py s3://bucket/runs/fsdp2 --local-disk /nvme/runs
+
+The second line saves to the node's own disk first, and from there to a bucket.
 
 Kill it at any time (Ctrl-C, `kill -9`, a lost node), and type the same command again: it goes on
 from the newest step that is whole, with as many processes as you like. With as many as before
@@ -10,6 +13,7 @@ the final loss is that of a run that was never interrupted, to the last bit.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 from typing import Any
@@ -40,14 +44,16 @@ def loss_of(model: nn.Module, inputs: torch.Tensor) -> Any:
     return nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
 
 
-def train(model: nn.Module, run: str, steps: int, save_every: int) -> None:
+def train(model: nn.Module, run: str, local: str | None, steps: int, save_every: int) -> None:
     """Trains to the last step, from wherever an earlier try got to."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     torch.manual_seed(dist.get_rank())  # each rank draws its own data
 
-    with Checkpointer(run, every=save_every, keep_last=2) as checkpointer:
+    with Checkpointer(
+        run, local=local, every=save_every, keep_last=2, signals=["SIGTERM", "SIGUSR2"]
+    ) as checkpointer:
         done = checkpointer.resume(state) or 0
         checkpointer.prepare(state)
         for step in range(done + 1, steps + 1):
@@ -64,7 +70,8 @@ def train(model: nn.Module, run: str, steps: int, save_every: int) -> None:
 def main() -> None:
     """Reads the command line, and trains."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("run", help="where the checkpoints go")
+    parser.add_argument("run", help="where the checkpoints go: a folder, or a URL")
+    parser.add_argument("--local-disk", help="a folder on this node, where steps are saved first")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10)
     arguments = parser.parse_args()
@@ -74,12 +81,15 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
     model = make_model()
-    train(model, arguments.run, arguments.steps, arguments.save_every)
+    train(model, arguments.run, arguments.local_disk, arguments.steps, arguments.save_every)
     model.eval()
     with torch.no_grad():
         loss = loss_of(model, torch.linspace(-1, 1, 64, device=DEVICE).repeat(8, 1))
     if dist.get_rank() == 0:
         print(f"final loss {loss.item():.10f}", flush=True)
+    # The model refers to the process group. A thread of gloo that outlives Python aborts.
+    del model
+    gc.collect()
     dist.destroy_process_group()
 
 

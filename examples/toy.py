@@ -35,13 +35,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, **special)
 
 
-def model() -> LlamaForCausalLM:
+def model(hidden_size: int = 32, intermediate_size: int = 64) -> LlamaForCausalLM:
     """Makes a Llama of some ten thousand parameters, the same one each time; it has dropout."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -52,6 +52,14 @@ def model() -> LlamaForCausalLM:
         pad_token_id=0,
     )
     return LlamaForCausalLM(config)
+
+
+def write_base(folder: str) -> None:
+    """Writes the model's configuration and the tokenizer, without weights."""
+    config = model().config
+    config.architectures = [LlamaForCausalLM.__name__]
+    config.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -66,3 +74,9 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self._windows[index], "labels": self._windows[index]}
+
+
+def windows(count: int | None = None) -> torch.Tensor:
+    """Returns the first pieces of the texts as one tensor, `[count, WINDOW]`."""
+    texts = Windows(count)
+    return torch.stack([texts[number]["input_ids"] for number in range(len(texts))])

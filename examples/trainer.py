@@ -1,6 +1,9 @@
 """The Trainer of Transformers with FSDP: its checkpoints go through ckptkit after one line.
 
     torchrun --nproc-per-node=2 examples/trainer.py runs/trainer
+    torchrun --nproc-per-node=2 examples/on_cpu.py examples/trainer.py runs/trainer
+
+The second line is for machines without a GPU.
 
 Kill it at any time and type the same command again: it goes on from the newest checkpoint, all of
 which are whole, and comes to the same final loss. At its end the model is written by all ranks.
@@ -17,7 +20,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import toy
 from ckptkit.integrations.transformers import install
-from cpu import shard_without_gpus
 
 
 def main() -> None:
@@ -29,7 +31,6 @@ def main() -> None:
     arguments = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    shard_without_gpus()
     trainer = Trainer(
         model=toy.model(),
         args=TrainingArguments(
@@ -55,12 +56,12 @@ def main() -> None:
         eval_dataset=toy.Windows(16),
         processing_class=toy.tokenizer(),
     )
-    install(trainer)  # this is all
+    install(trainer)
     newest = get_last_checkpoint(arguments.run) if Path(arguments.run).is_dir() else None
     trainer.train(resume_from_checkpoint=newest)
 
     loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model(f"{arguments.run}-model")  # safetensors, without a gather
+    trainer.save_model(f"{arguments.run}-model")
     if trainer.is_world_process_zero():
         print(f"final loss {loss:.10f}", flush=True)
 

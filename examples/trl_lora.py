@@ -1,6 +1,9 @@
 """TRL's SFTTrainer, LoRA and FSDP: its checkpoints go through ckptkit after one line.
 
     torchrun --nproc-per-node=2 examples/trl_lora.py runs/lora
+    torchrun --nproc-per-node=2 examples/on_cpu.py examples/trl_lora.py runs/lora
+
+The second line is for machines without a GPU.
 
 The frozen base model is written once and linked from then on, so that a checkpoint costs what the
 adapter does. Kill it at any time and type the same command again: it goes on from the newest
@@ -25,7 +28,6 @@ from trl import SFTConfig, SFTTrainer
 
 import toy
 from ckptkit.integrations.transformers import install
-from cpu import shard_without_gpus
 
 
 def main() -> None:
@@ -37,7 +39,6 @@ def main() -> None:
     arguments = parser.parse_args()
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    shard_without_gpus()
     texts = Dataset.from_dict({"text": toy.TEXTS * 8})
     trainer = SFTTrainer(
         model=toy.model(),
@@ -68,7 +69,7 @@ def main() -> None:
         processing_class=toy.tokenizer(),
         peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
     )
-    install(trainer)  # this is all
+    install(trainer)
     newest = get_last_checkpoint(arguments.run) if Path(arguments.run).is_dir() else None
     trainer.train(resume_from_checkpoint=newest)
 

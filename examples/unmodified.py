@@ -2,6 +2,10 @@
 
     torchrun --nproc-per-node=2 -m ckptkit.run examples/unmodified.py runs/unmodified
 
+Without a GPU, `examples/on_cpu.py` goes before `-m`:
+
+    torchrun --nproc-per-node=2 examples/on_cpu.py -m ckptkit.run examples/unmodified.py runs/u
+
 Without `-m ckptkit.run` it trains just the same, and stops for each checkpoint. Kill it at any
 time and type the same command again: it goes on from the newest checkpoint, all of which are
 whole, and comes to the same final loss.
@@ -16,7 +20,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import toy
-from cpu import shard_without_gpus
 
 
 def main() -> None:
@@ -27,7 +30,6 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=6)
     arguments = parser.parse_args()
 
-    shard_without_gpus()
     training = TrainingArguments(
         arguments.run,
         max_steps=arguments.steps,
