@@ -1,6 +1,6 @@
 """Consolidates a small model of every class of Transformers: is it what `save_pretrained` writes?
 
-    python -m tests.all_model_types --results results.jsonl --page docs/model-families.md
+    python -m tests.all_model_types --results results.jsonl --page docs/reference/model-families.md
 
 Each class is built with random weights; its live state dict is saved by
 `torch.distributed.checkpoint`, consolidated, and compared with what `save_pretrained` writes: the
@@ -41,7 +41,7 @@ from ckptkit.engine.outcome import Event, Planned
 from ckptkit.hub_names.transformers.program import answer_question
 from tests.small_models import class_named, model_classes, small_model_config, time_limit
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "model-families.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "model-families.md"
 SECONDS_PER_CLASS = 300
 CLASSES_PER_PROCESS = 200
 LONGEST = 300
@@ -262,7 +262,7 @@ bytes of all tensors, and `config.json`. Then `from_pretrained` loads the output
 tensor, ignore none, and return the values of the trained model.
 
 This page is written by
-`python -m tests.all_model_types --results results.jsonl --page docs/model-families.md`.
+`python -m tests.all_model_types --results results.jsonl --page docs/reference/model-families.md`.
 The tests run a sample of the classes.
 
 | outcome | classes | model types |

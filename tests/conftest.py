@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import settings
 
 from ckptkit.conversion import naming_program
 from ckptkit.conversion.naming_program import NamingProgram
+from ckptkit.storage.local.disk import OpenFile
 from tests.command_line import ENTRIES, answer_question, close_host
 from tests.object_store import ObjectStore, running_object_store
 from tests.ranks import RankHost, RunRanks, make_runner
@@ -25,10 +27,13 @@ from tests.ranks import RankHost, RunRanks, make_runner
 ROOT = Path(__file__).resolve().parents[1]
 # Else each of the many processes that tests start would compile ckptkit anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Else DeepSpeed, which accelerate imports if it is installed, prints what it takes the machine for.
+os.environ["DS_ACCELERATOR"] = "cpu"
 sys.dont_write_bytecode = False
 gc.disable()  # until all is imported, most of which stays: see `pytest_collection_finish`
 
 END = "-----END CERTIFICATE-----\n"
+LEFT_OPEN: list[str] = []
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 # Machines that run tests are shared and slow by turns: a deadline would fail for no fault of
@@ -117,6 +122,40 @@ def parsed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def noted_collections() -> Iterator[None]:
+    """Notes which files the garbage collector closes: nothing else closed them.
+
+    Python warns of files that it closes itself. It is silent where it ends a generator that was
+    never finished, whose with-block then closes its files.
+    """
+    close, collecting = OpenFile.close, 0
+
+    def note(phase: str, _info: dict[str, int]) -> None:
+        nonlocal collecting
+        collecting = threading.get_ident() if phase == "start" else 0
+
+    def close_noted(file: OpenFile) -> None:
+        if collecting == threading.get_ident() and not file._file.closed:
+            LEFT_OPEN.append(str(file.find_place()))
+        close(file)
+
+    gc.callbacks.append(note)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenFile, "close", close_noted)
+        yield
+        gc.collect()
+    gc.callbacks.remove(note)
+    check_left_open()
+
+
+@pytest.fixture(autouse=True)
+def closed_files() -> Iterator[None]:
+    """No test may leave files to the garbage collector, which closes them during another test."""
+    yield
+    check_left_open()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def command_host() -> Iterator[None]:
     """Ends the process that commands are forks of."""
     yield
@@ -153,6 +192,11 @@ def signal_handlers() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None:
             signal.signal(number, handler)
+
+
+def check_left_open() -> None:
+    left = [LEFT_OPEN.pop() for _ in range(len(LEFT_OPEN))]
+    assert not left, f"this test or an earlier one left files open: {left}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,7 +23,7 @@ def who_am_i(hub: HubServer, request: Request) -> Answer:
     if request.user is None:
         raise HubRefusalError(401, "Invalid username or password.")
     orgs = next(orgs for name, orgs in hub.users.values() if name == request.user)
-    token = {"role": "write", "displayName": "t"}
+    token = {"role": hub.roles.get(request.user, "write"), "displayName": "t"}
     named = [{"name": org} for org in orgs]
     document = {"type": "user", "name": request.user, "orgs": named}
     return Answer(200, document | {"auth": {"accessToken": token}})

@@ -100,6 +100,8 @@ class HubServer:
         self.max_file_bytes = max_file_bytes
         self.users: dict[str, tuple[str, tuple[str, ...]]] = {TOKEN: ("me", ("org",))}
         """Name and organisations, by token."""
+        self.roles: dict[str, str] = {}
+        """The roles of tokens, by name of their users; `write` if it has none."""
         self.gated: set[str] = set()
         self.log: list[Seen] = []
         self.before: list[tuple[re.Pattern[str], Callable[[], None]]] = []
