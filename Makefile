@@ -7,8 +7,7 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
-# On Linux the torch on PyPI brings CUDA along. To have the small CPU build instead:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+# On Linux the torch on PyPI brings CUDA along. The tutorial has a way to the small CPU build.
 TORCH := torch==2.13.0
 # A second environment, in which an older torch reads what the Checkpointer saved.
 OLD_TORCH := .venv-old-torch
@@ -16,11 +15,14 @@ OLD_TORCH_PINS := tests/roundtrip/stock_readers/requirements.txt
 # A third one, with pip-audit alone.
 AUDIT := .venv-audit
 AUDIT_PINS := .ci/audit-requirements.txt
+# A fourth one, with build, twine and uv.
+DIST := .venv-dist
+DIST_PINS := .ci/dist-requirements.txt
 # The tests of a file share what takes long to make: one worker runs them.
 PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python demo` overrides it.
-PYTHON ?= $(or $(shell for python in python3 python3.13 python3.12 python3.11; do \
+PYTHON ?= $(or $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	then echo $$python; break; fi; done),$(error Python 3.11 or newer is needed, none was found))
 
@@ -64,8 +66,37 @@ audit: ## Look for known vulnerabilities of the pinned packages
 	then $(AUDIT)/bin/python .ci/audit.py $(AUDIT)/bin/python; \
 	else echo "pip-audit cannot be installed: nothing was looked up"; fi
 
+.PHONY: dist
+dist: $(DIST)/.ready ## Build wheel and sdist into dist, and check what is in them
+	@$(DIST)/bin/python .ci/dist.py dist $(if $(RELEASE),--release)
+
+.PHONY: licences
+licences: $(VENV)/.dev ## List what is installed with ckptkit, with licences; dist/sbom.json as CycloneDX
+	@$(BIN)/python .ci/licences.py
+	@$(BIN)/python .ci/licences.py --cyclonedx dist/sbom.json
+
+.PHONY: test-lowest
+test-lowest: $(DIST)/.ready ## Quick tests with the oldest dependencies that pyproject.toml allows
+	@$(DIST)/bin/python .ci/test_versions.py lowest $(PYTHON) $(if $(MAY_SKIP),--may-skip)
+
+.PHONY: test-newest
+test-newest: $(DIST)/.ready ## Quick tests with the newest dependencies: make PYTHON=python3.13 test-newest
+	@$(DIST)/bin/python .ci/test_versions.py newest $(PYTHON)
+
+.PHONY: test-pythons
+test-pythons: $(DIST)/.ready ## The same with each later Python that is found here
+	@$(DIST)/bin/python .ci/test_versions.py newest each $(if $(MAY_SKIP),--may-skip)
+
 .PHONY: check
-check: lint types imports test test-slow ## All of the checks above
+check: lint types imports docs test test-slow ## All of the checks above
+
+.PHONY: docs
+docs: $(VENV)/.docs ## Build the documentation site into build/site; open build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+.PHONY: docs-serve
+docs-serve: $(VENV)/.docs ## Show the documentation site at http://127.0.0.1:8000, and follow changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 .PHONY: coverage
 coverage: $(VENV)/.dev ## Run every test and report branch coverage
@@ -92,6 +123,11 @@ chaos: $(VENV)/.dev ## Kills and faults at each system call: PARTS=disks,command
 	$(BIN)/python -m tests.campaigns.chaos $(if $(PARTS),--parts $(PARTS)) \
 		$(if $(SEED),--seed $(SEED)) $(if $(MOST),--most $(MOST)) $(if $(ONLY),--only '$(ONLY)')
 
+.PHONY: attacks
+attacks: $(VENV)/.dev ## Attacks by files, by other users of the machine (as root), and planted secrets
+	$(BIN)/python -m pytest tests/attacks tests/crash/test_other_users.py \
+		tests/cli/test_no_output_has_secrets.py $(PYTEST_ARGS)
+
 .PHONY: differential
 differential: $(VENV)/.dev ## Random models, meshes and savers against all readers: RUNS=200 SEED=1
 	$(BIN)/python -m tests.campaigns.differential \
@@ -106,12 +142,15 @@ gpu: $(VENV)/.dev ## Check and measure saves on a CUDA device, if there is one
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(OLD_TORCH) $(AUDIT) $(DIST) .venv-lowest .venv-newest runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
 		.hypothesis .import_linter_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The second form serves systems whose Python comes without ensurepip.
 $(VENV)/.created:
+	@if [ -e $(VENV)/pyvenv.cfg ]; then \
+		echo "$(VENV) was not made by make: remove it, or choose another: make VENV=.venv-make demo" >&2; \
+		exit 1; fi
 	@echo "building the virtual environment in $(VENV) (once)"
 	@$(PYTHON) -m venv --clear $(VENV) 2>/dev/null || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
@@ -132,6 +171,12 @@ $(AUDIT)/.ready: $(VENV)/.created $(AUDIT_PINS)
 		install -qq --timeout 15 --retries 1 --requirement $(AUDIT_PINS)
 	@touch $@
 
+$(DIST)/.ready: $(VENV)/.created $(DIST_PINS)
+	@$(PYTHON) -m venv --clear --without-pip $(DIST)
+	@$(BIN)/python -m pip --disable-pip-version-check --python $(DIST)/bin/python \
+		install -qq --requirement $(DIST_PINS)
+	@touch $@
+
 # torch goes first and alone, so that what depends on it finds this release and keeps it.
 $(VENV)/.torch: $(VENV)/.created constraints.txt
 	@echo "installing $(TORCH) (the first time this takes a while)"
@@ -147,4 +192,9 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing the tools for tests and checks"
 	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "installing what builds the documentation"
+	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@

@@ -4,8 +4,9 @@ Usage: python benchmarks/simulated_scale.py [--models gpt-175b,llama-405b,gpt-1t
 
 Shapes, chunks and sizes are those of the models, in float32; the data files are holes, since
 planning looks at their sizes and reads none of them. What is printed are the tables of
-docs/scale.md: what planning takes here, and how long the bytes take at given bandwidths. With a
-star it is not the nodes that limit them, but the file system, or how many requests S3 answers.
+docs/reference/scale.md: what planning takes here, and how long the bytes take at given bandwidths.
+With a star it is not the nodes that limit them, but the file system, or how many requests S3
+answers.
 """
 
 from __future__ import annotations
