@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -53,10 +54,12 @@ def save_logits(
         np.save(destination, logits.numpy())
 
 
-def say(text: str) -> None:
+def say(text: str, rank: int = 0) -> None:
     """Prints on one rank."""
-    if dist.get_rank() == 0:
-        print(f"     {text}", flush=True)
+    if dist.get_rank() == rank:
+        # print() writes the line and its end apart if Python is unbuffered, and ranks would mix.
+        sys.stdout.write(f"     {text}\n")
+        sys.stdout.flush()
 
 
 def leave() -> None:
@@ -69,9 +72,10 @@ def run(folder: Path, die_at: int | None) -> None:
     """Trains to the last step, from wherever an earlier try got to."""
     tokenizer = make_tokenizer()
     model = LlamaForCausalLM(make_config(tokenizer))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # on a machine with GPUs too
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3, betas=(0.9, 0.95))
     state = {"model": model, "optimizer": optimizer}
     torch.manual_seed(dist.get_rank())  # every rank draws its own windows
@@ -91,7 +95,7 @@ def run(folder: Path, die_at: int | None) -> None:
                 handle = checkpointer.save(step, state, metrics={"loss": loss})
                 say(f"step {step:2}   saving, blocked {handle.blocked_seconds * 1e3:.1f} ms")
             if step == die_at and not done and dist.get_rank() == 1:
-                print("     rank 1 is killed in the middle of this save", flush=True)
+                say("rank 1 is killed in the middle of this save", rank=1)
                 os.kill(os.getpid(), signal.SIGKILL)
     save_logits(model, tokenizer, folder / "live_logits.npy")
 
