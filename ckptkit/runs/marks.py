@@ -83,8 +83,12 @@ def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
     if file is None:
         return None
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
-    file.truncate(0)
-    file.write_at(0, memoryview(text))
+    try:
+        file.truncate(0)
+        file.write_at(0, memoryview(text))
+    except BaseException:
+        file.close()
+        raise
     return RunLock(file)
 
 
@@ -250,14 +254,18 @@ def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> FileLocks | None:
         system has no locks, the mark is empty.
     """
     taken: list[OpenFile] = []
-    for path in paths if disk.locks else ():
-        file = _opened_for_claim(path, disk)
-        if file is None:
-            continue
-        taken.append(file)
-        if _locks(file, path, shared=False) is False:
-            FileLocks(taken).close()
-            return None
+    try:
+        for path in paths if disk.locks else ():
+            file = _opened_for_claim(path, disk)
+            if file is None:
+                continue
+            taken.append(file)
+            if _locks(file, path, shared=False) is False:
+                FileLocks(taken).close()
+                return None
+    except BaseException:
+        FileLocks(taken).close()
+        raise
     return FileLocks(taken)
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,19 @@ def test_who_comes_while_a_step_is_removed_is_told_so(run: Path) -> None:
     with taken, pytest.raises(MissingFileError, match="removed"):
         hold([marker])
     hold([marker]).close()
+
+
+def test_an_interrupt_while_files_are_claimed_leaves_none_locked(run: Path) -> None:
+    marker = run / "checkpoint-100" / MANIFEST_NAME
+
+    def paths() -> Iterator[Path]:
+        yield marker
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        claim(paths())
+    hold([marker]).close()  # while the traceback still refers to the locked file
+    assert interrupt.value.__traceback__ is not None
 
 
 def test_a_step_whose_push_has_begun_stays(run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -265,6 +266,18 @@ def test_a_file_system_without_locks_gets_a_warning(
     assert RunFolder(tmp_path).lock() is None
     assert "has no locks" in caplog.text
     assert run_is_live(tmp_path) is None
+
+
+def test_a_lock_whose_owner_cannot_be_written_is_released(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as failure:
+            take_run_lock(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert run_is_live(tmp_path) is False  # while the traceback still refers to the file
+    assert failure.value.__traceback__ is not None
 
 
 def test_a_platform_without_locks_has_none(tmp_path: Path) -> None:
