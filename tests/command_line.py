@@ -21,9 +21,10 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +36,16 @@ _PACKAGES = ("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.for
 LIMIT_SECONDS = 120
 ENTRIES = ("main", "parameters")  # of the program that is asked for names
 Result = subprocess.CompletedProcess[str]
+
+
+@contextmanager
+def started(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Starts a process, and kills it at the end, which may be that of a test that failed."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class _CommandHost:

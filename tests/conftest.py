@@ -35,6 +35,11 @@ gc.disable()  # until all is imported, most of which stays: see `pytest_collecti
 END = "-----END CERTIFICATE-----\n"
 LEFT_OPEN: list[str] = []
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# A shell in the background ignores SIGINT, and nohup SIGHUP; commands of tests would do so too.
+for number in HANDLED:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        usual = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, usual)
 
 # Machines that run tests are shared and slow by turns: a deadline would fail for no fault of
 # ours. A failing example is printed so that it can be replayed anywhere.

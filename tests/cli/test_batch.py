@@ -22,7 +22,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.places import Place
 from ckptkit_cli._application import make_application
 from ckptkit_cli.batch.jobs import read_jobs
-from tests.command_line import Result, run_command
+from tests.command_line import Result, run_command, started
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 
@@ -137,9 +137,7 @@ def test_a_batch_that_is_terminated_takes_its_jobs_along(tmp_path: Path) -> None
     ] * 500
     (tmp_path / "jobs").write_text(written(*jobs))
     command = [sys.executable, "-m", "ckptkit_cli", "batch", str(tmp_path / "jobs"), "--jobs", "2"]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as batch:
+    with started(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as batch:
         assert batch.stdout is not None
         assert json.loads(batch.stdout.readline())["exit_status"] == 0
         tasks = list(Path(f"/proc/{batch.pid}/task").glob("*/children"))
@@ -158,9 +156,7 @@ def test_a_batch_that_is_terminated_takes_its_jobs_along(tmp_path: Path) -> None
 def test_a_job_ends_when_its_batch_is_killed(tmp_path: Path) -> None:
     """The job's stdin is open for as long as the batch lives; here the test is the batch."""
     command = [sys.executable, "-P", "-m", "ckptkit_cli.batch.child"]
-    with subprocess.Popen(
-        command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as job:
+    with started(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
         assert job.stdin is not None
         fifo = tmp_path / "jobs"
         os.mkfifo(fifo)  # whoever reads it waits for a writer, who never comes

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.command_line import Result, run_command
+from tests.command_line import Result, run_command, started
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -478,7 +478,7 @@ def test_a_signal_leaves_nothing_behind(
     signals: Sequence[signal.Signals], status: int, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", SLOW, "consolidate", str(LLAMA), str(tmp_path / "a" / "out")]
-    with subprocess.Popen(
+    with started(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None

@@ -28,7 +28,7 @@ from ckptkit.serving.served_folder import FolderReader
 from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
 from ckptkit_cli._application import make_application
-from tests.command_line import run_command
+from tests.command_line import run_command, started
 from tests.s3_client import client_of
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -42,22 +42,19 @@ ADAPTER = FIXTURES / "peft_qdora_fsdp2_ckptkit" / "checkpoint"
 def running(*words: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """Runs a server; yields its process, and its events until it is ready, by their names."""
     command = [sys.executable, "-m", "ckptkit_cli", "serve", *map(str, words), "--json"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            events: dict[str, Any] = {}
-            while "serving" not in events:
-                event = json.loads(next_line(process))
-                events[event["event"]] = event
-            yield process, events
-        finally:
-            process.kill()
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        events: dict[str, Any] = {}
+        while "serving" not in events:
+            event = json.loads(next_line(process))
+            events[event["event"]] = event
+        yield process, events
 
 
 def next_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
-    return process.stdout.readline()
+    line: str = process.stdout.readline()
+    assert line, process.communicate()
+    return line
 
 
 def keys_of(client: Any) -> list[str]:
@@ -68,9 +65,7 @@ def keys_of(client: Any) -> list[str]:
 def test_what_is_shown_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptkit_cli", "serve", str(STEP), "--name", "llama"]
     command += ["--access-key", "A+b=", "--secret-key", 'it\'s a $(secret); "quoted"']
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         lines: list[str] = []
         while not lines or "Ctrl-C" not in lines[-1]:
             lines.append(next_line(process))

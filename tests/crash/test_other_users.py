@@ -40,6 +40,7 @@ from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
 from ckptkit.training import Checkpointer
 from ckptkit.training.load import node_memory
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
+from tests.command_line import started
 from tests.other_user import NOBODY, as_nobody, can_be_read, needs_root, open_folder
 
 pytestmark = [needs_root, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
@@ -311,7 +312,7 @@ def test_memory_that_another_user_offers_is_not_taken() -> None:
         "socket.send_fds(client, [b'0'], [memory]); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, abstract_address(name).encode().hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         began = time.monotonic()
@@ -372,7 +373,7 @@ def words_of(process: int) -> str:
 @pytest.mark.parametrize("words", [[], ["--access-key", "AK", "--secret-key-from", "MY_KEY"]])
 def test_the_list_of_processes_shows_no_key_of_a_server(words: list[str]) -> None:
     command = [sys.executable, "-m", "ckptkit_cli", "serve", str(STEP), *words, "--json"]
-    with subprocess.Popen(
+    with started(
         command, stdout=subprocess.PIPE, text=True, env=os.environ | {"MY_KEY": SECRET}
     ) as process:
         assert process.stdout is not None

@@ -37,6 +37,7 @@ from ckptkit.serving import connections as connections_module
 from ckptkit.serving import reading as reading_module
 from ckptkit.serving import server as server_module
 from ckptkit.serving.serving import ServeEvent, Serving
+from tests.command_line import started
 from tests.object_store import Bucket, ObjectStore
 from tests.s3_client import client_of
 from tests.sharded import write_sharded
@@ -495,7 +496,7 @@ def test_more_clients_than_buffers_all_get_their_bytes(source: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_server_that_ends_leaves_no_body_that_looks_whole(source: Path, number: int) -> None:
     command = [sys.executable, "-m", "ckptkit_cli", "serve", str(source), "--names", "live"]
-    with subprocess.Popen(
+    with started(
         [*command, "--name", "m", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None

@@ -18,7 +18,7 @@ import torch
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
-from tests.command_line import run_command
+from tests.command_line import run_command, started
 from tests.object_store import Bucket, Fault, ObjectStore
 from tests.sharded import write_sharded
 from tests.small_deltas import model_bytes
@@ -305,7 +305,7 @@ def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
     bucket.clear()
     into, options = f"{bucket.url}/weights", object_store.arguments("--dst-option")
     words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--delta", "10"]
-    with subprocess.Popen(
+    with started(
         [sys.executable, "-m", "ckptkit_cli", *words, *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -333,7 +333,7 @@ def test_a_place_that_another_machine_may_still_write_to_is_waited_for(
     bucket.put(f"{place}/.ckptkit-commit", json.dumps(claim).encode())
     bucket.put(f"{place}/model.safetensors", b"of a commit that was killed")
     words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--json"]
-    with subprocess.Popen(
+    with started(
         [sys.executable, "-m", "ckptkit_cli", *words, *options], stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None

@@ -22,6 +22,7 @@ from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, open_journal
 from ckptkit.runs.run_paths import LocalRun, hold_step
 from ckptkit.runs.save_order import Retention
 from ckptkit.writer.commit import clear
+from tests.command_line import started
 from tests.made_up_runs import save_step, save_stock_step
 
 
@@ -117,7 +118,7 @@ def test_a_step_that_another_process_uses_stays_until_that_is_killed(run: Path) 
         "with hold_step(sys.argv[1]):\n    print('held', flush=True); time.sleep(600)"
     )
     command = [sys.executable, "-c", program, str(run / "checkpoint-300")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as reader:
+    with started(command, stdout=subprocess.PIPE) as reader:
         assert reader.stdout is not None
         assert reader.stdout.readline() == b"held\n"
         ckptkit.prune(run, keep_last=1)

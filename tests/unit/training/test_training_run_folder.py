@@ -21,6 +21,7 @@ from ckptkit.runs.marks import ask_for_save, run_is_live, take_run_lock
 from ckptkit.runs.save_order import Retention, steps_to_remove
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training.run_folders import RunFolder, saved_steps
+from tests.command_line import started
 
 
 def commit(run: RunFolder, step: int, /, **changes: Any) -> Path:
@@ -217,7 +218,7 @@ time.sleep(60)
 
 
 def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
-    with subprocess.Popen(
+    with started(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as job:
         assert job.stdout is not None
