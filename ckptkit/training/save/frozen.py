@@ -309,12 +309,14 @@ class VersionWatch:
         local: Its elements, kept alive so that no other tensor gets their address.
         tensors: Those whose version counters are compared.
         versions: How often each of them was changed in place; None where torch does not count.
+        alive: References that call back when one of the tensors is gone.
     """
 
     key: str
     local: torch.Tensor
     tensors: Watched
     versions: tuple[int, ...] | None
+    alive: tuple[weakref.ref[torch.Tensor], ...]
 
     @classmethod
     def of(cls, piece: Piece, *, forget: Callable[[], object]) -> VersionWatch:
@@ -328,16 +330,16 @@ class VersionWatch:
         def gone(_: weakref.ref[torch.Tensor]) -> None:
             forget()
 
-        living = [tensor for ref in piece.watched if (tensor := ref()) is not None]
-        refs = tuple(weakref.ref(tensor, gone) for tensor in living)
-        return cls(piece.key, piece.local, refs, _versions(piece))
+        living = [part for tensor in piece.watched if (part := tensor.alive()) is not None]
+        alive = tuple(weakref.ref(part, gone) for part in living)
+        return cls(piece.key, piece.local, piece.watched, _versions(piece), alive)
 
     def still_holds(self, piece: Piece) -> bool:
         """Whether a piece has the same elements in the same memory, not changed by torch."""
         return (
             self.versions is not None
             and self.versions == _versions(piece)
-            and all(a() is b() for a, b in zip(self.tensors, piece.watched, strict=True))
+            and all(a.is_same(b) for a, b in zip(self.tensors, piece.watched, strict=True))
             and memory_layout(self.local) == memory_layout(piece.local)
         )
 
@@ -367,11 +369,8 @@ def _status(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _versions(piece: Piece) -> tuple[int, ...] | None:
-    """Returns the version counters, None where they are not known; the parameter comes first."""
-    tensors = [ref() for ref in piece.watched]
-    if tensors[0] is None or tensors[0].requires_grad:
-        return None
+    """Returns the version counters, None where they are not known."""
     try:
-        return tuple(-1 if tensor is None else tensor._version for tensor in tensors)  # noqa: SLF001 - there is no public way
+        return tuple(tensor.alias._version for tensor in piece.watched)  # noqa: SLF001 - there is no public way
     except RuntimeError:  # made in inference mode, where nothing is counted
         return None

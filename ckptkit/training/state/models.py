@@ -6,7 +6,6 @@ It is looked at outside of the caller's modes of torch: see `plain_torch`.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, memory_layout
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes
 from ckptkit.training.state.fsdp import (
     FlatUnit,
     cast_buffers,
@@ -41,62 +40,11 @@ from ckptkit.training.state.pieces import (
     Replicas,
     ShardLayout,
     Watched,
-    watched_by,
 )
 from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Structure, take_apart
+from ckptkit.training.state.tensor_changes import Stamp, detach_local, watched_by
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """Some tensors, which are not kept alive, and the memory of their elements.
-
-    Attributes:
-        tensors: References that call back when a tensor is gone.
-        places: Address, shape, strides and type of this rank's elements.
-    """
-
-    tensors: tuple[weakref.ref[torch.Tensor], ...]
-    places: tuple[tuple[Any, ...] | None, ...]
-
-    @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], *, forget: Callable[[], object]) -> Stamp:
-        """Returns the stamp of tensors as they are now.
-
-        Args:
-            tensors: Those of training.
-            forget: A method, itself not kept alive, that is called once any of them is gone: it
-                has to drop the pieces of them, which keep their memory alive.
-        """
-        method = weakref.WeakMethod(forget)
-
-        def gone(_: weakref.ref[torch.Tensor]) -> None:
-            living = method()
-            if living is not None:
-                living()
-
-        return cls(
-            tuple(weakref.ref(tensor, gone) for tensor in tensors),
-            tuple(map(memory_layout, tensors)),
-        )
-
-    def still_holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the same tensors in the same memory."""
-        return (
-            len(tensors) == len(self.tensors)
-            and all(map(operator.is_, tensors, [ref() for ref in self.tensors]))
-            and all(map(operator.eq, map(memory_layout, tensors), self.places))
-        )
-
-
-def detach_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part as an object of its own, so that one can see the tensor go.
-
-    Its shape and strides stay what they are, whatever is done to the tensor in place.
-    """
-    local = local_part(tensor)
-    return local.detach() if local is tensor else local
 
 
 @dataclass(frozen=True, slots=True)

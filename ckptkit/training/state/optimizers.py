@@ -39,9 +39,8 @@ from ckptkit.training.state.dtensors import (
     Meshes,
     inner_tensors,
     is_composed,
-    local_part,
 )
-from ckptkit.training.state.models import ModelView, Stamp, detach_local
+from ckptkit.training.state.models import ModelView
 from ckptkit.training.state.objects import flatten, make_object
 from ckptkit.training.state.pieces import (
     ObjectValue,
@@ -53,6 +52,7 @@ from ckptkit.training.state.pieces import (
 )
 from ckptkit.training.state.rank_bound import ParameterState
 from ckptkit.training.state.structures import Leaf, Structure, take_apart
+from ckptkit.training.state.tensor_changes import Stamp, detach_local
 
 STATE = "state"
 GROUPS = "param_groups"
@@ -411,7 +411,7 @@ class _Walk:
             names = (*path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = meshes.slot(".".join(map(str, names)), leaf.value, ranks)
-                self.collected.pieces += slot.pieces(self._unit, names, local_part(leaf.value))
+                self.collected.pieces += slot.pieces(self._unit, names, detach_local(leaf.value))
             elif ranks.own == 0:
                 self._keep(names, leaf)
 

@@ -22,7 +22,6 @@ from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Shape, Span
 from ckptkit.writer.messages import Inline
 
-Watched = tuple[weakref.ref[torch.Tensor], ...]
 Entry = tuple[str, KeyPath]
 """The DCP directory of a tensor, and its key path there."""
 
@@ -43,6 +42,29 @@ class Replicas:
     spread: bool = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WatchedTensor:
+    """A tensor of a weight that is not trained, which is not kept alive itself.
+
+    Attributes:
+        alias: Has its elements and its version counter.
+        alive: A reference to an object that ends with the tensor.
+        identity: Its `id`, which another tensor may get once it has ended.
+    """
+
+    alias: torch.Tensor
+    alive: weakref.ref[torch.Tensor]
+    identity: int
+
+    def is_same(self, other: WatchedTensor) -> bool:
+        """Whether both are one tensor, which is still there."""
+        living = self.alive()
+        return living is not None and living is other.alive() and self.identity == other.identity
+
+
+Watched = tuple[WatchedTensor, ...]
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Piece:
     """The part of one tensor that is on this rank.
@@ -59,7 +81,7 @@ class Piece:
         replicas: Which other ranks hold the same elements.
         aliases: Further key paths in the same unit under which the same tensor is known (ties).
         watched: Of weights that are not trained: the tensors whose version counters show whether
-            the elements were changed all the same. They are not kept alive.
+            the elements were changed all the same.
     """
 
     unit: str
@@ -232,25 +254,6 @@ def whole_layout(
 ) -> ShardLayout:
     shape = tuple(tensor.shape)
     return ShardLayout(fqn, shape, whole_places(shape), shape, replicas, values)
-
-
-def watched_by(
-    parameter: torch.Tensor, *further: torch.Tensor, tied: Sequence[torch.Tensor] = ()
-) -> Watched:
-    """Returns the tensors that show changes of a frozen parameter; none if it is trained.
-
-    Args:
-        parameter: The parameter, or any other tensor of a model.
-        further: Others through which its elements may be changed, or that are frozen if it is, such
-            as the scales of a packed weight.
-        tied: Others of the model that are the same tensor: where one is trained, all are.
-    """
-    if not isinstance(parameter, torch.nn.Parameter):
-        return ()
-    if any(tensor.requires_grad for tensor in (parameter, *tied)):
-        return ()
-    others = [tensor for tensor in (*tied, *further) if tensor is not parameter]
-    return tuple(map(weakref.ref, (parameter, *others)))
 
 
 def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:

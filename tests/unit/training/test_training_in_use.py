@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -263,3 +264,31 @@ def test_a_parameter_that_is_given_before_the_first_pass_is_saved(tmp_path: Path
         model(INPUTS)
         assert_holds(checkpointer.save(2, {"model": model}).result(60), expected_of(model))
     assert not expected_of(model)["first.weight"].any()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_model_is_moved_and_cast_between_saves_as_without_them(
+    frozen: bool, tmp_path: Path
+) -> None:
+    """torch swaps the contents of DTensors then, which must have no weak references."""
+    model = by_fsdp2()
+    model.first.requires_grad_(not frozen)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.second.parameters())}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).result()
+        assert_holds(tmp_path / "checkpoint-1", expected_of(model))
+        model.cpu()
+        checkpointer.save(2, state).result()
+        assert_holds(tmp_path / "checkpoint-2", expected_of(model))
+        storages = [weakref.ref(storage_of(tensor)) for tensor in model.parameters()]
+        model.double()
+        assert [storage() for storage in storages] == [None] * len(storages)
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.add_(1)
+        checkpointer.save(3, state).result()
+    assert_holds(tmp_path / "checkpoint-3", expected_of(model))
+
+
+def storage_of(tensor: Any) -> Any:
+    return tensor.to_local().untyped_storage()
