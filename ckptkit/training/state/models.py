@@ -180,12 +180,14 @@ class ModelWalk:
         return view, {id(value) for _, value in entries}
 
     def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
-        """Returns the names and training flags of all tensors of the model, and the tensors."""
+        """Returns the names and flags of all tensors of the model, and the tensors."""
         names: list[object] = []
         trained: list[bool] = []
         tensors: list[torch.Tensor] = []
         for module in self._structure.modules:
             parameters, buffers, _ = members_of(module)
+            if buffers:  # which are saved unless they are in this set
+                names.append(frozenset(module._non_persistent_buffers_set))  # noqa: SLF001
             for members in (parameters, buffers):
                 for name, tensor in members.items():
                     if tensor is None:

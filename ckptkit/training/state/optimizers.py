@@ -201,8 +201,8 @@ class _Inputs(NamedTuple):
     """What the pieces of an optimizer depend on.
 
     Attributes:
-        place: The identities of the looks at the models and of the parameters, and the names of
-            the values.
+        place: The identities of the looks at the models and of the parameters, those that have a
+            state with how much there is in it, and the names of the values.
         values: Of the parameters' states, composed tensors taken apart.
     """
 
@@ -213,13 +213,16 @@ class _Inputs(NamedTuple):
     def of(cls, optimizer: Optimizer, views: Sequence[ModelView]) -> _Inputs:
         # The parameters of a look that is still the same are still there.
         identities = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        owners: list[tuple[int, int]] = []
         names: list[str] = []
         values: list[Any] = []
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
             if isinstance(state, dict):
+                owners.append((id(parameter), len(state)))
                 names += state
                 values += state.values()
             else:
+                owners.append((id(parameter), -1))
                 values.append(state)
         plain: list[Any] = []
         for value in values:
@@ -227,7 +230,7 @@ class _Inputs(NamedTuple):
                 plain += [inner for _, inner in inner_tensors(value)]
             else:
                 plain.append(value)
-        return cls((tuple(map(weakref.ref, views)), identities, names), plain)
+        return cls((tuple(map(weakref.ref, views)), identities, owners, names), plain)
 
 
 def _wait_for_pages(values: Sequence[object]) -> None:

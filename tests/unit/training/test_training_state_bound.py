@@ -287,6 +287,28 @@ def test_states_of_parameters_that_an_optimizer_no_longer_has_are_left_out() -> 
     assert keys == {f"optimizer.state.weight.{name}" for name in ("step", "exp_avg", "exp_avg_sq")}
 
 
+def test_a_state_that_another_parameter_has_got_is_saved_under_its_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    first, second = model.parameters()
+    optimizer.state[first]["momentum_buffer"] = torch.ones(2, 2)
+    bound = bind({"model": model, "optimizer": optimizer}, layout="dcp", rank=0, world_size=1)
+    assert "optimizer.state.0.weight.momentum_buffer" in keys_of(bound)
+    optimizer.state[second] = optimizer.state.pop(first)
+    assert "optimizer.state.1.weight.momentum_buffer" in keys_of(bound)
+
+
+def test_a_buffer_is_saved_once_it_is_persistent_and_no_longer_if_it_is_not() -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("table", torch.ones(2), persistent=False)
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    assert "table" not in keys_of(bound)
+    model._non_persistent_buffers_set.discard("table")
+    assert "table" in keys_of(bound)
+    model._non_persistent_buffers_set.add("table")
+    assert "table" not in keys_of(bound)
+
+
 def test_two_states_with_the_same_objects_have_the_same_leaves() -> None:
     first, second, plain = nn.Linear(1, 1), nn.Linear(1, 1), {"n": 1}
     one = leaves({"model": [first, second], "extra": plain}, "dcp")
