@@ -137,7 +137,10 @@ def _overlap(first: Box, second: Box) -> bool:
 
 KeyPath = tuple[str | int, ...]
 _COLUMNS = 5  # offsets, sizes, file, start, length; the first three are indices into tables
-_HINT = "this is a bug of ckptkit or two jobs use one directory; the next save is not affected"
+_HINT = (
+    "pass the same models on all ranks, and use one directory for each job; otherwise this is a bug"
+    " of ckptkit; the next save is not affected"
+)
 _PARTS_HINT = (
     "if ranks hold different parts of a model, as stages of a pipeline, give the parts different"
     " names, and wrap each in fully_shard or DDP on its own ranks"
@@ -184,6 +187,7 @@ class Merger:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._units: dict[str, _UnitMerger] = {}
+        self._values: dict[str, int] = {}  # the lowest rank that has each
 
     def add(self, record: RankRecord, *, where: str) -> None:
         """Adds the record of a rank.
@@ -199,6 +203,8 @@ class Merger:
                 hint=_HINT,
             )
         sizes = {file.path: file.size_bytes for file in record.files}
+        for value in record.values:
+            self._values[value] = min(record.rank, self._values.get(value, record.rank))
         for part in record.dispensable:
             unit = self._units.setdefault(part.unit, _UnitMerger(part.unit))
             unit.may_lack(part, f"rank {record.rank}: {part.problem}" if part.problem else "")
@@ -222,6 +228,9 @@ class Merger:
         """
         units = {name: unit.result() for name, unit in self._units.items()}
         lost = {k: v for unit in self._units.values() for k, v in unit.lost.items()}
+        for value, rank in sorted(self._values.items()):
+            if rank > 0:
+                lost[value] = f"rank {rank} passed it, and rank 0, which writes it, did not"
         empty = tuple(
             name
             for name, unit in units.items()

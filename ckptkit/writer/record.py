@@ -10,12 +10,14 @@ It is a JSON document, by convention at `.ranks/R.json` in the attempt's folder:
         "data_files": ["__R_0.distcp", ...],
         "expected": [[path], ...]}},
      "dispensable": [{"name": "...", "unit": UNIT, "path": [...], "problem": ""}],
+     "values": ["...", ...],
      "files": [{"path": "...", "size_bytes": n, "crc32": c}]}
 
 `tensor` is an index into `tensors` and `file` one into `data_files`; start and length are bytes of
 an archive, offsets and sizes elements. `expected` names tensors that the rank holds and another
 one writes. What is `dispensable` does not fail the step when it cannot be saved: then `problem`
-says why, and nothing below its path is taken from any rank. `crc32` is null for data files, whose
+says why, and nothing below its path is taken from any rank. `values` are entries of the state that
+rank 0 alone writes, if it has them. `crc32` is null for data files, whose
 archives have their own.
 """
 
@@ -75,6 +77,7 @@ class RankRecord:
         units: The content of each directory; checked when merged.
         files: All files of the rank, without the record itself.
         dispensable: What the step may lack.
+        values: The names of entries that rank 0 writes for all ranks.
     """
 
     rank: int
@@ -83,6 +86,7 @@ class RankRecord:
     units: Mapping[str, Mapping[str, Any]]
     files: tuple[WrittenFile, ...]
     dispensable: tuple[RecordedOptional, ...] = ()
+    values: tuple[str, ...] = ()
 
 
 def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
@@ -106,6 +110,7 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
                 )
                 for part in document.get("dispensable", ())
             ),
+            values=tuple(map(str, document.get("values", ()))),
         )
     except FormatError:
         raise

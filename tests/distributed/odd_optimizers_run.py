@@ -1,4 +1,4 @@
-"""Runs under torchrun: low-bit optimizers of bitsandbytes and torchao, and one that fails.
+"""Runs under torchrun: low-bit optimizers of bitsandbytes and torchao, and what one rank lacks.
 
 Usage: odd_optimizers_run.py FOLDER, on 2 ranks. Each case trains, saves, goes on; then a fresh
 state resumes, goes on likewise and has to be equal to the last bit. FOLDER is left for resumes
@@ -176,6 +176,18 @@ def loses_no_model(folder: Path, layout: Any) -> None:
     sys.stdout.write(f"KEPT {layout} {dist.get_rank()}\n")
 
 
+def misses_no_value(folder: Path) -> None:
+    """Rank 0 writes what all ranks have; here it has not got one of the values."""
+    state: State = {"model": network(), "seen": [1, 2]}
+    with Checkpointer(folder / "values") as checkpointer:
+        assert not checkpointer.save(1, state).report(60).lost
+        if dist.get_rank() == 1:
+            state["notes"] = {"a": 1}
+        lost = checkpointer.save(2, state).report(60).lost
+    assert list(lost) == ["notes"], lost
+    sys.stdout.write(f"MISSED {dist.get_rank()} {lost['notes']}\n")
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     dist.init_process_group("gloo")
@@ -185,6 +197,7 @@ def main() -> None:
             goes_on(checkpointer, folder / "run", case)
     for layout in ("accelerate", "dcp"):
         loses_no_model(folder, layout)
+    misses_no_value(folder)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

@@ -168,6 +168,7 @@ class SaveSlot:
             step=save.attempt.step,
         )
         record["dispensable"] = list(holdings.dispensable)
+        record["values"] = list(holdings.values)
         small = (*inline, *holdings.files)
         save.handle.blocked_seconds = time.perf_counter() - save.began
         write = partial(self._write, save, last, staged, small, record)

@@ -135,7 +135,11 @@ class BoundState:
             data = torch_archive(tables_of(collected.structures))
             files.append(Inline(step_names.values_file(self.rank), data))
         return Holdings(
-            tuple(collected.pieces), tuple(collected.objects), tuple(files), tuple(dispensable)
+            tuple(collected.pieces),
+            tuple(collected.objects),
+            tuple(files),
+            tuple(dispensable),
+            tuple({other.key: None for other in self.others if other.kind not in _PER_RANK}),
         )
 
     def pieces(self) -> tuple[Piece, ...]:

@@ -155,12 +155,14 @@ class Holdings:
         dispensable: The entries without which the step is still worth having, optimizers, as JSON:
             the `name` in messages, the DCP directory (`unit`), what all its key paths begin with
             (`path`), and why this rank cannot save it (`problem`; empty if it can).
+        values: The names of the entries that rank 0 writes for all ranks.
     """
 
     pieces: tuple[Piece, ...]
     objects: tuple[ObjectValue, ...] = ()
     files: tuple[Inline, ...] = ()
     dispensable: tuple[Mapping[str, Any], ...] = ()
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

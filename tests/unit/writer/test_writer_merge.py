@@ -166,3 +166,24 @@ def test_a_rank_of_another_world_is_refused() -> None:
     data = json.dumps(record(0) | {"files": []}).encode()
     with pytest.raises(FormatError, match="found one of 2"):
         merger.add(parse_record(data, where="0.json"), where="0.json")
+
+
+@pytest.mark.parametrize(
+    ("values", "missed"),
+    [
+        ([["a"], ["a", "b"]], {"b": 1}),
+        ([["a", "b"], []], {}),
+        ([[], ["a"], ["a", "b"]], {"a": 1, "b": 2}),
+        ([["a"], ["a"]], {}),
+    ],
+)
+def test_values_that_rank_0_lacks_are_missed(
+    values: list[list[str]], missed: dict[str, int]
+) -> None:
+    merger = Merger(len(values))
+    for rank, names in reversed(list(enumerate(values))):
+        document = record(rank, len(values)) | {"values": names}
+        data = record_bytes(document, [WrittenFile(f"__{rank}_0.distcp", 200, None)])
+        merger.add(parse_record(data, where="x"), where="x")
+    found = {name: reason.split()[1] for name, reason in merger.result().lost.items()}
+    assert found == {name: str(rank) for name, rank in missed.items()}
