@@ -20,10 +20,12 @@ Source: `torch.distributed.checkpoint.state_dict._flatten_optim_state_dict` of t
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +86,7 @@ def below(paths: Iterable[KeyPath], start: KeyPath, part: str) -> Iterator[tuple
             yield (name, last, *path[depth + 1 :]), path
 
 
+logger = logging.getLogger(__name__)
 _STATE_HINT = "use an optimizer that keeps tensors and plain values"
 
 
@@ -110,6 +113,8 @@ class OptimizerWalk:
         """
         self._optimizer = optimizer
         self._place = unit, path, world, where
+        if world.own == 0:
+            _check_state_dict(optimizer)
         self._kept: tuple[_States, tuple[Any, ...], Stamp] | None = None
 
     def states(self, views: Sequence[ModelView]) -> list[Piece]:
@@ -137,6 +142,7 @@ class OptimizerWalk:
                 stay where they are.
         """
         optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
+        _check_inner_optimizers(optimizer, self._place[-1])
         now = _Inputs.of(optimizer, views)
         if rank_bound.is_paged(optimizer):
             _wait_for_pages(now.values)
@@ -231,6 +237,43 @@ class _Inputs(NamedTuple):
             else:
                 plain.append(value)
         return cls((tuple(map(weakref.ref, views)), identities, owners, names), plain)
+
+
+def _check_inner_optimizers(optimizer: Optimizer, where: str) -> None:
+    """Refuses an optimizer that keeps state in others, of which a save would have nothing."""
+    for name, value in vars(optimizer).items():
+        members: Iterable[object] = (value,)
+        if isinstance(value, dict):
+            members = value.values()
+        elif isinstance(value, list | tuple):
+            members = value
+        if any(isinstance(one, Optimizer) and one.state is not optimizer.state for one in members):
+            raise UnsupportedError(
+                f"a {type(optimizer).__name__} was found that keeps its state in other optimizers,"
+                f" those of its attribute {name!r}",
+                where=where,
+                hint="pass these instead of it, several as a list",
+            )
+
+
+_WITHOUT_OWN_STATE = ("torch.optim.", "accelerate.", "bitsandbytes.", "torchao.", "transformers.")
+"""Packages whose `state_dict` has nothing that is not in `state` and `param_groups`."""
+
+
+def _check_state_dict(optimizer: Optimizer) -> None:
+    """Warns of a class whose `state_dict` may have more than is saved."""
+    owner = next(base for base in type(optimizer).__mro__ if "state_dict" in vars(base))
+    if not owner.__module__.startswith(_WITHOUT_OWN_STATE):
+        _warn_of_state_dict(owner.__name__)
+
+
+@lru_cache  # once each, although a state is bound by every Checkpointer
+def _warn_of_state_dict(name: str) -> None:
+    logger.warning(
+        "the state_dict() of %s is not called: what it has besides `state` and `param_groups`"
+        " is neither saved nor resumed",
+        name,
+    )
 
 
 def _wait_for_pages(values: Sequence[object]) -> None:

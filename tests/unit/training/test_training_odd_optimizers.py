@@ -369,3 +369,74 @@ def test_paged_state_is_copied_when_devices_are_done_and_comes_back_into_pages(
 def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unfit_optimizer"):
         Checkpointer(tmp_path, unfit_optimizer="ignore")  # type: ignore[arg-type]
+
+
+class Container(torch.optim.Optimizer):
+    """Several optimizers as one, as torchtitan's container is; the state is in these."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.optimizers = [torch.optim.AdamW([p], lr=lr) for p in parameters]
+        groups = [group for inner in self.optimizers for group in inner.param_groups]
+        super().__init__(groups, {"lr": lr})
+
+    def step(self, _: Any = None) -> Any:
+        for inner in self.optimizers:
+            inner.step()
+
+
+class Telling(torch.optim.SGD):
+    """Keeps a number besides the states of parameters."""
+
+    steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+
+class Around(torch.optim.Optimizer):
+    """Has the state of another one as its own, as accelerate's wrapper has."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+
+def test_an_optimizer_with_its_state_in_others_is_not_taken_for_one_without(tmp_path: Path) -> None:
+    state = state_of(Container)
+    train(state, 2)
+    lost = save(tmp_path, state).lost
+    assert (
+        "keeps its state in other optimizers, those of its attribute 'optimizers'"
+        in (lost["optimizer"])
+    )
+    with pytest.raises(ResumeError, match="'optimizers'"):
+        resume(tmp_path, state_of(Container))
+    inner = {"model": state["model"], "optimizer": state["optimizer"].optimizers}
+    assert not save(tmp_path / "inner", inner).lost
+    fresh = state_of(Container)
+    assert resume(tmp_path / "inner", {**fresh, "optimizer": fresh["optimizer"].optimizers}) == 1
+    moments = [
+        inner.state[p]["exp_avg"]
+        for made in (state, fresh)
+        for inner, p in zip(made["optimizer"].optimizers, made["model"].parameters(), strict=True)
+    ]
+    assert all(map(torch.equal, moments[:4], moments[4:]))
+
+
+def test_what_only_the_state_dict_of_an_optimizer_has_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = state_of(Telling)
+    for name in ("a", "b"):
+        assert not save(tmp_path / name, made).lost
+    assert caplog.text.count("the state_dict() of Telling is not called") == 1
+    caplog.clear()
+    plain = torch.optim.SGD(made["model"].parameters(), lr=0.1, momentum=0.9)
+    around = {"model": made["model"], "optimizer": Around(plain)}
+    made["model"](torch.ones(1, 64)).sum().backward()
+    plain.step()
+    assert not save(tmp_path / "c", around).lost
+    assert "state_dict()" not in caplog.text
