@@ -469,6 +469,12 @@ class Checkpointer:
             self._busy.release()
 
     def _check_open(self, what: str) -> None:
+        if os.getpid() != self._pid:  # its threads and its buffer are not in a forked child
+            raise UsageError(
+                f"was opened by process {self._pid}, of which this one is a fork",
+                where=f"Checkpointer.{what}",
+                hint="save from the process that opened it",
+            )
         if self._closed:
             raise UsageError("was closed already", where=f"Checkpointer.{what}")
 

@@ -250,7 +250,7 @@ class Session:
             raise UsageError(f"expected numbers by name, got {a_kind(metrics)}", where="metrics")
         try:
             numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             message = f"expected a number for each name: {error}"
             raise UsageError(message, where="metrics") from error
         infinite = [name for name, value in numbers.items() if not math.isfinite(value)]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from ckptkit.core.dtypes import DType, dtype_named
@@ -25,7 +24,7 @@ from ckptkit.lora.dialects import holds_adapters, make_plain_name
 from ckptkit.training.resume.materialise import is_wide_float, materialise
 from ckptkit.training.state.bound import BoundModel
 from ckptkit.training.state.dtensors import Copies, has_data
-from ckptkit.training.state.models import ModelWalk
+from ckptkit.training.state.models import ModelWalk, check_shaped
 from ckptkit.training.state.pieces import Piece
 from ckptkit.training.step_names import (
     TensorPlaces,
@@ -72,15 +71,7 @@ class LiveModel:
                 f"{a_kind(module)} was found where a module was expected", where="model"
             )
         self.module = module
-        kinds = UninitializedParameter, UninitializedBuffer
-        named = (*module.named_parameters(), *module.named_buffers())
-        lazy = next((name for name, tensor in named if isinstance(tensor, kinds)), None)
-        if lazy is not None:
-            raise UsageError(
-                "has no shape yet, as it belongs to a lazy module",
-                where=lazy,
-                hint="call the model once before",
-            )
+        check_shaped(module)
         world = Copies()
         if dist.is_available() and dist.is_initialized():
             world = Copies(dist.get_world_size(), dist.get_rank())

@@ -249,7 +249,7 @@ def object_changes(
     world = stored.world_size or bound.world_size
     for other in bound.others:
         if other.kind != "dataloader":
-            yield partial(_set_object, other, _state_of(stored, other, pieces))
+            yield partial(other.set_state, _state_of(stored, other, pieces))
         elif world == bound.world_size or alike.get(_name(other), False):
             # This rank's own state, or under other ranks the one that all had.
             rank = bound.rank if world == bound.world_size else 0
@@ -257,7 +257,7 @@ def object_changes(
                 state = stored.file(_file(other, rank))
             else:
                 state = stored.value(other.unit, _path(stored, other, rank))
-            yield partial(_set_object, other, state)
+            yield partial(other.set_state, state)
         elif bound.rank == 0:
             logger.warning(
                 "%s: it was saved by %d ranks that were at different places, and %d ranks resume:"
@@ -266,16 +266,6 @@ def object_changes(
                 world,
                 bound.world_size,
             )
-
-
-def _set_object(bound: BoundObject, state: Any) -> None:
-    if bound.kind != "plain":
-        bound.target.load_state_dict(state)
-    elif isinstance(bound.target, dict):
-        bound.target.clear()
-        bound.target.update(state)
-    else:
-        bound.target[:] = state
 
 
 def _state_of(stored: StoredStep, bound: BoundObject, pieces: list[Piece]) -> Any:

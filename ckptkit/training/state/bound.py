@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.training import step_names
 from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
@@ -223,7 +224,36 @@ class BoundObject(_BoundEntry):
     stage: bool = False
 
     def state(self) -> Any:
-        return self.target if self.kind == "plain" else self.target.state_dict()
+        if self.kind == "plain":
+            return self.target
+        with of_the_object(self.where, "state_dict()"):
+            return self.target.state_dict()
+
+    def set_state(self, state: Any) -> None:
+        """Gives the object a state, and a plain dict or list other content."""
+        if self.kind != "plain":
+            with of_the_object(self.where, "load_state_dict()"):
+                self.target.load_state_dict(state)
+        elif isinstance(self.target, dict):
+            self.target.clear()
+            self.target.update(state)
+        else:
+            self.target[:] = state
+
+
+@contextmanager
+def of_the_object(where: str, call: str) -> Iterator[None]:
+    """Raises what a call into the user's own code raises as an error that says where it was."""
+    try:
+        yield
+    except CkptkitError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"its {call} raised {type(error).__name__}: {error}"[:2_000],
+            where=where,
+            hint="this is code of the object itself; call it without ckptkit to look for the cause",
+        ) from error
 
 
 def place_entries(

@@ -17,10 +17,12 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _python_dispatch as dispatch
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import KeyPath
+from ckptkit.training.state.bound import of_the_object
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes
 from ckptkit.training.state.fsdp import (
     FlatUnit,
@@ -164,6 +166,7 @@ class ModelWalk:
         self._kept = None
 
     def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
+        check_shaped(self._model)
         flat, parallel = self._structure.flat, self._structure.parallel
         units = flat_units(self._model, parallel) if flat else ()
         entries = list(self._named(units))
@@ -231,7 +234,9 @@ class ModelWalk:
     def _named(self, units: tuple[FlatUnit, ...]) -> Iterator[tuple[str, object]]:
         if not self._structure.flat:
             # The parameters themselves: detaching each DTensor would take most of the time.
-            for name, value in self._model.state_dict(keep_vars=True).items():
+            with of_the_object(self._structure.where, "state_dict(keep_vars=True)"):
+                named = self._model.state_dict(keep_vars=True)
+            for name, value in named.items():
                 yield clean_fqn(name, self._structure.parallel), value
             return
         managed = managed_parameters(units)  # FSDP1's own state_dict() would gather these
@@ -366,6 +371,19 @@ class ModelView:
         """Returns where the elements of a tensor belong."""
         copies = self._copies if id(tensor) in self._structure.equal else self.values
         return self._structure.meshes.slot(fqn, tensor, self.values, copies)
+
+
+def check_shaped(model: nn.Module) -> None:
+    """Refuses a model with parameters or buffers that get their shape in the first forward pass."""
+    kinds = UninitializedParameter, UninitializedBuffer
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = next((name for name, tensor in named if isinstance(tensor, kinds)), None)
+    if lazy is not None:
+        raise UsageError(
+            "has no shape yet, as it belongs to a lazy module",
+            where=lazy,
+            hint="call the model once before",
+        )
 
 
 def members_of(
