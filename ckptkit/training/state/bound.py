@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import CkptkitError, ResumeError, SaveError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.training import step_names
 from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
@@ -232,7 +232,7 @@ class BoundObject(_BoundEntry):
     def set_state(self, state: Any) -> None:
         """Gives the object a state, and a plain dict or list other content."""
         if self.kind != "plain":
-            with of_the_object(self.where, "load_state_dict()"):
+            with of_the_object(self.where, "load_state_dict()", ResumeError):
                 self.target.load_state_dict(state)
         elif isinstance(self.target, dict):
             self.target.clear()
@@ -242,14 +242,16 @@ class BoundObject(_BoundEntry):
 
 
 @contextmanager
-def of_the_object(where: str, call: str) -> Iterator[None]:
+def of_the_object(
+    where: str, call: str, kind: type[SaveError | ResumeError] = SaveError
+) -> Iterator[None]:
     """Raises what a call into the user's own code raises as an error that says where it was."""
     try:
         yield
     except CkptkitError:
         raise
     except Exception as error:
-        raise UsageError(
+        raise kind(
             f"its {call} raised {type(error).__name__}: {error}"[:2_000],
             where=where,
             hint="this is code of the object itself; call it without ckptkit to look for the cause",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.training import Checkpointer
 
 
@@ -57,9 +57,9 @@ def test_what_an_object_raises_is_an_error_with_its_path(tmp_path: Path) -> None
 def test_a_model_whose_state_dict_takes_other_arguments_is_named(tmp_path: Path) -> None:
     with (
         Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(UsageError, match=r"state\['model'\]: its state_dict\(keep_vars=True\)"),
+        pytest.raises(SaveError, match=r"state\['model'\]: its state_dict\(keep_vars=True\)"),
     ):
-        checkpointer.save(1, {"model": Own(2, 2)})
+        checkpointer.save(1, {"model": Own(2, 2)}).result()
 
 
 @pytest.mark.parametrize("call", ["save", "resume"])
