@@ -234,7 +234,9 @@ class Filling:
                 yield count, (entry, box, _cast(own, entry, tensor))
         if parts and found != math.prod(place.sizes):
             raise UnsupportedError(
-                "is not made of whole parts of tensors on disk", where=tensor.name
+                "is not made of whole parts of tensors on disk",
+                where=tensor.name,
+                hint="convert the checkpoint first: ckptkit consolidate SRC OUT",
             )
 
     def notes_on_ties(self) -> Iterator[str]:

@@ -199,10 +199,16 @@ def _tensors(pieces: Iterable[Piece]) -> Iterator[LiveTensor]:
         first = parts[0]
         if first.local.layout is not torch.strided or first.local.is_quantized:
             raise UnsupportedError(
-                "a sparse or quantized tensor was found where a dense one was expected", where=name
+                "a sparse or quantized tensor was found where a dense one was expected",
+                where=name,
+                hint="give the model a dense tensor of this name before",
             )
         if not first.local.is_meta and not has_data(first.local):
-            raise UnsupportedError("has no memory of its own to load into", where=name)
+            raise UnsupportedError(
+                "has no memory of its own to load into",
+                where=name,
+                hint="make the model outside of FakeTensorMode; on the meta device it may be",
+            )
         names = (name, *(Fqn(".".join(map(str, path))) for path in first.aliases))
         dtype = dtype_named(str(first.local.dtype), where=name)
         yield LiveTensor(names, first.shape, dtype, tuple(parts))

@@ -133,6 +133,7 @@ class Meshes:
                 raise UnsupportedError(
                     "a sum that is not reduced yet has no elements of its own to save or load",
                     where=fqn,
+                    hint="redistribute the tensor to Replicate() or Shard() first",
                 )
             factor = getattr(kind, "split_factor", 1)
             inner = [
@@ -156,6 +157,7 @@ class Meshes:
                 f"a local part of shape {held} was found where the placements "
                 f"{placements} give {box.sizes}",
                 where=fqn,
+                hint="make the DTensor by distribute_tensor, or give its shape to from_local",
             )
         return _Cut((box,), held, replicas)
 
