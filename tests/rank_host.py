@@ -6,7 +6,8 @@ from its input, one JSON document a line: `arguments` (the script first), `proce
 0, or 1 when a rank failed, in which case the others are terminated, as torchrun does. What is
 forked from must have no threads, so the host of the store is a fork as well.
 
-Each command is run by a fork, which imports what the script imports, once for all ranks.
+Each command is run by a fork, which imports what the script imports, once for all ranks. What
+the scripts of all commands import can be given as arguments, names of modules.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def end(left: set[int]) -> None:
 
 
 def main() -> None:
-    for name in IMPORTED:
+    for name in (*IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
     gc.freeze()  # no rank looks through what was imported here

@@ -21,7 +21,9 @@ PYTHONPATH = os.environ.get("PYTHONPATH")
 class RankHost:
     """A process that has imported torch, of which ranks are forks: see `rank_host.py`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *imported: str) -> None:
+        """Starts nothing yet; modules to import can be named, beside those of all ranks."""
+        self._imported = imported
         self._process: subprocess.Popen[str] | None = None
 
     def run(
@@ -46,7 +48,10 @@ class RankHost:
     def _ask(self, command: dict[str, Any]) -> int:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("rank_host.py"))],
+                [
+                    *(sys.executable, str(Path(__file__).with_name("rank_host.py"))),
+                    *self._imported,
+                ],
                 env=os.environ | SETTINGS,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ranks import RankHost, RunRanks, make_runner
+
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("load_run.py")
+
+
+@pytest.fixture(scope="module")
+def run_ranks() -> Iterator[RunRanks]:
+    """As that of all tests; PEFT and Transformers are imported once, and not by each run."""
+    host = RankHost("peft", "transformers.models.llama.modeling_llama")
+    yield make_runner(host)
+    host.close()
 
 
 @pytest.mark.slow
