@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -10,7 +11,7 @@ from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.verify import run_verification
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.core.errors import VerificationError
+from ckptkit.core.errors import AccessError, VerificationError
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener
@@ -122,6 +123,11 @@ def prepare_package(
     whole = options.get("whole", "")
     step = _step_files(folder, whole, options)
     paths = sorted(p for p in folder.walk(_DEPTH) if not (whole and p.startswith(f"{whole}/")))
+    closed = tuple(
+        Skipped(f"{path}/", "may not be entered")
+        for path in folder.closed_folders()
+        if not (whole and f"{path}/".startswith(f"{whole}/"))
+    )
     manifest = read_model_manifest(folder, paths)
     refuse_checkpoints(folder, paths)
     configs = [path for path in paths if path.endswith("config.json") and "/" not in path]
@@ -154,7 +160,7 @@ def prepare_package(
         contents=contents | texts,
         large=large + tuple(LargeFile(path, refs[path].size_bytes, ()) for path in streamed),
         refs=refs,
-        skipped=chosen.skipped + step.skipped,
+        skipped=chosen.skipped + step.skipped + closed,
         card=None if CARD in contents else write_card(facts),
         step=facts.step,
         notes=(*_notes(small, contents), *compared),
@@ -167,6 +173,13 @@ def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelecti
     if not whole:
         return FileSelection((), ())
     inside = [path for path in folder.walk(_WHOLE_DEPTH) if path.startswith(f"{whole}/")]
+    closed = [path for path in folder.closed_folders() if f"{path}/".startswith(f"{whole}/")]
+    if closed:
+        raise AccessError(
+            "cannot be read: permission denied, and the step is pushed as a whole",
+            where=posixpath.join(folder.location, closed[0]),
+            hint="see who may enter it: `ls -ld`",
+        )
     paths = [path.removeprefix(f"{whole}/") for path in inside]
     recorded: Mapping[str, object] = {}
     if MANIFEST_NAME in paths:

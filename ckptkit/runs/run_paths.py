@@ -9,32 +9,35 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptkit.core.errors import (
+    AccessError,
     AmbiguousSourceError,
     InputError,
     MissingFileError,
     NotACheckpointError,
     OutputError,
 )
+from ckptkit.core.text import Aside
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import is_unit_folder, parse_step
+from ckptkit.formats.discovery import ResolvedSource, is_unit_folder, names_step, parse_step
 from ckptkit.formats.registry import find_candidates, recognise
 from ckptkit.runs.marks import FileLocks, claim, hold, is_step_folder, run_is_live
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, read_journals
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.runs.steps import StoredFile
-from ckptkit.storage.base import Source
+from ckptkit.storage.base import Folder, Source
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.locations import WORK_INFIX, is_work_folder
+from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX, is_work_folder
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ _LISTED = 5
 _NEAR = 0.6  # similarity of names from which one is proposed for another
 _MOST_FOLDERS = 5_000  # that are looked at for steps
 _MOST_ABOVE = 4
+_WHO = "see who may enter it: `ls -ld`"
+_LOST = "lost+found"  # of ext4, which root alone may enter
 _AGAIN = "was replaced or changed since it was listed"
 _JUDGED_ANEW = "run again to judge it anew"
 _HIDDEN = re.compile(rf"\.(?P<step>.+?){re.escape(WORK_INFIX)}{TRASH}-[0-9a-f]+")
@@ -162,6 +167,8 @@ class LocalRun:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
+            except OSError as error:  # of a folder whose names are all that may be read
+                raise _unreadable(self._root / folder, error) from error
             yield StoredFile(
                 f"{folder}/{entry.name}",
                 status.st_size,
@@ -181,7 +188,9 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(f"the run cannot be listed: {error.strerror or error}", where=str(path))
+    reason = (error.strerror or str(error)).lower()
+    hint = _WHO if isinstance(error, PermissionError) else ""
+    return InputError(f"the run cannot be listed: {reason}", where=str(path), hint=hint)
 
 
 @contextmanager
@@ -272,11 +281,13 @@ def find_run(run: PathLike) -> PathLike:
     try:
         with open_source(run) as source:
             folders = {step_folder(candidate.folder) for candidate in recognise(list_files(source))}
+            closed = {step_folder(folder) for folder in source.closed_folders()}
     except MissingFileError as error:
         if is_url(run) or local_path(run).is_dir():
             raise
         raise absent_run(run) from error
-    steps = {folder for folder in folders if parse_step(folder) is not None}
+    closed = {folder for folder in closed if not posixpath.basename(folder).isdigit()}
+    steps = {folder for folder in folders | closed if parse_step(folder) is not None}
     location = os.fspath(run).rstrip("/")
     if not steps and folders and parse_step(posixpath.basename(location)) is not None:
         raise NotACheckpointError(
@@ -295,6 +306,109 @@ def find_run(run: PathLike) -> PathLike:
         )
     below = f"{location}/{runs[0]}"
     return run.beside(below) if isinstance(run, Place) else below
+
+
+def list_closed(folders: Sequence[Folder]) -> dict[str, str]:
+    """Returns the folders in a source that may not be entered, and below which location each is.
+
+    Args:
+        folders: The directories of the source, which were listed.
+    """
+    return {
+        path: folder.location
+        for folder in folders
+        for path in folder.closed_folders()
+        if MARKS_FOLDER not in path.split("/")
+    }
+
+
+def check_closed(
+    found: ResolvedSource,
+    closed: Mapping[str, str],
+    select: str | None,
+    read_tracker: Callable[[str], tuple[str, str] | None],
+) -> ResolvedSource:
+    """Refuses a choice that a folder which may not be entered could change.
+
+    It may be a newer step, or hold a part of the chosen checkpoint. Others, such as `lost+found`
+    and those of other users, do not matter.
+
+    Args:
+        found: What was chosen among the folders that could be entered.
+        closed: The other folders, as `list_closed` returns them.
+        select: The user's selection, or None.
+        read_tracker: Returns what the tracker of a run says, as in `RunRecords`.
+
+    Returns:
+        What was chosen, with a note about folders that do not matter.
+    """
+    labels = {found.folder, *(posixpath.join(found.folder, unit.label) for unit in found.units)}
+    called = f"{select or ''}/"
+    named = max((n for n in labels if n and called.startswith(f"{n}/")), key=len, default="")
+
+    def is_tracked(step: str) -> bool:
+        run, name = posixpath.split(step)
+        tracked = read_tracker(run)
+        return tracked is not None and names_step(tracked[1], name)
+
+    others = []
+    for path, location in closed.items():
+        steps = (
+            f
+            for f in _from_above(path)
+            if parse_step(posixpath.basename(f)) is not None or is_tracked(f)
+        )
+        step = next(steps, "")
+        is_other = bool(step) and not f"{found.folder}/".startswith(f"{step}/")
+        if named:
+            matters = path.startswith(f"{named}/")
+        elif is_other:
+            matters = _may_be_taken(step, found.folder, is_tracked=is_tracked(found.folder))
+        else:
+            matters = bool(step) or _is_part(path, found, location)
+        if matters:
+            raise _closed_error(path, location, step if is_other else None)
+        if posixpath.basename(path) != _LOST:
+            others.append(path)
+    notes = [Aside(f"left alone, since they may not be entered: {', '.join(others)}")]
+    return replace(found, notes=(*found.notes, *notes)) if others else found
+
+
+def _closed_error(path: str, location: str, other: str | None) -> AccessError:
+    """Returns the error for a closed folder in the chosen checkpoint, or in another step."""
+    whole = "the checkpoint" if other is None else "the step to take"
+    what = whole if path == other else f"a part of {whole}"
+    return AccessError(
+        f"cannot be read: permission denied; it may be {what}",
+        where=posixpath.join(location, path),
+        hint=_WHO if other is None else f"{_WHO}; to take another step, pass its own path",
+    )
+
+
+def _may_be_taken(step: str, chosen: str, *, is_tracked: bool) -> bool:
+    """Returns whether a closed step might have been chosen instead of another one."""
+    if posixpath.dirname(step) == posixpath.dirname(chosen) and chosen:
+        return not is_tracked
+    return not posixpath.basename(step).isdigit()  # which is no step beside a run, as of a user
+
+
+def _is_part(path: str, found: ResolvedSource, location: str) -> bool:
+    """Returns whether a closed folder in no step may belong to a checkpoint."""
+    if is_unit_folder(posixpath.basename(path)):
+        return True
+    if not found.folder and parse_step(Path(location).absolute().name) is not None:
+        return True
+    for candidate in (unit.candidate for unit in found.units):
+        inside = f"{candidate.folder}/".lstrip("/")
+        if path.startswith(inside) and any("/" in f.removeprefix(inside) for f in candidate.files):
+            return True
+    return False
+
+
+def _from_above(path: str) -> Iterator[str]:
+    """Returns the folders that lead to a folder, the outermost first, and the folder itself."""
+    parts = path.split("/")
+    return ("/".join(parts[: at + 1]) for at in range(len(parts)))
 
 
 def find_runs_nearby(run: PathLike) -> tuple[str, ...]:

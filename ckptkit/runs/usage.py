@@ -212,9 +212,8 @@ def _list_local(root: Path) -> Iterator[StoredFile]:
         raise absent_run(root)
 
     def fail(error: OSError) -> None:
-        if isinstance(error, FileNotFoundError):
-            return  # removed since its parent was listed
-        raise InputError(f"cannot be listed: {error.strerror or error}", where=str(root)) from error
+        if not isinstance(error, FileNotFoundError):  # removed since its parent was listed
+            raise _unlisted(error, error.filename) from error
 
     for folder, names, files in os.walk(root, onerror=fail):
         names.sort()
@@ -225,9 +224,17 @@ def _list_local(root: Path) -> Iterator[StoredFile]:
                 status = (root / path).lstat()
             except FileNotFoundError:
                 continue  # removed meanwhile
+            except OSError as error:  # of a folder whose names are all that may be read
+                raise _unlisted(error, folder) from error
             inode = f"{status.st_dev:x}-{status.st_ino:x}"
             links = status.st_nlink
             yield StoredFile(path, status.st_size, status.st_mtime, "", links=links, inode=inode)
+
+
+def _unlisted(error: OSError, folder: str) -> InputError:
+    reason = (error.strerror or str(error)).lower()
+    hint = "see who may enter it: `ls -ld`" if isinstance(error, PermissionError) else ""
+    return InputError(f"cannot be listed: {reason}", where=folder, hint=hint)
 
 
 def _list_remote(place: PathLike) -> Iterator[StoredFile]:

@@ -64,6 +64,10 @@ class Folder(Source, Protocol):
         """Returns the names of folders right below that are links, which `walk` does not enter."""
         ...
 
+    def closed_folders(self) -> list[str]:
+        """Returns the folders that `walk` has met so far, and was not allowed to enter."""
+        ...
+
     def close(self) -> None:
         """Closes descriptors and connections; later reads fail."""
         ...

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import ckptkit
+from ckptkit.runs.run_paths import find_run
+from ckptkit.runs.usage import measure_runs
 from tests.command_line import run_command
+from tests.other_user import as_nobody, needs_root, open_folder
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STEP = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -64,3 +69,113 @@ def test_consolidating_a_step_that_was_not_finished_says_so(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "warning: ckptkit.json is not there, and it is written last" in done.stderr
     assert "the save was not finished" in done.stderr
+
+
+# Folders that another user may not enter
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """Yields a run of two steps in a folder that another user may read."""
+    with open_folder() as folder:
+        ckptkit.inspect(STEP)  # another user cannot import what root has installed
+        for step in (1, 2):
+            shutil.copytree(STEP, folder / "run" / f"checkpoint-{step}")
+        yield folder / "run"
+
+
+def try_as_nobody(act: Callable[[], object]) -> list[str]:
+    """Returns the code, the message and the hint of what another user gets; empty for success."""
+
+    def attempt() -> list[str]:
+        try:
+            act()
+        except ckptkit.CkptkitError as error:
+            return [error.code, str(error), error.hint]
+        return []
+
+    answer: list[str] = as_nobody(attempt)
+    return answer
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0, 0o444])
+@pytest.mark.parametrize("closed", ["checkpoint-2", "checkpoint-2/pytorch_model_fsdp_0"])
+@pytest.mark.parametrize(
+    "act",
+    [
+        ckptkit.inspect,
+        ckptkit.verify,
+        lambda run: ckptkit.consolidate(run, run.parent / "out", names="live"),
+        ckptkit.list_run,
+        lambda run: ckptkit.prune(run, keep_last=1, dry_run=True),
+    ],
+)
+def test_a_newest_step_that_may_not_be_entered_is_no_reason_to_take_an_older_one(
+    act: Callable[[Path], object], closed: str, mode: int, theirs: Path
+) -> None:
+    (theirs / closed).chmod(mode)
+    code, said, hint = try_as_nobody(lambda: act(theirs))
+    assert code in {"access-denied", "unreadable-input"}
+    assert f"{closed}: " in said
+    assert "permission denied" in said
+    assert "see who may enter it" in hint
+    assert not (theirs.parent / "out").exists()
+
+
+@needs_root
+def test_a_step_that_is_named_is_read_beside_one_that_may_not_be_entered(theirs: Path) -> None:
+    (theirs / "checkpoint-2").chmod(0)
+    assert try_as_nobody(lambda: ckptkit.inspect(theirs / "checkpoint-1")) == []
+    assert try_as_nobody(lambda: ckptkit.inspect(theirs, select="checkpoint-1")) == []
+    (theirs / "latest_checkpointed_iteration.txt").write_text("1")
+    assert try_as_nobody(lambda: ckptkit.inspect(theirs)) == []
+    (theirs / "latest_checkpointed_iteration.txt").write_text("2")
+    assert "checkpoint-2" in try_as_nobody(lambda: ckptkit.inspect(theirs))[1]
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["lost+found", "of-one-user", "1000", ".ckptkit"])
+def test_folders_that_are_no_steps_may_be_closed(name: str, theirs: Path) -> None:
+    folder = theirs.parent / name
+    folder.mkdir(mode=0o700)
+
+    def inspect() -> list[str]:
+        return list(ckptkit.inspect(theirs.parent).notes)
+
+    notes = "; ".join(as_nobody(inspect))
+    assert "checkpoint-2 is used" in notes
+    assert (name in notes) == (name in {"of-one-user", "1000"})
+
+
+@needs_root
+def test_a_part_of_a_checkpoint_that_may_not_be_entered_is_refused(theirs: Path) -> None:
+    model = theirs.parent / "model"
+    shutil.copytree(theirs / "checkpoint-1" / "pytorch_model_fsdp_0", model / "actor")
+    shutil.copytree(model / "actor", model / "critic")
+    (model / "actor").chmod(0)
+    code, said, _ = try_as_nobody(lambda: ckptkit.inspect(model))
+    assert (code, "model/actor: cannot be read" in said) == ("access-denied", True)
+    assert try_as_nobody(lambda: ckptkit.inspect(model, select="critic")) == []
+    (model / "critic").chmod(0)
+    assert "may not be entered: actor, critic" in try_as_nobody(lambda: ckptkit.inspect(model))[1]
+
+
+@needs_root
+def test_the_run_of_a_step_that_may_not_be_entered_counts_as_a_run(theirs: Path) -> None:
+    shutil.copytree(theirs, theirs.parent / "other")
+    shutil.rmtree(theirs.parent / "other" / "checkpoint-2")
+    (theirs.parent / "other" / "checkpoint-1").chmod(0)
+    assert "other/checkpoint-1: cannot" in try_as_nobody(lambda: ckptkit.inspect(theirs.parent))[1]
+    assert "holds 2 runs: other, run" in try_as_nobody(lambda: find_run(theirs.parent))[1]
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0, 0o444])
+def test_the_space_of_a_run_names_the_folder_that_may_not_be_entered(
+    mode: int, theirs: Path
+) -> None:
+    (theirs / "checkpoint-2").chmod(mode)
+    _, said, hint = try_as_nobody(lambda: measure_runs(theirs))
+    assert said == f"{theirs}/checkpoint-2: cannot be listed: permission denied"
+    assert "see who may enter it" in hint

@@ -62,7 +62,7 @@ from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
-from ckptkit.runs.run_paths import hint_at_near, hold_candidates, marker
+from ckptkit.runs.run_paths import check_closed, hint_at_near, hold_candidates, list_closed, marker
 from ckptkit.runs.save_order import left_behind
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
@@ -303,6 +303,7 @@ class _Search:
         candidates = self._candidates()
         paths = self._paths if self._only is None else (self._only,)
         left_alone: tuple[str, ...] = ()
+        closed = list_closed(self._source.folders if self._only is None else ())
         if select is None:
             candidates, left_alone = drop_older_tags(self._source, candidates)
         found = resolve(
@@ -311,10 +312,11 @@ class _Search:
             select=select,
             describe_missing=self._lacks,
             links=self._source.linked_folders() if self._only is None else (),
-            not_found=partial(make_not_found_error, paths, self._location),
+            not_found=partial(make_not_found_error, paths, self._location, closed=closed),
             read_step=self._step_inside,
             records=RunRecords(self._left_behind, self._read_tracker),
         )
+        found = check_closed(found, closed, select, self._read_tracker)
         found = compare_leftovers(
             self._source, self._location, candidates, self._index, found, select
         )

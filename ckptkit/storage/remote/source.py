@@ -142,6 +142,10 @@ class RemoteSource(Closing):
         """Returns no folder: object stores have no links."""
         return []
 
+    def closed_folders(self) -> list[str]:
+        """Returns no folder: what may not be listed is an error at once."""
+        return []
+
     def below(self, folder: str) -> RemoteSource:
         """Returns a folder of this prefix as a source of its own; nothing is listed again."""
         prefix = f"{folder}/"

@@ -172,6 +172,9 @@ class _Folder(MemorySource, Closing):
     def linked_folders(self) -> list[str]:
         return []
 
+    def closed_folders(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         pass
 

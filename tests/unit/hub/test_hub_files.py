@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
-from ckptkit.core.errors import RefusedError
+import ckptkit
+from ckptkit.core.errors import AccessError, RefusedError
 from ckptkit.hub.client import is_repo_id
 from ckptkit.hub.contents import (
     LoadedFile,
@@ -20,7 +23,12 @@ from ckptkit.hub.contents import (
     write_card,
 )
 from ckptkit.hub.folder_files import choose_files, find_stale_files
+from ckptkit.hub.package import PushOptions, prepare_package
 from ckptkit.hub.secrets import find_secrets, redact_secrets
+from ckptkit.storage.local.source import LocalSource
+from tests.other_user import as_nobody, needs_root, open_folder
+
+STEP = Path(__file__).resolve().parents[3] / "fixtures/accelerate_fsdp2_tied_with_config/checkpoint"
 
 SECRETS = {
     "a Hugging Face token": "hf_" + "aZ4kQ9xLmP2vR7tY" * 2 + "ab",
@@ -238,3 +246,25 @@ def test_a_card_tells_what_is_known() -> None:
 def test_a_base_that_is_a_path_is_not_in_the_card() -> None:
     assert base_model_of({"_name_or_path": "/home/alice/llama"}, None, None) is None
     assert base_model_of({}, {"base_model_name_or_path": "./llama"}, "org/llama") == "org/llama"
+
+
+@needs_root
+def test_a_folder_that_may_not_be_entered_is_named_and_never_left_out_of_a_step() -> None:
+    def push(model: Path, options: PushOptions) -> list[str]:
+        try:
+            with LocalSource(model) as source:
+                package = prepare_package(source, "me/model", options, [])
+        except AccessError as error:
+            return [str(error)]
+        return [f"{skipped.path} {skipped.reason}" for skipped in package.skipped]
+
+    with open_folder() as folder:
+        ckptkit.consolidate(STEP, folder / "model", names="live")
+        shutil.copytree(STEP, folder / "model" / "step")
+        push(folder / "model", {"whole": "step"})  # another user cannot import what it needs
+        (folder / "model" / "notes").mkdir(mode=0o700)
+        (folder / "model" / "step" / "pytorch_model_fsdp_0").chmod(0)
+        skipped = as_nobody(lambda: push(folder / "model", {}))
+        whole = as_nobody(lambda: push(folder / "model", {"whole": "step"}))
+    assert "notes/ may not be entered" in skipped
+    assert "step/pytorch_model_fsdp_0: cannot be read: permission denied" in whole[0]
