@@ -262,13 +262,14 @@ def combine_changes(
                 )
             combined.setdefault(change.weight, []).append(change)
     for own in combined.values():
-        _refuse_undefined(own)
+        _refuse_lost(own)
+        _refuse_sums(own)
         # The frozen base of a LoRA comes first, whichever adapter has it.
         own.sort(key=lambda change: not is_frozen(change))
     return combined
 
 
-def _refuse_undefined(changes: Sequence[Change]) -> None:
+def _refuse_lost(changes: Sequence[Change]) -> None:
     whole = [c for c in changes if isinstance(c, Replacement) and not c.frozen]
     rows = [c for c in changes if isinstance(c, TokenRowsChange)]
     others = [c for c in changes if isinstance(c, (LowRankChange, BiasChange))]
@@ -285,12 +286,6 @@ def _refuse_undefined(changes: Sequence[Change]) -> None:
             where=f"tensor {whole[0].weight!r}",
             hint="merge only one adapter that trains this module",
         )
-    if rows and others:
-        raise RefusedError(
-            f"{rows[0].weight!r} has trained tokens and a LoRA; PEFT does not define their sum",
-            where=rows[0].source.where,
-            hint="merge the adapters with PEFT",
-        )
     seen: set[int] = set()
     for change in rows:
         if seen & set(change.indices):
@@ -301,6 +296,19 @@ def _refuse_undefined(changes: Sequence[Change]) -> None:
                 hint="merge only one adapter that trains this token",
             )
         seen |= set(change.indices)
+
+
+def _refuse_sums(changes: Sequence[Change], *, are_beneath: bool = False) -> None:
+    """Refuses trained tokens with a LoRA, or only with DoRA if they are beneath it."""
+    rows = next((c for c in changes if isinstance(c, TokenRowsChange)), None)
+    sums = [c for c in changes if isinstance(c, LowRankChange) and (c.magnitude or not are_beneath)]
+    if rows is not None and sums:
+        raise RefusedError(
+            f"{rows.weight!r} has trained tokens and a {'DoRA' if sums[0].magnitude else 'LoRA'};"
+            " PEFT does not define their sum",
+            where=rows.source.where,
+            hint="merge the adapters with PEFT",
+        )
 
 
 def check_used_once(
@@ -492,19 +500,37 @@ def share_changes(
 ) -> dict[Fqn, list[Change]]:
     """Adds the changes that PEFT makes to a tied module together with those of the embedding.
 
-    `tying` has the positions of adapters that were trained with `ensure_weight_tying`.
+    `tying` has the positions of adapters that were trained with `ensure_weight_tying`. Trained
+    tokens come first: they are beneath a LoRA, whichever adapter has it.
     """
     shared = {weight: list(own) for weight, own in changes.items()}
     for pair in pairs:
-        own = {c.source.position for c in changes.get(pair.target, ()) if not is_frozen(c)}
-        for change in changes.get(pair.source, ()):
-            position = change.source.position
-            follows = isinstance(change, TokenRowsChange) or position in tying
-            if follows and position not in own and not is_frozen(change):
-                shared.setdefault(pair.target, []).append(replace(change, weight=pair.target))
+        own = [c for c in changes.get(pair.target, ()) if not is_frozen(c)]
+        added = [
+            replace(change, weight=pair.target)
+            for change in changes.get(pair.source, ())
+            if not is_frozen(change) and _follows(change, own, tying)
+        ]
+        if added:
+            has_rows = any(isinstance(c, TokenRowsChange) for c in own)
+            _refuse_lost([*own, *added])
+            _refuse_sums([*own, *added], are_beneath=not has_rows)
+            shared.setdefault(pair.target, []).extend(added)
     for listed in shared.values():
-        listed.sort(key=lambda change: change.source.position)
+        listed.sort(key=lambda c: (not isinstance(c, TokenRowsChange), c.source.position))
+        listed.sort(key=lambda c: not is_frozen(c))
     return shared
+
+
+def _follows(change: Change, own: Iterable[Change], tying: Collection[int]) -> bool:
+    """Tells whether PEFT makes a change of an embedding to a module that is tied to it, too.
+
+    `own` are the changes of that module itself.
+    """
+    of_adapter = [c for c in own if c.source.position == change.source.position]
+    if isinstance(change, TokenRowsChange):
+        return all(isinstance(c, LowRankChange) for c in of_adapter)
+    return change.source.position in tying and not of_adapter
 
 
 def find_equalities(first: Sequence[Change], second: Sequence[Change]) -> list[Equality] | None:

@@ -266,6 +266,18 @@ TIED: dict[str, tuple[dict[str, Any], bool]] = {
         {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [1, 5]}},
         False,
     ),
+    "tokens_and_lora_of_the_head": (
+        {"target_modules": ["lm_head", "q_proj"], "trainable_token_indices": [39, 1, 5]},
+        False,
+    ),
+    "named_tokens_and_lora_of_the_head": (
+        {"target_modules": ["lm_head"], "trainable_token_indices": {"embed_tokens": [1, 5]}},
+        False,
+    ),
+    "whole_embedding_and_lora_of_the_head": (
+        {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]},
+        False,
+    ),
     "nothing_tied": ({"target_modules": ["q_proj"]}, True),
 }
 
@@ -280,6 +292,45 @@ def test_tied_embeddings_compute_what_was_trained(case: str, tmp_path: Path) -> 
     assert ("lm_head.weight" in _weights(tmp_path / "out")) is not stays_tied
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(_logits(loaded), _as_trained(trained), rtol=1e-4, atol=1e-5)
+
+
+def test_a_lora_of_a_tied_head_is_added_to_trained_tokens(tmp_path: Path) -> None:
+    options, _ = TIED["tokens_and_lora_of_the_head"]
+    trained = _trained(lambda: _llama(tied=True), {**_LM, **options}, tmp_path)
+    head = trained.model.base_model.model.lm_head
+    rows = head.base_layer.weight.detach()  # merged when it is asked for
+    expected = rows + head.get_delta_weight("default").detach()
+    out = tmp_path / "out"
+    ckptkit.merge_adapter(trained.adapter, out, base=trained.base)
+    found = _weights(out)
+    torch.testing.assert_close(found["lm_head.weight"], expected, rtol=0, atol=0)
+    torch.testing.assert_close(found["model.embed_tokens.weight"], rows, rtol=0, atol=0)
+    # PEFT's own merge loses the LoRA, which nobody wants to match.
+    loaded: Any = PeftModel.from_pretrained(copy.deepcopy(trained.untrained), trained.adapter)
+    torch.testing.assert_close(loaded.merge_and_unload().lm_head.weight, rows, rtol=0, atol=0)
+    with pytest.raises(RefusedError, match=r"merge_and_unload leaves this LoRA out"):
+        ckptkit.merge_adapter(trained.adapter, tmp_path / "o", base=trained.base, match_peft=True)
+
+
+@pytest.mark.parametrize("is_head_first", [True, False])
+def test_trained_tokens_are_beneath_the_lora_of_another_adapter(
+    is_head_first: bool, tmp_path: Path
+) -> None:
+    head, tokens = (
+        _trained(lambda: _llama(tied=True), {**_LM, **options}, tmp_path / name)
+        for name, options in (
+            ("head", {"target_modules": ["lm_head"]}),
+            ("tokens", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}),
+        )
+    )
+    # PEFT loads the two in this order only.
+    both = PeftModel.from_pretrained(copy.deepcopy(head.untrained), head.adapter, "head")
+    both.load_adapter(str(tokens.adapter), "tokens")
+    both.base_model.set_adapter(["head", "tokens"])
+    first, second = (head, tokens) if is_head_first else (tokens, head)
+    ckptkit.merge_adapter(first.adapter, tmp_path / "out", base=head.base, further=[second.adapter])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(_logits(loaded), _logits(both), rtol=1e-4, atol=1e-5)
 
 
 def test_experts_on_disk_are_merged_with_the_parts_of_fused_ones(tmp_path: Path) -> None:

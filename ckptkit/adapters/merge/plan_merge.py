@@ -50,9 +50,11 @@ from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
     Change,
     Changes,
+    LowRankChange,
     MergeRequest,
     Replacement,
     TiedPair,
+    TokenRowsChange,
     adapt_head,
     check_used_once,
     choose_norms,
@@ -281,7 +283,10 @@ class MergePreparation:
             for source in self._adapters
             if source.found.adapter.settings.ensure_weight_tying
         }
-        return share_changes(combined, pairs, tying)
+        shared = share_changes(combined, pairs, tying)
+        if self._request.match_peft:
+            _refuse_lost_in_peft(shared)
+        return shared
 
     # --- what is written ---
 
@@ -383,3 +388,16 @@ class MergePreparation:
 def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[TiedPair]:
     specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
     return find_tied_pairs(config, specs)
+
+
+def _refuse_lost_in_peft(changes: Changes) -> None:
+    """Refuses what PEFT trains and its `merge_and_unload` leaves out."""
+    for weight, own in changes.items():
+        low_rank = next((c for c in own if isinstance(c, LowRankChange)), None)
+        if low_rank is not None and any(isinstance(c, TokenRowsChange) for c in own):
+            raise RefusedError(
+                f"the LoRA of {weight!r} is added to the trained tokens of a tied embedding, and"
+                " PEFT's merge_and_unload leaves this LoRA out",
+                where=low_rank.source.where,
+                hint="merge without --match-peft, which writes what was trained",
+            )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.lora.changes import (
     AdapterSource,
@@ -24,6 +25,10 @@ from ckptkit.lora.changes import (
 EMBEDDING, HEAD = Fqn("model.embed_tokens.weight"), Fqn("lm_head.weight")
 CONFIG = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 SOURCE = AdapterSource(0, "adapter0", "adapter")
+
+
+def at(position: int) -> AdapterSource:
+    return AdapterSource(position, f"adapter{position}", "adapter")
 
 
 def entry(name: str, shape: Shape) -> TensorEntry:
@@ -62,6 +67,45 @@ def test_trained_tokens_are_shared_with_the_head() -> None:
     shared = share_changes({EMBEDDING: [trained]}, pairs, ())
     assert shared[HEAD] == [replace(trained, weight=HEAD)]
     assert find_equalities(shared[HEAD], shared[EMBEDDING]) == []
+
+
+@pytest.mark.parametrize("rows_position", [0, 1, 2])
+def test_trained_tokens_are_beneath_the_loras_of_the_head(rows_position: int) -> None:
+    pairs = find_tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
+    update = replace(low_rank(HEAD, "linear", (2, 4), (8, 2)), source=at(1))
+    trained = replace(rows(EMBEDDING, 1, 2), source=at(rows_position))
+    shared = share_changes({HEAD: [update], EMBEDDING: [trained]}, pairs, {1})
+    assert shared[HEAD] == [replace(trained, weight=HEAD), update]
+    assert shared[EMBEDDING] == [trained]
+
+
+def test_a_head_with_tokens_or_a_weight_of_its_own_gets_no_others_of_its_adapter() -> None:
+    pairs = find_tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
+    for own in (rows(HEAD, 3), whole(HEAD, entry("own", (8, 4)))):
+        changes: dict[Fqn, list[Change]] = {HEAD: [own], EMBEDDING: [rows(EMBEDDING, 1)]}
+        assert share_changes(changes, pairs, ())[HEAD] == [own]
+
+
+def test_what_another_adapter_makes_of_a_tied_head_is_not_lost() -> None:
+    pairs = find_tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
+    tensor = entry("whole", (8, 4))
+    down, up = (2, 4), (8, 2)
+    tied_lora = low_rank(EMBEDDING, "embedding", (2, 8), (4, 2))
+    refused: list[tuple[Change, Change, str]] = [
+        (rows(EMBEDDING, 1), whole(HEAD, tensor), "replaced"),
+        (rows(EMBEDDING, 1), rows(HEAD, 1), "two adapters train the row 1"),
+        (
+            rows(EMBEDDING, 1),
+            low_rank(HEAD, "linear", down, up, magnitude=entry("m", (8,))),
+            "DoRA",
+        ),
+        (whole(EMBEDDING, tensor), low_rank(HEAD, "linear", down, up), "replaced"),
+        (tied_lora, rows(HEAD, 1), "PEFT does not define their sum"),
+    ]
+    for embedding, head, reason in refused:
+        changes = {EMBEDDING: [embedding], HEAD: [replace(head, source=at(1))]}
+        with pytest.raises(RefusedError, match=reason):
+            share_changes(changes, pairs, {0})
 
 
 def test_tokens_of_the_head_alone_are_not_shared_with_the_embedding() -> None:
