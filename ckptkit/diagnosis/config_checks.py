@@ -1,12 +1,13 @@
 """Configurations of accelerate, DeepSpeed and the Trainer: what of them hurts a save.
 
-Files are YAML or JSON, and only read. Source: accelerate 1.15, `commands/config/config_args.py`,
-`utils/launch.py` and `utils/fsdp_utils.py`; transformers 5.23, `training_args.py`; DeepSpeed 0.19,
-`runtime/zero/config.py`.
+Source: accelerate 1.15, `commands/config/config_args.py`, `utils/launch.py` and
+`utils/fsdp_utils.py`; transformers 5.23, `training_args.py`; DeepSpeed 0.19, `runtime/constants.py`
+and `runtime/zero/config.py`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,13 +15,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptkit.core.errors import FormatError, InputError, UnsupportedError
-from ckptkit.core.text import a_kind, size_text
+from ckptkit.core.errors import InputError, UnsupportedError
+from ckptkit.core.text import a_kind, quote, size_text
+from ckptkit.diagnosis.config_files import load_config
 from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
 
 Strategy = Literal["", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "other"]
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-_MOST_BYTES = 1 << 20
 _MANY_RANKS = 8
 _TRUE = frozenset({"1", "on", "true", "y", "yes"})
 _ACCELERATE = frozenset({"compute_environment", "distributed_type"})
@@ -157,7 +158,7 @@ def read_setup(path: Path) -> TrainingSetup:
         FormatError: If it is neither JSON nor YAML.
         UnsupportedError: If it is a configuration of something else.
     """
-    document = _load(path)
+    document = load_config(path)
     names = document.keys()
     if names & _ACCELERATE:
         return _of_accelerate(str(path), document)
@@ -165,39 +166,14 @@ def read_setup(path: Path) -> TrainingSetup:
         return _of_deepspeed(str(path), document)
     if names & _TRAINER:
         return _of_trainer(str(path), document)
+    listed = ", ".join(sorted(str(name)[:40] for name in names)[:5])
     raise UnsupportedError(
         "expected a configuration of accelerate, of DeepSpeed, or arguments of the Trainer;"
-        f" found the names {', '.join(sorted(map(str, names))[:5]) or 'of nothing'}",
+        f" found the names {listed or 'of nothing'}",
         where=str(path),
         hint="pass the file that `accelerate launch --config_file`, `deepspeed_config` or"
         " HfArgumentParser takes",
     )
-
-
-def _load(path: Path) -> Mapping[str, Any]:
-    import yaml  # JSON is a part of it, but for tabs
-
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise InputError(f"cannot be read: {reason}", where=str(path)) from error
-    if len(data) > _MOST_BYTES:
-        raise FormatError(f"has more than {_MOST_BYTES:,} bytes", where=str(path))
-    try:
-        document = yaml.safe_load(data.replace(b"\t", b" "))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", None)
-        at = "" if line is None else f" at line {line + 1}"
-        raise FormatError(
-            f"is neither YAML nor JSON{at}",
-            where=str(path),
-            hint="see whether it is the file that the launcher takes",
-        ) from error
-    if not isinstance(document, dict):
-        raise FormatError("has no names at its top", where=str(path))
-    return document
 
 
 def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -274,10 +250,22 @@ def _of_accelerate(where: str, document: Mapping[str, Any]) -> TrainingSetup:
     )
     further = zero.get("deepspeed_config_file")
     if isinstance(further, str) and further:
-        path = Path(where).parent / further
-        path = path if path.exists() else Path(further)
-        return setup.joined(_of_deepspeed(str(path), _load(path)))
+        return _with_deepspeed(setup, "deepspeed_config.deepspeed_config_file", further)
     return setup
+
+
+def _with_deepspeed(setup: TrainingSetup, setting: str, further: str) -> TrainingSetup:
+    """Adds what the file of DeepSpeed says that a setting names, or refuses it."""
+    path = Path(setup.where).parent / further
+    path = path if os.path.exists(path) else Path(further)  # noqa: PTH110  no name is too long
+    try:
+        document = load_config(path)
+    except InputError as error:
+        problem = error.message
+    else:
+        return setup.joined(_of_deepspeed(str(path), document))
+    found = f"{setting}: {quote(further)}, which {problem}", "a configuration of DeepSpeed"
+    return replace(setup, refused=(*setup.refused, found))
 
 
 def _zero(stage: object) -> Strategy:
@@ -330,9 +318,7 @@ def _of_trainer(where: str, document: Mapping[str, Any]) -> TrainingSetup:
     if isinstance(further, Mapping):
         return setup.joined(_of_deepspeed("", further))
     if isinstance(further, str) and further:
-        path = Path(where).parent / further
-        path = path if path.exists() else Path(further)
-        return setup.joined(_of_deepspeed(str(path), _load(path)))
+        return _with_deepspeed(setup, "deepspeed", further)
     return setup
 
 

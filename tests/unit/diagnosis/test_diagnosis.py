@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import ckptkit
@@ -492,6 +495,67 @@ def test_values_that_a_launcher_takes_are_none(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         assert not found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
+
+
+@pytest.mark.parametrize("number", ["0x" + "f" * 6_000, ":".join(["1"] * 20_000)])
+def test_a_number_without_end_is_shown_as_text(tmp_path: Path, number: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(f"output_dir: x\nsave_total_limit: {number}\n")
+    (finding,) = found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
+    assert finding.found == f"save_total_limit: {number[:40]}"
+    assert (finding.where, finding.expected) == (str(file), "a whole number")
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['!!int ""', '!!float ""', "!!bool maybe", "!!timestamp x", f"{'1:' * 200}1.0", "2026-99-99"],
+)
+def test_a_value_that_its_tag_does_not_fit_is_no_crash(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(f"output_dir: x\nsave_total_limit: {value}\n")
+    with pytest.raises(FormatError, match="is neither YAML nor JSON"):
+        read_setup(file)
+
+
+@given(st.binary(max_size=200) | st.text("&*<>:[]{}!\"'-0x1ab\n ,=", max_size=60).map(str.encode))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_file_holds_ends_in_an_error_of_its_own(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_bytes(b"output_dir: x\nsave_total_limit: " + content)
+    with suppress(InputError):
+        judge_setup(read_setup(file), SaveDemand(), None)
+
+
+@pytest.mark.parametrize(
+    ("document", "setting"),
+    [
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: %s}\n", "d"),
+        ("output_dir: x\ndeepspeed: %s\n", "deepspeed: "),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ('"a\\0b"', "embedded null byte"),
+        ("a" * 5_000, "file name too long"),
+        ("absent.json", "no such file"),
+        ("x.d", "is a directory"),
+        ("broken.json", "is neither YAML nor JSON"),
+    ],
+)
+def test_a_file_of_deepspeed_that_cannot_be_read_is_named_with_its_setting(
+    tmp_path: Path, document: str, setting: str, name: str, problem: str
+) -> None:
+    (tmp_path / "x.d").mkdir()
+    (tmp_path / "broken.json").write_text("{")
+    file = tmp_path / "x.yaml"
+    file.write_text(document % name)
+    (finding,) = found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
+    assert (finding.severity, finding.where) == ("error", str(file))
+    assert finding.found.startswith(setting)
+    assert problem in finding.found
+    assert len(finding.found) < 400
+    assert finding.expected == "a configuration of DeepSpeed"
 
 
 def test_values_of_unexpected_kinds_are_no_crash(tmp_path: Path) -> None:
