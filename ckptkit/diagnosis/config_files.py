@@ -14,13 +14,36 @@ import yaml
 from ckptkit.core.errors import FormatError, InputError
 
 _MOST_BYTES = 1 << 20
+_MOST_MERGED = 10_000
 _MOST_DIGITS = 1_000  # of a number; Python turns no integer of more than 4,300 into text
+_MERGE = "tag:yaml.org,2002:merge"
 # What PyYAML raises for text that a tag such as !!int does not fit, and for what is out of range.
 _MISFITS = (ArithmeticError, AttributeError, LookupError, ValueError)
 
 
+class _TooManyMergedError(yaml.YAMLError):  # type: ignore[misc]  # an untyped library
+    pass
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # an untyped library
-    """Leaves endless numbers as text."""
+    """Bounds what merge keys expand to, and leaves endless numbers as text."""
+
+    _merged = 0
+
+    def flatten_mapping(self, node: Any) -> None:
+        for key, value in list(node.value):
+            if key.tag == _MERGE:
+                self._merge(value.value if isinstance(value, yaml.SequenceNode) else [value])
+        super().flatten_mapping(node)
+
+    def _merge(self, nodes: list[Any]) -> None:
+        """Flattens what a key merges, and counts it before it is copied."""
+        for node in nodes:
+            if isinstance(node, yaml.MappingNode):
+                self.flatten_mapping(node)
+                self._merged += 1 + len(node.value)
+            if self._merged > _MOST_MERGED:
+                raise _TooManyMergedError
 
     def construct_number(self, node: Any) -> Any:
         text = self.construct_scalar(node)
@@ -44,6 +67,12 @@ def load_config(path: Path) -> Mapping[str, Any]:
     data = _read(path)
     try:
         document = yaml.load(data.replace(b"\t", b" "), _Loader)  # noqa: S506  a safe loader
+    except _TooManyMergedError as error:
+        raise FormatError(
+            f"merges more than {_MOST_MERGED:,} settings with '<<'",
+            where=str(path),
+            hint="write the settings without '<<'",
+        ) from error
     except (yaml.YAMLError, RecursionError, *_MISFITS) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         at = "" if line is None else f" at line {line + 1}"

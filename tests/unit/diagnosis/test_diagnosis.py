@@ -558,6 +558,27 @@ def test_a_file_of_deepspeed_that_cannot_be_read_is_named_with_its_setting(
     assert finding.expected == "a configuration of DeepSpeed"
 
 
+def test_merge_keys_do_not_expand_without_end(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    eight = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+    wide = f"b: &b {{{', '.join(f'k{n}: 1' for n in range(1_000))}}}\n"
+    for bomb in (
+        f"a0: &a0 {{x: 1, y: 2}}\n{eight}",
+        f"{wide}c: {{<<: [{', '.join(['*b'] * 20_000)}]}}\n",
+        f"a: &a {{}}\nc: {{{', '.join(['<<: *a'] * 50_000)}}}\n",
+    ):
+        file.write_text(f"output_dir: x\n{bomb}")
+        with pytest.raises(FormatError, match="merges more than 10,000 settings"):
+            read_setup(file)
+    file.write_text("a: &a {<<: *a}\noutput_dir: x\n")
+    with pytest.raises(FormatError, match="is neither YAML nor JSON"):
+        read_setup(file)
+    file.write_text("a: &a {max_steps: 5, save_total_limit: 1}\n<<: [*a]\nsave_total_limit: 3\n")
+    file.write_text(f"{file.read_text()}output_dir: x\n")
+    setup = read_setup(file)
+    assert (setup.max_steps, setup.keep_last) == (5, 3)
+
+
 def test_values_of_unexpected_kinds_are_no_crash(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(
