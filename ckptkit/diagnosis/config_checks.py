@@ -26,6 +26,14 @@ _MANY_RANKS = 8
 _TRUE = frozenset({"1", "on", "true", "y", "yes"})
 _ACCELERATE = frozenset({"compute_environment", "distributed_type"})
 _DEEPSPEED = frozenset({"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"})
+_ALSO_DEEPSPEED = frozenset(
+    {
+        *("activation_checkpointing", "aio", "bf16", "checkpoint", "communication_data_type"),
+        *("fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler"),
+        *("steps_per_print", "tensor_parallel", "wall_clock_breakdown"),
+        *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    }
+)
 _TRAINER = frozenset({"output_dir", "per_device_train_batch_size", "save_strategy", "save_steps"})
 _TOKENS = ("hub_token", "push_to_hub_token", "token")
 _OUTPUT_DIR, _SAVE_STEPS = "trainer_output", 500  # of the Trainer, where no file says them
@@ -255,7 +263,7 @@ def _of_accelerate(where: str, document: Mapping[str, Any]) -> TrainingSetup:
 
 
 def _with_deepspeed(setup: TrainingSetup, setting: str, further: str) -> TrainingSetup:
-    """Adds what the file of DeepSpeed says that a setting names, or refuses it."""
+    """Adds what the file of DeepSpeed says that a setting names; another file is refused."""
     path = Path(setup.where).parent / further
     path = path if os.path.exists(path) else Path(further)  # noqa: PTH110  no name is too long
     try:
@@ -263,7 +271,11 @@ def _with_deepspeed(setup: TrainingSetup, setting: str, further: str) -> Trainin
     except InputError as error:
         problem = error.message
     else:
-        return setup.joined(_of_deepspeed(str(path), document))
+        names = document.keys()
+        is_another = bool(names & (_ACCELERATE | _TRAINER))
+        if names & _DEEPSPEED or (names & _ALSO_DEEPSPEED and not is_another):
+            return setup.joined(_of_deepspeed(str(path), document))
+        problem = "is no configuration of DeepSpeed"
     found = f"{setting}: {quote(further)}, which {problem}", "a configuration of DeepSpeed"
     return replace(setup, refused=(*setup.refused, found))
 

@@ -579,6 +579,26 @@ def test_merge_keys_do_not_expand_without_end(tmp_path: Path) -> None:
     assert (setup.max_steps, setup.keep_last) == (5, 3)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "output_dir: x\ndeepspeed: other.yaml\ngradient_accumulation_steps: 1\n",
+        "distributed_type: DEEPSPEED\n",
+        '{"model_type": "llama"}',
+    ],
+)
+def test_a_file_that_is_none_of_deepspeed_is_refused_where_a_setting_names_it(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "other.yaml").write_text(content)
+    file = tmp_path / "x.yaml"
+    file.write_text("output_dir: x\ndeepspeed: other.yaml\n")
+    (finding,) = found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
+    assert finding.found == "deepspeed: 'other.yaml', which is no configuration of DeepSpeed"
+    (tmp_path / "other.yaml").write_text('{"bf16": {"enabled": true}}')
+    assert not found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
+
+
 def test_values_of_unexpected_kinds_are_no_crash(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(
