@@ -343,6 +343,10 @@ def raise_on_signals() -> None:
             signal.signal(number, stop)
 
 
+class _StreamError(OSError):
+    """A standard stream cannot be written; other system errors are bugs."""
+
+
 class _LeavablePipe(io.FileIO):
     """A pipe whose reader may close it, as `| head` does; the rest is dropped."""
 
@@ -351,6 +355,8 @@ class _LeavablePipe(io.FileIO):
             return super().write(data) or 0
         except BrokenPipeError:
             return memoryview(data).nbytes
+        except OSError as error:
+            raise _StreamError(error.errno, error.strerror) from error
 
 
 def prepare_streams() -> None:
@@ -482,11 +488,13 @@ def _show_error(output: Output, error: CkptkitError) -> int:
 def show_system_error(output: Output, error: OSError) -> int:
     """Reports a stdout that cannot be written; any other system error here is a bug."""
     try:
+        if isinstance(error, _StreamError):  # a text larger than the buffer is not kept for `flush`
+            raise error
         sys.stdout.flush()
     except OSError as failure:
         discard(sys.stdout)
         reason = failure.strerror or str(failure)
-        return _show_error(Output(), OutputError(reason, where="standard output"))
+        return _show_error(output, OutputError(reason, where="standard output"))
     return show_bug(output, error)
 
 

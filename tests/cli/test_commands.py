@@ -405,17 +405,53 @@ def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
     assert document(result)["error"]["code"] == "internal-error"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+NO_ROOM = "error[unwritable-output]: standard output: No space left on device\n"
+
+
+def with_full(stream: str, *words: str | Path) -> Result:
+    """Runs the command with a full disk behind `stdout` or `stderr`."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        streams: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        return subprocess.run(
+            [sys.executable, "-m", "ckptkit_cli", *map(str, words)],
+            env=environment(),
+            text=True,
+            check=False,
+            **(streams | {stream: full}),
+        )
+
+
 @pytest.mark.parametrize(
     "words",
     [["--version"], ["--help"], ["inspect", "--help"], ["adapter", "-h"], ["inspect", PLAIN]],
 )
 def test_a_full_disk_behind_stdout_is_named_whatever_is_shown(words: list[str]) -> None:
-    with open("/dev/full", "wb") as full:  # noqa: PTH123
-        command = [sys.executable, "-m", "ckptkit_cli", *map(str, words)]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-    line = b"error[unwritable-output]: standard output: No space left on device\n"
-    assert (result.returncode, result.stderr) == (4, line)
+    result = with_full("stdout", *words)
+    assert (result.returncode, result.stderr) == (4, NO_ROOM)
+
+
+@pytest.mark.parametrize("words", [["stats", "--all"], ["stats", "--json"], ["serve", "--help"]])
+def test_a_full_disk_behind_stdout_is_named_for_texts_larger_than_a_buffer(
+    tmp_path: Path, words: list[str]
+) -> None:
+    many = {f"layers.{i}.mlp.gate_proj.weight": np.zeros(4, np.float32) for i in range(400)}
+    save_file(many, tmp_path / "model.safetensors")
+    command, option = words
+    result = with_full("stdout", command, *([tmp_path] if command == "stats" else []), option)
+    assert (result.returncode, result.stderr) == (4, NO_ROOM)
+
+
+def test_a_full_disk_behind_stdout_is_an_event_where_stderr_has_events(tmp_path: Path) -> None:
+    result = with_full("stdout", "consolidate", LLAMA, tmp_path / "out", "--events")
+    *_, committed, failed = map(json.loads, result.stderr.splitlines())
+    assert (committed["event"], failed["event"], failed["code"]) == (
+        "committed",
+        "failed",
+        "unwritable-output",
+    )
+    assert result.returncode == failed["exit_status"] == 4
 
 
 def test_a_command_imports_the_modules_of_no_other_command() -> None:
