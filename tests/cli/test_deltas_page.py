@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -55,3 +56,15 @@ def test_the_python_of_the_page_runs(here: Path) -> None:
     assert 0 < float(done.stdout) < 1
     run_command("consolidate", "runs/rl/checkpoint-102", "expected", "--dtype", "bfloat16")
     assert model_bytes(here / "models" / "b") == model_bytes(here / "expected")
+
+
+@pytest.mark.usefixtures("here")
+def test_the_version_is_taken_from_names_like_the_one_of_the_page_alone() -> None:
+    (row,) = re.findall(r"\| `--version N` .*", PAGE.read_text(encoding="utf-8"))
+    (name,) = re.findall(r"name of OUT such as `(\w+)`", row)
+    versions = {}
+    for out in (name, "000002", "step-2"):
+        steps = ("runs/rl/checkpoint-100", "runs/rl/checkpoint-101")
+        made = run_command("delta", "create", *steps, out, "--json")
+        versions[out] = json.loads(made.stdout)["source"]["delta"]["version"]
+    assert versions == {name: 2, "000002": 1, "step-2": 1}
