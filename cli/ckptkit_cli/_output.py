@@ -13,7 +13,7 @@ import time
 import traceback
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
 
@@ -227,24 +227,24 @@ class Output:
 
     def lines(self, lines: Iterable[str]) -> None:
         if not (self.as_json or self.quiet):
-            _write(sys.stdout, "".join(f"{line}\n" for line in lines))
+            _write("".join(f"{line}\n" for line in lines))
 
     def document(self, value: Any) -> None:
         """Prints the one JSON document, in ASCII, if there is to be one."""
         if self.as_json:
-            _write(sys.stdout, json.dumps(value, indent=2, ensure_ascii=True) + "\n")
+            _write(json.dumps(value, indent=2, ensure_ascii=True) + "\n")
 
     def record(self, value: Any) -> None:
-        _write(sys.stdout, json.dumps(value, ensure_ascii=True) + "\n")
+        _write(json.dumps(value, ensure_ascii=True) + "\n")
 
     def event(self, name: str, /, **facts: Any) -> None:
         """Writes an event for programs to stderr, if there are to be events."""
         if self.events:
-            _write(sys.stderr, json.dumps(stamped(name, facts), ensure_ascii=True) + "\n")
+            _tell(json.dumps(stamped(name, facts), ensure_ascii=True) + "\n")
 
     def note(self, text: str) -> None:
         """Writes a line of another process to stderr."""
-        _write(sys.stderr, f"{escaped(text)}\n")
+        _tell(f"{escaped(text)}\n")
 
     def warn(self, text: str) -> None:
         """Writes a warning to stderr, as text or as an event."""
@@ -267,11 +267,11 @@ class Output:
             return
         self._write_message(label, "red", text)
         if hint:
-            _write(sys.stderr, f"  hint: {escaped(hint)}\n")
+            _tell(f"  hint: {escaped(hint)}\n")
 
     def _write_message(self, label: str, style: Style, text: str) -> None:
         shown = painted(label, style) if self._colour_messages else label
-        _write(sys.stderr, f"{shown}: {wrapped(escaped(text), width=None, first='')[0]}\n")
+        _tell(f"{shown}: {wrapped(escaped(text), width=None, first='')[0]}\n")
 
 
 def stamped(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,9 +279,17 @@ def stamped(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {"event": name, "time": round(time.time(), 3), **facts}
 
 
-def _write(stream: TextIO, text: str) -> None:
-    stream.write(without_url_secrets(text))
-    stream.flush()
+def _write(text: str) -> None:
+    """Writes a part of the result to stdout."""
+    sys.stdout.write(without_url_secrets(text))
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    """Writes a message or an event to stderr, unless that takes nothing: the work goes on."""
+    with suppress(OSError):  # a full disk behind a log, or a terminal that is gone
+        sys.stderr.write(without_url_secrets(text))
+        sys.stderr.flush()
 
 
 def takes_colour(stream: TextIO) -> bool:
@@ -445,7 +453,8 @@ def show_usage(words: Sequence[str], failure: Any) -> int:
     code = UsageError.code
     _show_document(output, failure.exit_code, code, failure.format_message(), where=where)
     if not output.events:
-        failure.show()
+        with suppress(OSError):  # as in `_tell`
+            failure.show()
     return int(failure.exit_code)
 
 
@@ -465,7 +474,7 @@ def show_bug(output: Output, error: Exception) -> int:
         return show_stop(output, stop)
     lines = "".join(traceback.format_exception(error)).splitlines()
     if not output.events:
-        sys.stderr.write(without_url_secrets("".join(f"{escaped(line)}\n" for line in lines)))
+        _tell("".join(f"{escaped(line)}\n" for line in lines))
     output.event("traceback", lines=lines)
     _show_document(output, _BUG_STATUS, "internal-error", f"{type(error).__name__}: {error}")
     output.fail(

@@ -454,6 +454,34 @@ def test_a_full_disk_behind_stdout_is_an_event_where_stderr_has_events(tmp_path:
     assert result.returncode == failed["exit_status"] == 4
 
 
+def test_a_full_disk_behind_stderr_changes_nothing_but_the_messages(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    statuses = [
+        with_full("stderr", "consolidate", source, out, *options).returncode
+        for source, *options in (
+            (LLAMA, "--events"),
+            (LLAMA,),
+            (tmp_path / "absent", "--overwrite"),
+            (LLAMA, "--unknown"),
+        )
+    ]
+    assert statuses == [0, 5, 3, 2]
+    assert (out / "ckptkit.json").exists()
+
+
+def test_a_bug_exits_1_with_a_full_disk_behind_stderr_too() -> None:
+    code = (
+        "import os, sys, ckptkit.conversion.inspect as inspecting\n"
+        "def broken(*_, **__): raise RuntimeError('no idea' * 2000)\n"
+        "inspecting.run_inspection = broken\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
+        "from ckptkit_cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    if Path("/dev/full").exists():
+        assert run("inspect", PLAIN, code=code).returncode == 1
+
+
 def test_a_command_imports_the_modules_of_no_other_command() -> None:
     code = (
         "import sys\n"
