@@ -41,6 +41,7 @@ from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.steps import parse_metrics
+from ckptkit.storage.locations import relative_path
 from ckptkit.storage.places import PathLike
 
 if TYPE_CHECKING:
@@ -357,7 +358,7 @@ def _line(entry: TensorEntry) -> TensorLine:
 
 def _describes(path: str, base: str) -> bool:
     """Returns whether a file describes the model or the step, by its name."""
-    first, _, rest = posixpath.relpath(path, base or ".").partition("/")
+    first, _, rest = relative_path(path, base).partition("/")
     name = posixpath.basename(path)
     is_known = name == MANIFEST_NAME or name in {*TRACKERS, *TAG_FILES} or is_side_file(name)
     return is_known or (rest != "" and first in _DESCRIBING)

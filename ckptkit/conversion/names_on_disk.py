@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, build_program_command
+from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, start_program
 from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
@@ -231,11 +231,8 @@ class Converter(Closing):
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603
-                build_program_command("convert"), stdin=pipe, stdout=pipe, stderr=log
-            )
+            self._process = start_program("convert", log)
         return self._process
 
     @property

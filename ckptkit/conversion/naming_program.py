@@ -34,6 +34,7 @@ from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
 from ckptkit.storage.local.ownership import make_private
+from ckptkit.storage.locations import current_directory
 from ckptkit.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -206,12 +207,7 @@ class NamingProgram(Closing):
         if self._process is None:
             with suppress(OSError):  # without a file, what the process prints is lost
                 self._log = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
-            self._process = subprocess.Popen(  # noqa: S603
-                build_program_command(self._entry),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log or subprocess.DEVNULL,
-            )
+            self._process = start_program(self._entry, self._log or subprocess.DEVNULL)
         answer: Future[bytes] = Future()
         arguments = self._process, question, answer
         # A daemon: `close` kills the process that it waits for.
@@ -333,14 +329,20 @@ def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mappi
     return parameters
 
 
-def build_program_command(entry: str) -> list[str]:
-    """Returns the command that starts the process.
+def start_program(entry: str, log: IO[bytes] | int) -> subprocess.Popen[bytes]:
+    """Starts the process.
 
     Args:
         entry: The function that it runs.
+        log: Takes what it prints.
     """
+    here, own = current_directory(), Path(__file__).resolve().parents[2]
     # Python files of a model folder must not be imported as libraries.
-    here = {"", str(Path.cwd())}
-    roots = [path for path in sys.path if path not in here]
-    roots.append(str(Path(__file__).resolve().parents[2]))
-    return [sys.executable, "-P", "-c", _PROGRAM.format(roots, entry, entry)]
+    roots = [path for path in sys.path if path not in {"", str(here or "")}]
+    return subprocess.Popen(  # noqa: S603
+        [sys.executable, "-P", "-c", _PROGRAM.format([*roots, str(own)], entry, entry)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        cwd=None if here else own,  # transformers is not imported in a directory that was removed
+    )

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
@@ -64,6 +63,7 @@ from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_empty, sweep_work_folders
+from ckptkit.storage.locations import current_directory
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
@@ -506,14 +506,14 @@ def check_destination(
 
         check_remote_target(place_of(out), overwrite=overwrite)
         return
-    target, here = local_path(out).resolve(), Path.cwd()
+    target, here = local_path(out).resolve(), current_directory()
     if not target.is_dir() or is_empty(target):
         return
     if not overwrite:
         # Its process may have been killed between the commit and the end.
         sweep_work_folders(target.parent, target, LOCAL_DISK, committed_only=True)
         raise output_exists_error(local_path(out))
-    if target == here or target in here.parents:
+    if here is not None and (target == here or target in here.parents):
         raise RefusedError(
             "the output would replace the directory that this command runs in",
             where=os.fspath(out),

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from ckptkit.core.errors import CkptkitError, EngineError, error_from_json
 from ckptkit.plan.plan import Share
+from ckptkit.storage.locations import current_directory
 
 logger = logging.getLogger(__name__)
 _QUEUED = 2  # shares that a worker has before it, so that it need not wait for the next
@@ -237,7 +237,7 @@ class _RayCrew:
             if self._limits.memory_bytes is not None:
                 options["memory"] = self._limits.memory_bytes
             actor = self._ray.remote(RayWorker).options(**options)
-            worker = actor.remote(self._station, taken, str(Path.cwd()))
+            worker = actor.remote(self._station, taken, str(current_directory() or ""))
             hired = self._hired[node] = _Hired(worker, node, host)
             self._calls[worker.open.remote()] = (hired, None)
 

@@ -29,6 +29,7 @@ from ckptkit.formats.torch_files import (
     is_optimizer_candidate,
     model_number,
 )
+from ckptkit.storage.locations import relative_path
 
 _MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
 # Ignored next to a model: formats that are only refused, and those from which a model was made.
@@ -362,7 +363,7 @@ class _Resolver:
                 for folder, inside in steps.items()
                 if not {candidate.format for candidate in inside} <= _SECONDARY
             }
-        runs = {_relative(posixpath.dirname(folder), base) for folder in steps}
+        runs = {relative_path(posixpath.dirname(folder), base) for folder in steps}
         if select is not None:
             chosen = self._select(all_steps, _units(others, base), base, select)
             if chosen is not None:
@@ -371,7 +372,7 @@ class _Resolver:
             here = [step for step in steps if posixpath.dirname(step) == base]
             newest = max(here, key=self._sort_key, default="")
             labels = [*(unit.label for unit in units), *sorted(runs)]
-            raise self._ambiguous(labels, select, _relative(newest, base))
+            raise self._ambiguous(labels, select, relative_path(newest, base))
         if steps:
             return self._choose_newest(steps, select)
         if not units:
@@ -387,10 +388,12 @@ class _Resolver:
     ) -> ResolvedSource | None:
         """Follows a selection that names a step, a run or a unit; None if it names none."""
         for folder, inside in steps.items():
-            rest = _rest(select, _relative(folder, base))
+            rest = _rest(select, relative_path(folder, base))
             if rest is not None:
                 return self.choose(inside, folder, rest or None)
-        run = {f: c for f, c in steps.items() if _relative(posixpath.dirname(f), base) == select}
+        run = {
+            f: c for f, c in steps.items() if relative_path(posixpath.dirname(f), base) == select
+        }
         if run:
             return self._choose_newest(run, None)
         for unit in units:
@@ -445,7 +448,7 @@ class _Resolver:
         steps: _Steps = {}
         others: list[Candidate] = []
         for candidate in candidates:
-            parts = [p for p in _relative(candidate.folder, base).split("/") if p != _HERE]
+            parts = [p for p in relative_path(candidate.folder, base).split("/") if p != _HERE]
             folders = [posixpath.join(base, *parts[: at + 1]) for at in range(len(parts))]
             step = next(filter(self._is_step, folders), None)
             if step is None:
@@ -552,10 +555,6 @@ class _Resolver:
 _Steps = dict[str, list[Candidate]]
 
 
-def _relative(folder: str, base: str) -> str:
-    return posixpath.relpath(folder or _HERE, base or _HERE)
-
-
 def _rest(select: str, label: str) -> str | None:
     """Returns the part of a selection after `label`; None if it does not begin with it."""
     if select == label:
@@ -571,11 +570,11 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, 
     for candidate in candidates:
         above, name = posixpath.split(candidate.folder)
         home = above if name == _OF_VERL and above not in (*folders, base) else candidate.folder
-        relative = _relative(home, base)
+        relative = relative_path(home, base)
         is_optimizer = is_optimizer_candidate(candidate)
         label = "" if relative == _HERE else relative
         if not label or is_optimizer or folders.count(candidate.folder) > 1:
-            label = posixpath.join(label, _relative(_main_path(candidate), candidate.folder))
+            label = posixpath.join(label, relative_path(_main_path(candidate), candidate.folder))
         is_optimizer = is_optimizer or is_optimizer_folder(posixpath.basename(candidate.folder))
         units.append(CheckpointUnit(label, candidate, is_optimizer))
     return tuple(units)

@@ -40,7 +40,7 @@ from ckptkit.storage.local.target import free_bytes, make_missing, translate_err
 from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
 from ckptkit.storage.locations import check_relative, hidden_name
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import PathLike, is_url
+from ckptkit.storage.places import PathLike, is_url, local_path
 
 _CLIENT = ".cache"  # the folder with the state of the client's downloads
 
@@ -234,7 +234,7 @@ def pull(
             hint="pull to a local directory, then `ckptkit convert` it to the URL",
         )
     hub = Hub(repo_id, token=token, endpoint=endpoint)
-    with quiet_client(), open_pull_folder(Path(folder)) as partial:
+    with quiet_client(), open_pull_folder(local_path(folder)) as partial:
         hub.resolve_owner()
         commit = commit_of(hub, revision or "main")
         remote = {file.path: file for file in list_files(hub, commit)}

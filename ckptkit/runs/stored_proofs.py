@@ -17,6 +17,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.storage.base import Source
+from ckptkit.storage.locations import relative_path
 
 _HINT = (
     "the file was damaged or changed after it was written; write it again, or remove"
@@ -76,11 +77,11 @@ def prove_index(
         index: What is in it.
     """
     for path in candidate.files:
-        check_file(source, path, manifest, posixpath.relpath(path, folder or "."))
+        check_file(source, path, manifest, relative_path(path, folder))
     if index.format != SafetensorsReader.name or not manifest.tensors:
         return index
     records = index.records
-    paths = [posixpath.relpath(file.path, folder or ".") for file in index.files]
+    paths = [relative_path(file.path, folder) for file in index.files]
     crc32s, digests = records.crc32.copy(), dict[int, str]()
     left = {name for name, record in manifest.tensors.items() if record.file in paths}
     for entry in index.tensors.values():

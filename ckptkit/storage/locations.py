@@ -1,13 +1,14 @@
 """Paths and URLs as the user gives them, the options of their storage, and names below them.
 
 Options are `key=value` pairs on the command line, and nested values in Python. Names are judged
-without looking at a disk.
+without looking at a disk, but for whether the current directory is there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -157,8 +158,26 @@ def is_url(place: PathLike) -> bool:
 
 
 def local_path(place: PathLike) -> Path:
-    """Returns the path of a place on this machine, which a `file://` URL is too."""
-    return Path(_normalize(os.fspath(place)))
+    """Returns the path of a place on this machine, which a `file://` URL is too.
+
+    Raises:
+        UsageError: If it is relative, and the current directory was removed.
+    """
+    path = Path(_normalize(os.fspath(place)))
+    if not path.is_absolute() and current_directory() is None:
+        raise UsageError(
+            "is relative to the current directory, which was removed",
+            where=os.fspath(place),
+            hint="change to a directory that exists, or name an absolute path",
+        )
+    return path
+
+
+def current_directory() -> Path | None:
+    """Returns the directory that this process runs in; None if it was removed."""
+    with suppress(OSError):
+        return Path.cwd()
+    return None
 
 
 def store_kind(protocol: str) -> str:
@@ -292,6 +311,16 @@ def check_relative(path: str, where: str) -> None:
             f"the file name {path!r} was found where a path inside the folder was expected",
             where=where,
         )
+
+
+def relative_path(path: str, folder: str) -> str:
+    """Returns how a path of a source is written from a folder of it; both are below its root.
+
+    >>> relative_path("run/step/model", "run"), relative_path("run", "run"), relative_path("a", "")
+    ('step/model', '.', 'a')
+    """
+    # With a root, since `relpath` looks for the current directory without one.
+    return posixpath.relpath(f"/{path}", f"/{folder}")
 
 
 def check_below(name: str, place: str) -> None:

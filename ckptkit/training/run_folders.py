@@ -35,7 +35,7 @@ from ckptkit.runs.steps import (
     save_number_of,
 )
 from ckptkit.storage.local.ownership import is_planted
-from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
+from ckptkit.storage.locations import MARKS_FOLDER, hidden_name, local_path
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
@@ -179,7 +179,7 @@ class RunFolder(TrainingRun[Path]):
                 where=named,
                 hint="pass a directory; to save to a URL, pass it to the Checkpointer as a string",
             )
-        self.path = self.place = Path(named).absolute()
+        self.path = self.place = local_path(named).absolute()
         self.prefix = prefix
         self._known: KnownSteps = {}
         with _translate_errors(self.path):

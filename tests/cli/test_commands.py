@@ -405,6 +405,28 @@ def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
     assert document(result)["error"]["code"] == "internal-error"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="the system keeps the current directory")
+def test_absolute_paths_work_in_a_directory_that_was_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"'
+    gone = str(tmp_path / "gone")
+    command = ["bash", "-c", line, gone, sys.executable, "-P", "-m", "ckptkit_cli"]
+    for words, status, stream in (
+        (["consolidate", LLAMA, out], 0, "load it"),
+        (["consolidate", LLAMA, "out"], 2, "error[bad-option]: out: is relative to the current"),
+        (["--version", "--verbose"], 0, "on an unknown file system"),
+    ):
+        result = subprocess.run(
+            [*command, *map(str, words)],
+            env=environment(XDG_CACHE_HOME=str(tmp_path / "cache")),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == status, result.stderr
+        assert stream in result.stdout + result.stderr
+
+
 NO_ROOM = "error[unwritable-output]: standard output: No space left on device\n"
 
 

@@ -479,9 +479,10 @@ def check_path(text: PathLike, what: str) -> None:
         raise UsageError("is empty, where a path was expected", where=what)
     if is_url(text):
         return
+    path = local_path(text)
     try:
-        Path(text).resolve()
-        Path(text).is_dir()
+        path.resolve()
+        path.is_dir()
     except PermissionError as error:
         raise AccessError(
             "cannot be read: permission denied",

@@ -45,6 +45,7 @@ from ckptkit.core.manifest import (
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import CheckpointUnit, ResolvedSource, is_leftover
 from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource
 
@@ -226,7 +227,7 @@ def compare_leftovers(
             if not is_leftover(shards, {unit.candidate.folder}):
                 continue
             # As `--select` names them.
-            name = posixpath.relpath(shards.folder or ".", found.folder or ".")
+            name = relative_path(shards.folder, found.folder)
             name = posixpath.basename(shards.files[0]) if name == "." else name
             try:
                 reason = next(_differences(source, read(unit.candidate), read, shards), "")

@@ -34,6 +34,7 @@ from ckptkit.options import (
 from ckptkit.plan.plan import Plan
 from ckptkit.storage.base import Row
 from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.locations import current_directory
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
 from ckptkit.training.agree.peers import Peers
@@ -390,7 +391,8 @@ def make_request(
     check_path(path, "out")
     refuse_unknown(options, ExportOptions.__annotations__, where="export")
     target, overwrite = Path(path).resolve(), options.get("overwrite", False)
-    for place in (Path.cwd(), Path(source["path"]).resolve()) if overwrite else ():
+    used = filter(None, (current_directory(), Path(source["path"]).resolve()))
+    for place in used if overwrite else ():
         if target == place or target in place.parents:
             raise RefusedError(
                 f"would replace {str(place)!r}, which is in use",

@@ -9,6 +9,7 @@ import pytest
 
 import ckptkit
 import ckptkit.hub
+import ckptkit.training
 from ckptkit.core.errors import UsageError
 from ckptkit.storage.locations import Place, is_url, local_path
 
@@ -38,9 +39,11 @@ CALLS: dict[str, Callable[[str], object]] = {
     "merge_adapter base": lambda path: ckptkit.merge_adapter(LLAMA, OUT, base=path),
     "merge_adapter further": lambda path: ckptkit.merge_adapter(LLAMA, OUT, further=[path]),
     "adapter_from_diff": lambda path: ckptkit.adapter_from_diff(LLAMA, OUT, base=path, rank=2),
+    "checkpointer": ckptkit.training.Checkpointer,
     "push": lambda path: ckptkit.hub.push(path, "org/name"),
     "pull": lambda path: ckptkit.hub.pull("org/name", path),
 }
+NOT_READ = {"inspect model_config", "list_run state", "pull"}  # before something else is refused
 
 
 @pytest.mark.parametrize("path", UNUSABLE, ids=ascii)
@@ -49,6 +52,36 @@ def test_a_path_that_cannot_be_one_is_wrong_usage(call: str, path: str) -> None:
     with pytest.raises(UsageError) as caught:
         CALLS[call](path)
     str(caught.value).encode()  # so that any stream can show it
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the test run in a directory that was removed."""
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    try:
+        (tmp_path / "removed").rmdir()
+    except OSError:
+        pytest.skip("the system keeps the current directory")
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("call", CALLS.keys() - NOT_READ)
+def test_a_relative_path_in_a_removed_directory_is_wrong_usage(call: str) -> None:
+    with pytest.raises(UsageError, match="relative to the current directory, which was removed"):
+        CALLS[call]("run")
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_absolute_paths_are_read_and_written_from_a_removed_directory(tmp_path: Path) -> None:
+    out, delta = tmp_path / "out", tmp_path / "delta"
+    for overwrite in (False, True):
+        ckptkit.consolidate(LLAMA, out, names="live", overwrite=overwrite)
+    ckptkit.create_delta(out, out, delta, names="live")
+    assert [ckptkit.verify(place).ok for place in (out, LLAMA)] == [True, True]
+    assert ckptkit.diff(LLAMA, out).same
+    assert ckptkit.stats(out).tensors
+    assert ckptkit.inspect_delta(delta).version == 1
 
 
 def test_names_that_are_no_utf_8_and_long_urls_are_paths() -> None:
