@@ -19,8 +19,8 @@ from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES, SavePlan, plan_save
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import Stager
+from ckptkit.training.state.memory_changes import watched_by
 from ckptkit.training.state.pieces import Piece
-from ckptkit.training.state.tensor_changes import watched_by
 from tests.property.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn]

@@ -24,7 +24,7 @@ from ckptkit.lora.dialects import holds_adapters, make_plain_name
 from ckptkit.training.resume.materialise import is_wide_float, materialise
 from ckptkit.training.state.bound import BoundModel
 from ckptkit.training.state.dtensors import Copies, has_data
-from ckptkit.training.state.models import ModelWalk, check_shaped
+from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.pieces import Piece
 from ckptkit.training.step_names import (
     TensorPlaces,
@@ -71,7 +71,6 @@ class LiveModel:
                 f"{a_kind(module)} was found where a module was expected", where="model"
             )
         self.module = module
-        check_shaped(module)
         world = Copies()
         if dist.is_available() and dist.is_initialized():
             world = Copies(dist.get_world_size(), dist.get_rank())

@@ -51,7 +51,7 @@ def find_unsaved(model: nn.Module) -> list[UnsavedBuffers]:
         names = tuple(
             name
             for name, buffer in members_of(owner)[1].items()
-            if buffer is not None and buffer.is_meta and name in _unsaved_names(owner)
+            if buffer is not None and buffer.is_meta and name in members_of(owner)[3]
         )
         if names:
             found.append(UnsavedBuffers(path, owner, names))
@@ -142,21 +142,17 @@ def _parent_paths(path: str) -> Iterator[str]:
     yield ""
 
 
-def _unsaved_names(owner: nn.Module) -> set[str]:
-    return owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public way
-
-
 @contextmanager
 def _without_saved(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> Iterator[None]:
     """Replaces all parameters of a model, and its saved buffers, by some without content."""
     computed = {group.owner: group.names for group in unsaved}
     kept = []
     for module in model.modules():
-        own, held, _ = members_of(module)
+        own, held, *_ = members_of(module)
         kept.append((module, dict(own), dict(held)))
     try:
         for module, parameters, buffers in kept:
-            own, held, _ = members_of(module)
+            own, held, *_ = members_of(module)
             for name, parameter in parameters.items():
                 if parameter is not None:
                     own[name] = nn.Parameter(_on_meta(parameter), requires_grad=False)
@@ -166,7 +162,7 @@ def _without_saved(model: nn.Module, unsaved: Sequence[UnsavedBuffers]) -> Itera
         yield
     finally:
         for module, parameters, buffers in kept:
-            own, held, _ = members_of(module)
+            own, held, *_ = members_of(module)
             own.update(parameters)
             names = buffers.keys() - set(computed.get(module, ()))
             held.update({name: buffers[name] for name in names})

@@ -31,7 +31,6 @@ __all__ = [
     "has_data",
     "inner_tensors",
     "is_composed",
-    "living_part",
     "local_part",
     "memory_layout",
     "unwrap_dtensor",
@@ -224,19 +223,6 @@ def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 - to_local() records an autograd node
     return local
-
-
-def living_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the object by whose end the end of a tensor is seen.
-
-    That is a tensor inside a DTensor or another composed one. `Module.to` and the like swap the
-    contents of these, which torch refuses for tensors that have weak references.
-    """
-    part: Any = unwrap_dtensor(tensor)
-    while is_composed(part):
-        part = unwrap_dtensor(getattr(part, part.__tensor_flatten__()[0][0]))
-    living: torch.Tensor = part
-    return living
 
 
 def has_data(tensor: torch.Tensor) -> bool:

@@ -1,17 +1,23 @@
-"""What has to be done when the elements of a model change.
+"""Whether tensors are the same and unchanged, and what has to be done when their elements change.
 
 Saves copy tensors while training goes on, and link files of frozen ones that did not change. Steps
 of optimizers and `load_state_dict` have hooks that saves use. A CUDA graph may hold such a step,
 and its replays call no hook, so they are given one. What ckptkit itself writes into the memory of a
 model passes all of them by, so it calls the hooks by `announce_changes` before, and
 `count_changes` afterwards.
+
+Nothing here keeps a tensor of training alive. Weak references are held to the local tensors of
+DTensors, not to these: `Module.to` and the like swap the contents of a DTensor, which torch refuses
+for tensors that have weak references.
 """
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
 from typing import Any
@@ -19,6 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckptkit.training.state.dtensors import memory_layout, unwrap_dtensor
+from ckptkit.training.state.pieces import Watched, WatchedTensor
 
 
 class _Hook:
@@ -104,3 +113,70 @@ def count_changes(tensors: Iterable[torch.Tensor]) -> None:
     """Raises the version counters of tensors, as torch does when it writes to one itself."""
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Some tensors, which are not kept alive, and the memory of their elements.
+
+    Attributes:
+        alive: References that call back when a tensor is gone.
+        identities: Of the tensors.
+        places: Address, shape, strides and type of this rank's elements.
+    """
+
+    alive: tuple[weakref.ref[torch.Tensor], ...]
+    identities: tuple[int, ...]
+    places: tuple[tuple[Any, ...] | None, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], *, forget: Callable[[], object]) -> Stamp:
+        """Returns the stamp of tensors as they are now.
+
+        Args:
+            tensors: Those of training.
+            forget: A method, itself not kept alive, that is called once any of them is gone: it
+                has to drop the pieces of them, which keep their memory alive.
+        """
+        method = weakref.WeakMethod(forget)
+
+        def gone(_: weakref.ref[torch.Tensor]) -> None:
+            living = method()
+            if living is not None:
+                living()
+
+        return cls(
+            tuple(weakref.ref(unwrap_dtensor(tensor), gone) for tensor in tensors),
+            tuple(map(id, tensors)),
+            tuple(map(memory_layout, tensors)),
+        )
+
+    def still_holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the same tensors in the same memory."""
+        return (
+            self.identities == tuple(map(id, tensors))
+            and all(map(operator.is_, map(unwrap_dtensor, tensors), [ref() for ref in self.alive]))
+            and all(map(operator.eq, map(memory_layout, tensors), self.places))
+        )
+
+
+def watched_by(
+    parameter: torch.Tensor, *further: torch.Tensor, tied: Sequence[torch.Tensor] = ()
+) -> Watched:
+    """Returns the tensors that show changes of a frozen parameter; none if it is trained.
+
+    Args:
+        parameter: The parameter, or any other tensor of a model.
+        further: Others through which its elements may be changed, or that are frozen if it is, such
+            as the scales of a packed weight.
+        tied: Others of the model that are the same tensor: where one is trained, all are.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        return ()
+    if any(tensor.requires_grad for tensor in (parameter, *tied)):
+        return ()
+    others = [tensor for tensor in (*tied, *further) if tensor is not parameter]
+    return tuple(
+        WatchedTensor(tensor.detach(), weakref.ref(unwrap_dtensor(tensor)), id(tensor))
+        for tensor in (parameter, *others)
+    )

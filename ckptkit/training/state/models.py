@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _python_dispatch as dispatch
 
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training.state.bound import of_the_object
-from ckptkit.training.state.dtensors import Copies, DTensor, Meshes
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.fsdp import (
     FlatUnit,
     cast_buffers,
@@ -35,6 +34,7 @@ from ckptkit.training.state.fsdp import (
     managed_parameters,
     strategy_of,
 )
+from ckptkit.training.state.memory_changes import Stamp, watched_by
 from ckptkit.training.state.objects import flatten, make_object, step_of
 from ckptkit.training.state.pieces import (
     ObjectValue,
@@ -45,7 +45,6 @@ from ckptkit.training.state.pieces import (
 )
 from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Structure, take_apart
-from ckptkit.training.state.tensor_changes import Stamp, detach_local, watched_by
 from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
 
 
@@ -166,7 +165,15 @@ class ModelWalk:
         self._kept = None
 
     def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
-        check_shaped(self._model)
+        kinds = UninitializedParameter, UninitializedBuffer
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        for name, tensor in named:
+            if isinstance(tensor, kinds):
+                raise UsageError(
+                    "has no shape yet, as it belongs to a lazy module",
+                    where=name,
+                    hint="call the model once before",
+                )
         flat, parallel = self._structure.flat, self._structure.parallel
         units = flat_units(self._model, parallel) if flat else ()
         entries = list(self._named(units))
@@ -188,9 +195,9 @@ class ModelWalk:
         trained: list[bool] = []
         tensors: list[torch.Tensor] = []
         for module in self._structure.modules:
-            parameters, buffers, _ = members_of(module)
-            if buffers:  # which are saved unless they are in this set
-                names.append(frozenset(module._non_persistent_buffers_set))  # noqa: SLF001
+            parameters, buffers, _, unsaved = members_of(module)
+            if buffers:
+                names.append(frozenset(unsaved))
             for members in (parameters, buffers):
                 for name, tensor in members.items():
                     if tensor is None:
@@ -234,8 +241,16 @@ class ModelWalk:
     def _named(self, units: tuple[FlatUnit, ...]) -> Iterator[tuple[str, object]]:
         if not self._structure.flat:
             # The parameters themselves: detaching each DTensor would take most of the time.
-            with of_the_object(self._structure.where, "state_dict(keep_vars=True)"):
+            try:
                 named = self._model.state_dict(keep_vars=True)
+            except CkptkitError:
+                raise
+            except Exception as error:
+                raise SaveError(
+                    f"its state_dict(keep_vars=True) raised {type(error).__name__}: {error}",
+                    where=self._structure.where,
+                    hint="this is code of the model itself, which has to take these arguments",
+                ) from error
             for name, value in named.items():
                 yield clean_fqn(name, self._structure.parallel), value
             return
@@ -306,7 +321,8 @@ class ModelView:
         for names, tensor, tied in _without_ties(entries):
             slot = self.slot(names[0], tensor)
             self.slots[id(tensor)] = (slot,)
-            local = detach_local(tensor)
+            # An object of its own, or the end of the tensor could not be seen.
+            local = local_part(tensor).detach()
             # Neither of the two counts the changes that are made through the other one.
             further = [local] if isinstance(tensor, DTensor) else []
             watched = watched_by(tensor, *further, tied=tied)
@@ -329,7 +345,7 @@ class ModelView:
             if part.assigned is None or part.on_its_own is None:
                 self._add(part.in_shard, part.names, unit.shard, watched)
             else:
-                self._add(part.on_its_own, part.names, detach_local(part.assigned), watched)
+                self._add(part.on_its_own, part.names, local_part(part.assigned).detach(), watched)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             yield part.fqn, own
@@ -343,7 +359,7 @@ class ModelView:
             path = (*start, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf.value)
-                self.pieces.extend(slot.pieces(unit, path, detach_local(leaf.value)))
+                self.pieces.extend(slot.pieces(unit, path, local_part(leaf.value).detach()))
             elif self.values.own == 0:
                 self.objects.append(make_object(unit, path, leaf.value, leaf.where))
 
@@ -353,7 +369,7 @@ class ModelView:
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf)
-                self.pieces.extend(slot.pieces(unit, path, detach_local(leaf)))
+                self.pieces.extend(slot.pieces(unit, path, local_part(leaf).detach()))
             elif self.values.own == 0:
                 self.objects.append(ObjectValue(unit, path, leaf))
 
@@ -373,29 +389,21 @@ class ModelView:
         return self._structure.meshes.slot(fqn, tensor, self.values, copies)
 
 
-def check_shaped(model: nn.Module) -> None:
-    """Refuses a model with parameters or buffers that get their shape in the first forward pass."""
-    kinds = UninitializedParameter, UninitializedBuffer
-    named = (*model.named_parameters(), *model.named_buffers())
-    lazy = next((name for name, tensor in named if isinstance(tensor, kinds)), None)
-    if lazy is not None:
-        raise UsageError(
-            "has no shape yet, as it belongs to a lazy module",
-            where=lazy,
-            hint="call the model once before",
-        )
-
-
 def members_of(
     module: nn.Module,
 ) -> tuple[
-    dict[str, nn.Parameter | None], dict[str, torch.Tensor | None], dict[str, nn.Module | None]
+    dict[str, nn.Parameter | None],
+    dict[str, torch.Tensor | None],
+    dict[str, nn.Module | None],
+    set[str],
 ]:
     """Returns the dictionaries of a module's own parameters, buffers and child modules.
 
+    The last value has the names of buffers that are not saved.
+
     The public iterators take ten times as long, leave out ties, and give no way to set one.
     """
-    return module._parameters, module._buffers, module._modules  # noqa: SLF001 - see above
+    return module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set  # noqa: SLF001 - see above
 
 
 def _outline(model: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[str, ...]]:

@@ -41,7 +41,9 @@ from ckptkit.training.state.dtensors import (
     Meshes,
     inner_tensors,
     is_composed,
+    local_part,
 )
+from ckptkit.training.state.memory_changes import Stamp
 from ckptkit.training.state.models import ModelView
 from ckptkit.training.state.objects import flatten, make_object
 from ckptkit.training.state.pieces import (
@@ -54,7 +56,6 @@ from ckptkit.training.state.pieces import (
 )
 from ckptkit.training.state.rank_bound import ParameterState
 from ckptkit.training.state.structures import Leaf, Structure, take_apart
-from ckptkit.training.state.tensor_changes import Stamp, detach_local
 
 STATE = "state"
 GROUPS = "param_groups"
@@ -113,8 +114,6 @@ class OptimizerWalk:
         """
         self._optimizer = optimizer
         self._place = unit, path, world, where
-        if world.own == 0:
-            _check_state_dict(optimizer)
         self._kept: tuple[_States, tuple[Any, ...], Stamp] | None = None
 
     def states(self, views: Sequence[ModelView]) -> list[Piece]:
@@ -142,7 +141,7 @@ class OptimizerWalk:
                 stay where they are.
         """
         optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
-        _check_inner_optimizers(optimizer, self._place[-1])
+        _check_optimizer(optimizer, self._place[-1])
         now = _Inputs.of(optimizer, views)
         if rank_bound.is_paged(optimizer):
             _wait_for_pages(now.values)
@@ -239,8 +238,15 @@ class _Inputs(NamedTuple):
         return cls((tuple(map(weakref.ref, views)), identities, owners, names), plain)
 
 
-def _check_inner_optimizers(optimizer: Optimizer, where: str) -> None:
-    """Refuses an optimizer that keeps state in others, of which a save would have nothing."""
+_WITHOUT_OWN_STATE = ("torch.optim.", "accelerate.", "bitsandbytes.", "torchao.", "transformers.")
+"""Packages whose `state_dict` has nothing that is not in `state` and `param_groups`."""
+
+
+def _check_optimizer(optimizer: Optimizer, where: str) -> None:
+    """Refuses an optimizer that keeps state in others; warns of one with a `state_dict` of its own.
+
+    A save would have nothing of either.
+    """
     for name, value in vars(optimizer).items():
         members: Iterable[object] = (value,)
         if isinstance(value, dict):
@@ -254,20 +260,12 @@ def _check_inner_optimizers(optimizer: Optimizer, where: str) -> None:
                 where=where,
                 hint="pass these instead of it, several as a list",
             )
-
-
-_WITHOUT_OWN_STATE = ("torch.optim.", "accelerate.", "bitsandbytes.", "torchao.", "transformers.")
-"""Packages whose `state_dict` has nothing that is not in `state` and `param_groups`."""
-
-
-def _check_state_dict(optimizer: Optimizer) -> None:
-    """Warns of a class whose `state_dict` may have more than is saved."""
     owner = next(base for base in type(optimizer).__mro__ if "state_dict" in vars(base))
     if not owner.__module__.startswith(_WITHOUT_OWN_STATE):
         _warn_of_state_dict(owner.__name__)
 
 
-@lru_cache  # once each, although a state is bound by every Checkpointer
+@lru_cache  # once each, although a state is looked at in every save
 def _warn_of_state_dict(name: str) -> None:
     logger.warning(
         "the state_dict() of %s is not called: what it has besides `state` and `param_groups`"
@@ -431,13 +429,13 @@ class _Walk:
         if is_composed(value):
             for rest, inner in inner_tensors(value):
                 part = whole_layout(slot.fqn, inner, slot.replicas, slot.values)
-                yield from part.pieces(self._unit, (*path, *rest), detach_local(inner))
+                yield from part.pieces(self._unit, (*path, *rest), local_part(inner).detach())
             return
         is_dtensor = isinstance(value, DTensor)
         if is_dtensor or not value.dim() or tuple(value.shape) != slot.held:
             copies = slot.values if value.numel() == 1 else slot.replicas
             slot = meshes.slot(slot.fqn, value, slot.values, copies)
-        yield from slot.pieces(self._unit, path, detach_local(value))
+        yield from slot.pieces(self._unit, path, local_part(value).detach())
 
     def _take_shared(
         self,
@@ -457,7 +455,9 @@ class _Walk:
             names = (*path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = meshes.slot(".".join(map(str, names)), leaf.value, ranks)
-                self.collected.pieces += slot.pieces(self._unit, names, detach_local(leaf.value))
+                self.collected.pieces += slot.pieces(
+                    self._unit, names, local_part(leaf.value).detach()
+                )
             elif ranks.own == 0:
                 self._keep(names, leaf)
 

@@ -21,8 +21,8 @@ from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.frozen import FrozenFiles, SaveFiles
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import Stager
+from ckptkit.training.state.memory_changes import watched_by
 from ckptkit.training.state.pieces import Piece
-from ckptkit.training.state.tensor_changes import watched_by
 from ckptkit.writer.messages import ByteCounter, Persist, Written
 from ckptkit.writer.persist import Persister
 
