@@ -14,7 +14,7 @@ import posixpath
 import re
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeGuard
@@ -29,6 +29,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
 )
 from ckptkit.core.index import FileRef, Shape
+from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
 
@@ -250,7 +251,36 @@ def find_data_files(
             where=where,
             hint="copy the missing files as well",
         )
-    return paths, weight_map
+    unnamed = []
+    for path in list_unnamed(paths):
+        if path not in there and stat_or_missing(source, path).size_bytes < 0:
+            raise MissingFileError(
+                f"index names {counted(len(paths), 'file')}; {posixpath.basename(path)!r} of the"
+                " same numbering is neither in it nor in the folder",
+                where=where,
+                hint="copy the missing files, and the index of all files",
+            )
+        unnamed.append(path)  # its header shows whether it has tensors that the index lacks
+    return sorted([*paths, *unnamed]), weight_map
+
+
+def list_unnamed(paths: Iterable[str]) -> Iterator[str]:
+    """Yields the paths that complete the numbered sets which some files are of.
+
+    A hostile name may count any number of files, so no list of them is made.
+    """
+    sets: dict[tuple[str, str, str], dict[int, int]] = defaultdict(dict)
+    for path in paths:
+        stem, ending = posixpath.splitext(path)
+        if match := _NUMBERED.fullmatch(stem):
+            numbers = sets[match["stem"], match["count"], ending]
+            numbers[int(match["number"])] = len(match["number"])
+    for (stem, count, ending), numbers in sorted(sets.items()):
+        first = 0 if 0 in numbers else 1
+        width = min(numbers.values())
+        for number in range(first, first + int(count)):
+            if number not in numbers:
+                yield f"{stem}-{number:0{width}d}-of-{count}{ending}"
 
 
 def _check_numbering(files: Sequence[str], where: str) -> None:

@@ -20,7 +20,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER, TRAINING, Manifest
-from ckptkit.formats.parsing import INDEX_ENDING
+from ckptkit.formats.parsing import INDEX_ENDING, list_unnamed
 from ckptkit.formats.registry import recognise
 from ckptkit.plan.side_files import is_side_file
 from ckptkit.runs.run_paths import absent_folder
@@ -267,6 +267,12 @@ def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
     return files
 
 
+def _first_missing(named: Collection[str], files: Collection[str]) -> str:
+    """Returns a file that an index, or the numbers in its names, show to be missing; or nothing."""
+    absent = sorted(set(named).difference(files))
+    return absent[0] if absent else next((n for n in list_unnamed(named) if n not in files), "")
+
+
 def check_complete(
     source: Source, manifest: Manifest | None, files: Iterable[str], documents: Mapping[str, Any]
 ) -> None:
@@ -285,12 +291,12 @@ def check_complete(
         if not path.endswith(INDEX_ENDING):
             continue
         weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
-        missing = ["?"]
+        missing = "?"
         if isinstance(weight_map, Mapping):
-            missing = sorted(set(weight_map.values()) - set(files))
+            missing = _first_missing(weight_map.values(), files)
         if missing:
             raise IncompleteCheckpointError(
-                f"the index names {len(missing):,} missing files, such as {missing[0]!r}",
+                f"by the index, files are missing, such as {missing!r}",
                 where=posixpath.join(source.location, path),
                 hint="the folder is incomplete; write it again with `ckptkit consolidate`",
             )

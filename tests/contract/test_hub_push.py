@@ -356,6 +356,12 @@ def test_folders_that_nothing_loads_are_refused_with_what_to_do(
     half = consolidated(tmp_path, shard="1KB")
     (half / "model-00002-of-00004.safetensors").unlink()
     refused(pushes, half, IncompleteCheckpointError)
+    index = half / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    files = document["weight_map"].items()
+    document["weight_map"] = {name: file for name, file in files if "-00002-of" not in file}
+    index.write_text(json.dumps(document))
+    assert "'model-00002-of-00004" in str(refused(pushes, half, IncompleteCheckpointError))
     refused(pushes, tmp_path / "absent", CkptkitError)
     refused(pushes, "s3://bucket/model", RefusedError)
     assert hub.log == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import Box, Key, TensorIndex
+from ckptkit.formats.parsing import list_unnamed
 from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.storage.overlay import MemorySource
 
@@ -114,6 +116,46 @@ def numbered(*parts: dict[str, Any], index: bool = True) -> dict[str, bytes]:
 A, B = {"a": torch.zeros(2)}, {"b": torch.ones(3, dtype=torch.int8)}
 
 
+def with_index_of(files: dict[str, bytes], *names: str) -> dict[str, bytes]:
+    """Returns files with an index that has no tensors but some."""
+    path = "m/model.safetensors.index.json"
+    weight_map = json.loads(files[path])["weight_map"]
+    content = {"weight_map": {name: weight_map[name] for name in names}}
+    return {**files, path: json.dumps(content).encode()}
+
+
+def test_an_index_that_leaves_out_a_file_of_its_own_numbering_is_refused() -> None:
+    files = with_index_of(numbered(A, B), "a")
+    with pytest.raises(FormatError, match="'b' in no file, it is in 'model-00002-of-00002"):
+        read_files(files)
+    del files["m/model-00002-of-00002.safetensors"]
+    with pytest.raises(MissingFileError, match="names 1 file; 'model-00002-of-00002"):
+        read_files(files)
+
+
+def test_a_file_of_the_numbering_without_tensors_need_not_be_in_the_index() -> None:
+    assert sorted(read_files(numbered(A, {}, B)).tensors) == ["a", "b"]
+
+
+def test_the_files_of_another_numbering_do_not_matter_to_an_index() -> None:
+    files = numbered(A, B)
+    files["m/model-00001-of-00003.safetensors"] = files["m/model-00001-of-00002.safetensors"]
+    assert sorted(read_files(files).tensors) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "missing"),
+    [
+        (["x-1-of-3.bin"], ["x-2-of-3.bin", "x-3-of-3.bin"]),
+        (["x-00000-of-00002.bin"], ["x-00001-of-00002.bin"]),
+        (["a/x-9-of-10.bin", "y.bin", "z-1-of-1.bin"], [f"a/x-{n}-of-10.bin" for n in (1, 2)]),
+        ([f"x-1-of-{'9' * 200}.bin"], [f"x-{n}-of-{'9' * 200}.bin" for n in (2, 3)]),
+    ],
+)
+def test_what_completes_a_numbering(paths: list[str], missing: list[str]) -> None:
+    assert list(islice(list_unnamed(paths), 2)) == missing
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_a_numbered_set_is_one_model_with_or_without_its_index(index: bool) -> None:
     files = numbered(A, B, index=index)
@@ -159,9 +201,9 @@ def test_an_index_that_contradicts_its_files_is_refused() -> None:
         files["m/model.safetensors.index.json"] = text.replace(old, new).encode()
         if not new:
             files["m/model-00001-of-00002.safetensors"] = safetensors.torch.save(A | B)
-            del files["m/model-00002-of-00002.safetensors"]
+            files["m/model-00002-of-00002.safetensors"] = safetensors.torch.save({})
         elif new == "-00002-":
-            del files["m/model-00001-of-00002.safetensors"]
+            files["m/model-00001-of-00002.safetensors"] = safetensors.torch.save({})
         with pytest.raises(FormatError) as caught:
             read_files(files)
         assert message in str(caught.value)

@@ -183,6 +183,8 @@ def test_a_sharded_model_is_read_through_its_index() -> None:
         read_files(missing)
     del weight_map["b.weight"]
     files["m/pytorch_model.bin.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    with pytest.raises(FormatError, match=r"tensor 'b\.weight' in no file, it is in .*-00002-of"):
+        read_files(files)
     files["m/pytorch_model-00001-of-00002.bin"] = saved(parts[0] | parts[1])
     with pytest.raises(FormatError, match=r"index has tensor 'b\.weight' in no file, it is in"):
         read_files(files)
