@@ -150,9 +150,11 @@ class ConversionJob:
             delete_source=options.get("delete_source", False),
         )
 
-    def advise_on_config(self) -> str:
-        """Returns what to do where no configuration was found."""
+    def advise_on_config(self, unusable: str = "") -> str:
+        """Returns what to do where no configuration was found, but perhaps something unusable."""
         text = "no config.json was found, without which from_pretrained does not load the output"
+        if unusable:
+            text = f"{unusable}; without a config.json from_pretrained does not load the output"
         which = "with the model that was trained: its id on the Hub, or a folder"
         if self.advice.again:
             options = "--base ORG/NAME --overwrite"
@@ -498,7 +500,7 @@ class _Planner:
         self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
     ) -> dict[str, Any] | None:
         if config is None:
-            self._notes.append(self._job.advise_on_config())
+            self._notes.append(self._job.advise_on_config(self._folders.describe_unusable_config()))
             return None
         sizes = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         config = update_config(config, sizes, allow_code=self._request.allow_code)

@@ -28,7 +28,6 @@ from ckptkit.formats.others.meta import MetaReader
 from ckptkit.formats.others.nanotron import NanotronReader, find_deep_folders
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
 from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
-from ckptkit.formats.parsing import list_first
 from ckptkit.formats.ranks.rank_files import METADATA_PICKLE
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
 from ckptkit.formats.safetensors.hf_shards import HfShardsReader
@@ -281,7 +280,6 @@ def list_plug_in_problems() -> tuple[str, ...]:
 
 _NUMBER = re.compile(r"\d+")
 _MOST_GROUPS = 24
-_LISTED_FOLDERS = 5
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -338,31 +336,24 @@ def _above(path: str) -> Iterator[str]:
         yield path
 
 
-def make_not_found_error(
-    paths: Sequence[str], location: str, base: str, *, closed: Collection[str] = ()
-) -> NotACheckpointError:
+def make_not_found_error(paths: Sequence[str], location: str, base: str) -> NotACheckpointError:
     """Returns the error for a place where no checkpoint was recognised.
 
     Args:
         paths: All files that were listed.
         location: The path as the user typed it.
         base: The folder below it that was searched; empty for itself.
-        closed: Folders that may not be entered.
     """
     inside = [path for path in paths if not base or path.startswith(f"{base}/")]
     there = ", ".join(map(str, group_files(inside, base=base)))
     message = (
         f"no checkpoint of a known format is here, but {there}" if there else "no file is here"
     )
-    inner = sorted(path for path in closed if not base or path.startswith(f"{base}/"))
-    if inner:
-        message += f"; may not be entered: {list_first(inner, len(inner), _LISTED_FOLDERS)}"
-    who = "see who may enter it: `ls -ld`; else " if inner else ""
     expected = "; ".join(f"{name}: {what}" for name, what in EXPECTED.items())
     return NotACheckpointError(
         "; ".join([message, *list_plug_in_problems()]),
         where=posixpath.join(location, base) if base else location,
-        hint=f"{who}give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it:"
+        hint=f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it:"
         f" {expected}",
     )
 

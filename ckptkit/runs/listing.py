@@ -17,7 +17,14 @@ from ckptkit.formats.discovery import TRACKERS, names_step, parse_step
 from ckptkit.formats.registry import describe_missing, recognise
 from ckptkit.formats.zero.reader import read_tag
 from ckptkit.runs.marks import is_step_folder
-from ckptkit.runs.run_paths import RunStore, find_runs_nearby, marker, open_run, read_pushes
+from ckptkit.runs.run_paths import (
+    RunStore,
+    describe_links,
+    find_runs_nearby,
+    marker,
+    open_run,
+    read_pushes,
+)
 from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
 from ckptkit.runs.steps import RunStep, StoredFile, parse_metrics, series_of, step_of_manifest
@@ -241,11 +248,13 @@ class _Listing:
         if parse_step(posixpath.basename(location.rstrip("/"))) is not None:
             hint = "this is a step itself; pass the directory above it"
             return NotACheckpointError(message, where=location, hint=hint)
-        links = [name for name in self._source.linked_folders() if parse_step(name) is not None]
-        message += f"; {', '.join(links[:_NAMED])}: links, which are not followed" if links else ""
+        links, targets = describe_links([self._source], as_run=True)
+        message += f"; {links}" if links else ""
         nearby = find_runs_nearby(self._run)
         hint = "pass the directory with the checkpoint-N folders"
-        if nearby:
+        if targets:
+            hint = targets
+        elif nearby:
             hint += f": {' or '.join(nearby)}"
         else:
             apart = sorted(name for name in self._candidates if parse_step(name) is None)

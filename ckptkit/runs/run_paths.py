@@ -28,7 +28,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.text import Aside
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import ResolvedSource, is_unit_folder, names_step, parse_step
-from ckptkit.formats.registry import find_candidates, recognise
+from ckptkit.formats.parsing import list_first
+from ckptkit.formats.registry import find_candidates, make_not_found_error, recognise
 from ckptkit.runs.marks import FileLocks, claim, hold, is_step_folder, run_is_live
 from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, read_journals
 from ckptkit.runs.step_manifests import list_files, step_folder
@@ -228,8 +229,12 @@ def absent_folder(place: PathLike, meant: str) -> tuple[str, str]:
         place: The path.
         meant: What to pass instead, in words.
     """
-    if local_path(place).exists():
-        return "is a file, where a directory was expected", meant
+    path = local_path(place)
+    if path.exists():
+        return (
+            "is a file, where a directory was expected",
+            meant or f"pass its folder: {path.parent}",
+        )
     return "no such directory", hint_at_near(place, meant)
 
 
@@ -320,6 +325,53 @@ def list_closed(folders: Sequence[Folder]) -> dict[str, str]:
         for path in folder.closed_folders()
         if MARKS_FOLDER not in path.split("/")
     }
+
+
+def describe_links(folders: Sequence[Folder], *, as_run: bool = False) -> tuple[str, str]:
+    """Returns which links to folders a search did not follow, and what to pass instead.
+
+    Args:
+        folders: The directories of a source in which nothing was found.
+        as_run: Whether a run is to be passed: of a step, the folder above it.
+
+    Returns:
+        A part of a message and a hint; both are empty where there are no links.
+    """
+    targets: dict[str, str] = {}
+    for folder in folders:
+        for name in folder.linked_folders():
+            target = os.path.realpath(Path(folder.location, name))
+            is_step = as_run and parse_step(name) is not None
+            targets[name] = posixpath.dirname(target) if is_step else target
+    if not targets:
+        return "", ""
+    text = f"{list_first(targets, len(targets), _LISTED)}: links, which are not followed"
+    places = sorted(set(targets.values()))
+    return text, f"pass what they lead to: {list_first(places, len(places), _LISTED)}"
+
+
+def make_not_found(
+    folders: Sequence[Folder], paths: Sequence[str], location: str, base: str
+) -> NotACheckpointError:
+    """Returns the error for a place without a checkpoint, and says what was not searched there.
+
+    Args:
+        folders: The directories of the source.
+        paths: All files that were listed.
+        location: The path as the user typed it.
+        base: The folder below it that was searched; empty for itself.
+    """
+    error = make_not_found_error(paths, location, base)
+    closed = [path for path in list_closed(folders) if not base or path.startswith(f"{base}/")]
+    texts, hints = [error.message], [error.hint]
+    if closed:
+        texts.append(f"may not be entered: {list_first(closed, len(closed), _LISTED)}")
+        hints.insert(0, _WHO)
+    links, targets = ("", "") if base else describe_links(folders)
+    if links:
+        texts.append(links)
+        hints.insert(0, targets)
+    return NotACheckpointError("; ".join(texts), where=error.where, hint="; else ".join(hints))
 
 
 def check_closed(
@@ -419,20 +471,21 @@ def find_runs_nearby(run: PathLike) -> tuple[str, ...]:
     """
     location = os.fspath(run).rstrip("/")
     if is_url(run):
-        named = _run_in_name(location)
-        return (named,) if named else ()
+        above = _run_in_name(location)
+        return (above,) if above else ()
     folder = local_path(run).absolute()
     below = set()
     for place, names, _ in islice(os.walk(folder), _MOST_FOLDERS):  # skips what cannot be listed
-        steps = [name for name in names if is_step_folder(name)]
+        named = [name for name in names if is_step_folder(name)]
+        steps = [name for name in named if not Path(place, name).is_symlink()]
         if steps:
             below.add(place)
-        names[:] = [name for name in names if name not in steps and not name.startswith(".")]
+        names[:] = [name for name in names if name not in named and not name.startswith(".")]
     if below:
         return tuple(sorted(below)[:_LISTED])
-    named = _run_in_name(str(folder))
-    if named:
-        return (named,)
+    above = _run_in_name(str(folder))
+    if above:
+        return (above,)
     return tuple(islice((str(p) for p in folder.parents[:_MOST_ABOVE] if _holds_steps(p)), 1))
 
 

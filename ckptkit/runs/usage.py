@@ -15,7 +15,7 @@ from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.formats.discovery import parse_step
 from ckptkit.plan.side_files import is_side_file
-from ckptkit.runs.run_paths import absent_run
+from ckptkit.runs.run_paths import absent_run, describe_links
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import is_work_folder
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source
@@ -131,10 +131,14 @@ def measure_runs(place: PathLike) -> tuple[RunUsage, ...]:
         if run is not None:
             runs[run].append((step, file))
     if not runs:
+        links = targets = ""
+        if not is_url(place):
+            with open_source(place) as source:
+                links, targets = describe_links([source], as_run=True)
         raise NotACheckpointError(
-            "no run with steps is here or below",
+            "; ".join(filter(None, ["no run with steps is here or below", links])),
             where=location,
-            hint="pass a folder with checkpoint-N folders in it, or one above",
+            hint=targets or "pass a folder with checkpoint-N folders in it, or one above",
         )
     measured = [
         _measure(posixpath.join(location, run) if run else location, own)

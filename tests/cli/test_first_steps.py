@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -259,3 +260,51 @@ def test_a_watch_that_can_do_nothing_says_so(tmp_path: Path) -> None:
     nothing = run_command("watch", empty, "--push", "me/model", "--once", **nowhere)
     assert nothing.returncode == 3
     assert "it holds no step of a run" in nothing.stderr
+
+
+@pytest.mark.parametrize("name", ["checkpoint-1", "run"])
+def test_a_folder_that_holds_links_names_what_they_lead_to(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "there" / "run"
+    shutil.copytree(PLAIN, run / "checkpoint-1")
+    target = run if name == "run" else run / name
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / name).symlink_to(target)
+    for command in ("inspect", "consolidate", "du", "ls"):
+        out = [tmp_path / "out"] if command == "consolidate" else []
+        done = run_command(command, tmp_path / "links", *out)
+        expected = target if command in {"inspect", "consolidate"} else run
+        assert done.returncode == 3
+        assert f"{name}: links, which are not followed" in done.stderr
+        assert f"pass what they lead to: {expected}" in done.stderr
+    for command, place in (("inspect", target), ("du", run), ("ls", run)):
+        assert run_command(command, place).returncode == 0
+
+
+def test_a_model_to_write_alike_is_a_folder_or_its_index(tmp_path: Path) -> None:
+    like, out = tmp_path / "like", tmp_path / "out"
+    ckptkit.consolidate(PLAIN, like, max_shard_size="1000B", names="live")
+    absent = run_command("consolidate", PLAIN, out, "--like", like / "absent.json")
+    assert (absent.returncode, "no such directory" in absent.stderr) == (3, True)
+    wrong = run_command("consolidate", PLAIN, out, "--like", like / "ckptkit.json")
+    assert (wrong.returncode, "did you mean" in wrong.stderr) == (3, False)
+    assert "where a model folder or its 'model.safetensors.index.json' was expected" in wrong.stderr
+    assert f"pass its folder: {like}\n" in wrong.stderr
+    base = run_command("consolidate", PLAIN, out, "--base", like / "ckptkit.json")
+    assert "is a file, where a directory was expected" in base.stderr
+    shutil.copy(next(like.glob("*-00001-of-*")), like / "model.safetensors")  # of another save
+    index = like / "model.safetensors.index.json"
+    ckptkit.consolidate(PLAIN, out, like=index, names="live")
+    written = json.loads((out / index.name).read_text())["weight_map"]
+    assert written == json.loads(index.read_text())["weight_map"]
+
+
+@pytest.mark.parametrize("kind", ["a directory", "a named pipe"])
+def test_what_is_in_the_place_of_a_configuration_is_named(kind: str, tmp_path: Path) -> None:
+    shutil.copytree(PLAIN, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.unlink(missing_ok=True)
+    config.mkdir() if kind == "a directory" else os.mkfifo(config)
+    done = run_command("consolidate", tmp_path / "model", tmp_path / "out", "--names", "live")
+    assert done.returncode == 0, done.stderr
+    assert f"config.json: {kind} was found where a regular file was expected" in done.stderr
+    assert "without a config.json from_pretrained does not load the output" in done.stderr

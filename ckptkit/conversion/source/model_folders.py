@@ -46,7 +46,7 @@ from ckptkit.plan.plan import OutputFile
 from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.runs.step_manifests import StepManifests
 from ckptkit.storage.base import Source
-from ckptkit.storage.places import PathLike, open_source
+from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source
 
 # What `from_pretrained` looks for, in its order. A folder can have other weights, such as
 # `consolidated.safetensors` in Mistral's repositories, or a model in both formats.
@@ -68,7 +68,7 @@ def read_entries(folder: PathLike, *, option: str) -> list[TensorEntry]:
         option: The option that names it, for messages.
     """
     with ExitStack() as stack:
-        folder = find_model(folder, option).place
+        folder, _ = _find_folder(folder, option)
         source = open_folder(stack, folder, option)
         index = read_pretrained_index(source)
         if index is not None:
@@ -80,13 +80,20 @@ def read_entries(folder: PathLike, *, option: str) -> list[TensorEntry]:
 def read_file_map(folder: PathLike, *, option: str) -> FileMap:
     """Returns which of a model's safetensors files holds which tensor.
 
-    The index alone is enough; the weights may be missing.
+    The index alone is enough; the weights may be missing. It may be named instead of its folder.
     """
     where = f"{option} {folder}"
     with ExitStack() as stack:
-        source = open_folder(stack, find_model(folder, option).place, option)
+        place, is_index = _find_folder(folder, option)
+        if not is_url(place) and local_path(place).is_file():
+            raise NotACheckpointError(
+                f"is a file, where a model folder or its {INDEX_NAME!r} was expected",
+                where=where,
+                hint=f"pass its folder: {local_path(place).parent}",
+            )
+        source = open_folder(stack, place, option)
         names = set(source.walk(0))
-        if SINGLE_NAME in names:
+        if SINGLE_NAME in names and not is_index:
             index = read_index(source, Candidate("safetensors", "", (SINGLE_NAME,), SINGLE_NAME))
             files = dict.fromkeys(map(str, index.tensors), SINGLE_NAME)
         elif INDEX_NAME in names:
@@ -102,6 +109,14 @@ def read_file_map(folder: PathLike, *, option: str) -> FileMap:
         named = "no tensor" if strange is None else f"the file {strange!r}"
         raise FormatError(f"the index names {named}, against safetensors files", where=where)
     return FileMap(str(folder), {Fqn(name): file for name, file in files.items()})
+
+
+def _find_folder(path: PathLike, option: str) -> tuple[Place, bool]:
+    """Returns the folder of a model, and whether the index in it was named."""
+    place = find_model(path, option).place
+    above, name = posixpath.split(place)
+    is_index = name == INDEX_NAME
+    return (place.beside(above or ".") if is_index else place), is_index
 
 
 def read_names(folder: PathLike) -> tuple[Fqn, ...]:

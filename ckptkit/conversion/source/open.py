@@ -55,14 +55,21 @@ from ckptkit.formats.registry import (
     describe_missing_files,
     estimate_parsing_bytes,
     list_plug_in_problems,
-    make_not_found_error,
     recognise,
 )
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
-from ckptkit.runs.run_paths import check_closed, hint_at_near, hold_candidates, list_closed, marker
+from ckptkit.runs.run_paths import (
+    absent_folder,
+    check_closed,
+    hint_at_near,
+    hold_candidates,
+    list_closed,
+    make_not_found,
+    marker,
+)
 from ckptkit.runs.save_order import left_behind
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
@@ -303,7 +310,7 @@ class _Search:
         candidates = self._candidates()
         paths = self._paths if self._only is None else (self._only,)
         left_alone: tuple[str, ...] = ()
-        closed = list_closed(self._source.folders if self._only is None else ())
+        folders = self._source.folders if self._only is None else ()
         if select is None:
             candidates, left_alone = drop_older_tags(self._source, candidates)
         found = resolve(
@@ -312,11 +319,11 @@ class _Search:
             select=select,
             describe_missing=self._lacks,
             links=self._source.linked_folders() if self._only is None else (),
-            not_found=partial(make_not_found_error, paths, self._location, closed=closed),
+            not_found=partial(make_not_found, folders, paths, self._location),
             read_step=self._step_inside,
             records=RunRecords(self._left_behind, self._read_tracker),
         )
-        found = check_closed(found, closed, select, self._read_tracker)
+        found = check_closed(found, list_closed(folders), select, self._read_tracker)
         found = compare_leftovers(
             self._source, self._location, candidates, self._index, found, select
         )
@@ -506,11 +513,8 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
     check_path(place, option)
     if not is_url(place):
         if not local_path(place).is_dir():
-            raise NotACheckpointError(
-                "no such directory",
-                where=f"{option} {place}",
-                hint=hint_at_near(place, describe_hub_name(place)),
-            )
+            text, hint = absent_folder(place, describe_hub_name(place))
+            raise NotACheckpointError(text, where=f"{option} {place}", hint=hint)
         return stack.enter_context(LocalSource(local_path(place)))
     source = stack.enter_context(open_source(place))
     if not _holds_something(source):

@@ -259,6 +259,17 @@ class SideFolders:
         is_of_base = file is not None and file.origin == self._base_location
         return self.base if is_of_base and not self._config else None
 
+    def describe_unusable_config(self) -> str:
+        """Returns what is in the place of a configuration, such as a pipe; empty for nothing."""
+        for source in self.sources.values():
+            try:
+                source.stat(CONFIG)
+            except MissingFileError:
+                continue
+            except InputError as error:
+                return str(error)
+        return ""
+
     def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
         """Returns the model's configuration, or None where there is none."""
         file = next((file for file in files if file.name == CONFIG), None)
