@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError
 from ckptkit.diagnosis.findings import Finding, Severity
-from ckptkit.hub.client import Hub, quiet_client, status_of, unwrap_error
+from ckptkit.hub.client import ODD_TOKEN, Hub, quiet_client, status_of, unwrap_error
 from ckptkit.storage.places import Place
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class HubFacts:
         repo_id: That is to be pushed to; empty for none.
         has_token: Whether the client knows one.
         problem: Why it did not answer as hoped; empty if it did.
-        is_reached: Whether it answered.
+        is_reached: Whether it answered, or was not asked because of the token.
         user: Whose token it is.
         owners: The user and the organisations.
         role: Of the token: read, write or fineGrained.
@@ -60,7 +60,8 @@ def gather_hub(repo_id: str) -> HubFacts:
         try:
             hub = Hub(repo_id or "ckptkit/doctor", token=None, endpoint=None)
         except HubError as error:
-            return HubFacts(repo_id=repo_id, problem=error.message)
+            is_odd = error.message == ODD_TOKEN
+            return HubFacts("", repo_id, is_odd, problem=error.message, is_reached=is_odd)
         endpoint = hub.api.endpoint
         if hub.token is None:
             return HubFacts(endpoint, repo_id)

@@ -40,6 +40,8 @@ _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/]|~|\.{1,2}(?:[\\/]|$)|[A-Za-z][A-Za-z0-9+.-]*://")
 _REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
 _NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^@$|^[/.-]|/\.|[/.]$|\.lock(/|$)")
+_TOKEN = re.compile(r"[!-~]+")  # what a header can have
+ODD_TOKEN = "the token has characters that no token has"  # noqa: S105  a message
 logger = logging.getLogger("ckptkit.hub")
 
 
@@ -153,6 +155,9 @@ class Hub:
             token: Left out, the client takes that of HF_TOKEN or of the last login.
             endpoint: Left out, the client takes that of HF_ENDPOINT.
 
+        Raises:
+            UsageError: If it is no id of a repository.
+            HubError: In offline mode, and if the token cannot be one.
         """
         if not is_repo_id(repo_id):
             name, _, revision = repo_id.partition("@")
@@ -167,6 +172,8 @@ class Hub:
         if constants.HF_HUB_OFFLINE:
             raise _offline(repo_id)
         self.token = token or get_token()
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise HubError(ODD_TOKEN, where=repo_id, hint=f"{_LOGIN}; copy it as the Hub shows it")
         self._was_reached = False
         self.api: HfApi = HfApi(
             endpoint=endpoint,

@@ -411,6 +411,17 @@ def test_a_tag_that_names_something_else_is_an_error_before_anything_is_sent(
     assert len(hub.repo("me/model").commits) == 2
 
 
+@pytest.mark.parametrize("token", ["hf_üüüü", "hf_a\nb", "hf_\0", "hf_a b", "hf_\ud800"])
+def test_a_token_that_no_hub_gives_is_told_before_anything_is_sent(
+    hub: HubServer, pushes: Push, model: Path, token: str
+) -> None:
+    error = refused(pushes, model, HubError, token=token)
+    assert error.message == "the token has characters that no token has"
+    assert "hf auth login" in error.hint
+    assert token not in f"{error} {error!r}"
+    assert hub.log == []
+
+
 def test_offline_mode_is_an_error_that_says_so(
     hub: HubServer, pushes: Push, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,13 @@ from ckptkit.diagnosis.config_checks import TrainingSetup, join_setups, judge_se
 from ckptkit.diagnosis.disk_checks import DiskFacts, gather_disk, judge_disk
 from ckptkit.diagnosis.findings import Diagnosis, Finding, SaveDemand
 from ckptkit.diagnosis.machine_checks import Limit, MachineFacts, gather_machine, judge_machine
-from ckptkit.diagnosis.service_checks import HubFacts, StoreFacts, judge_hub, judge_store
+from ckptkit.diagnosis.service_checks import (
+    HubFacts,
+    StoreFacts,
+    gather_hub,
+    judge_hub,
+    judge_store,
+)
 from ckptkit.diagnosis.version_checks import installed_versions, judge_versions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -653,6 +659,18 @@ def test_a_store_that_breaks_a_promise_is_warned_of() -> None:
     assert severities(judge_store(keeps_none), "store-checksums") == ["warning"]
     gone = StoreFacts("s3://b/x", "s3", problem="access denied", advice="log in")
     assert severities(judge_store(gone), "store") == ["error"]
+
+
+@pytest.mark.parametrize(("repo_id", "severity"), [("me/model", "error"), ("", "warning")])
+def test_a_token_that_no_hub_gives_is_no_trouble_of_the_network(
+    repo_id: str, severity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_üüüü")
+    (judged,) = judge_hub(gather_hub(repo_id))
+    assert judged.severity == severity
+    assert judged.found == "the token is not accepted: the token has characters that no token has"
+    assert "hf auth login" in judged.advice
 
 
 def test_a_token_for_chosen_repositories_is_compared_with_the_one_to_push_to() -> None:
