@@ -29,6 +29,7 @@ from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
 from ckptkit.core.manifest import RUN_FACTS
 from ckptkit.core.model_configs import parse_json_object
+from ckptkit.core.text import quote
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import RUN_BYTES, Origin
@@ -177,8 +178,8 @@ def refuse_rewritten_bases(adapters: Sequence[SourceAdapter], given: BaseSource 
         settings = adapter.found.adapter.settings
         if settings.changes_base and not is_own:
             raise RefusedError(
-                f"the adapter was initialized with {settings.init_lora_weights!r}, which writes"
-                " into the base: merged onto another one it gives another model",
+                f"the adapter was initialized with {quote(str(settings.init_lora_weights))},"
+                " which writes into the base: merged onto another one it gives another model",
                 where=adapter.source.where,
                 hint="merge the checkpoint of the run itself, without --base, if it holds the"
                 " base; or let PEFT save the adapter with"

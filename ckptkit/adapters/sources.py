@@ -172,8 +172,8 @@ class _Opening:
             for key, value in request.overrides.items():
                 if record.document.get(key) != value:
                     raise RefusedError(
-                        f"{key} {value!r} was given against {record.document.get(key)!r} in"
-                        f" {record.path}",
+                        f"{key} {value!r} was given against"
+                        f" {record.document.get(key)!r:.200} in {record.path}",
                         where=checkpoint.path,
                         hint="leave the option out, or pass another file with --adapter-config",
                     )

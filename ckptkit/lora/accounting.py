@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckptkit.core.errors import AdapterError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.core.text import quote
 from ckptkit.lora.config import ALL_LINEAR, Adapter, LoraSettings, find_matches, find_old_alpha
 from ckptkit.lora.dialects import is_frozen_name, is_vocabulary, make_plain_name
 from ckptkit.lora.inference import (
@@ -48,8 +49,8 @@ def refuse_targets_without_tensors(
         if modules and not any(fits_target(target, module) for module in modules):
             continue
         raise AdapterError(
-            f"{option!r} of the configuration names {target!r}, for which the adapter has no"
-            " tensors",
+            f"{option!r} of the configuration names {quote(target)}, for which the adapter has"
+            " no tensors",
             hint="the adapter is incomplete, or the configuration is another's; where the model"
             " has no such module, remove the name from a copy of the file and pass it with"
             " --adapter-config",

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.text import quote
 from ckptkit.lora.patterns import match_expression
 from ckptkit.plan.weight_kinds import advice_on, refusal_of
 
@@ -238,14 +239,10 @@ class LoraSettings:
         if not is_dimension(rank):
             raise _wrong("r", rank, "a positive whole number", where)
         if bias not in get_args(Bias):
-            raise FormatError(
-                f"'bias' is {bias!r} against 'none', 'all' or 'lora_only'", where=where
-            )
+            raise _wrong("bias", bias, "'none', 'all' or 'lora_only'", where)
         start = document.get("init_lora_weights", True)
         if start is not None and not isinstance(start, (str, bool)):
-            raise FormatError(
-                f"'init_lora_weights' is {start!r} against true, false or a name", where=where
-            )
+            raise _wrong("init_lora_weights", start, "true, false or a name", where)
         return cls(
             r=rank,
             lora_alpha=_parse_number(document, "lora_alpha", default=8, where=where),
@@ -317,14 +314,15 @@ def _refuse_unmodelled(document: Mapping[str, Any], where: str) -> None:
     method = document.get("peft_type", "LORA")
     if method != "LORA":
         raise UnsupportedError(
-            f"holds an adapter of PEFT's method {method!r}{refusal_of(str(method))}",
+            f"holds an adapter of PEFT's method {quote(str(method))}{refusal_of(str(method))}",
             where=where,
             hint=advice_on(str(method)),
         )
     for key, value in document.items():
         if key not in _KNOWN and value not in (None, False, 0, "", [], {}):
             raise UnsupportedError(
-                f"the option {key!r} of the adapter's configuration is not known, and is in use",
+                f"the option {quote(key)} of the adapter's configuration is not known, and is in"
+                " use",
                 where=where,
                 hint="pass the run's adapter_config.json with --adapter-config; if this is it and"
                 " the option changes no numbers, pass a copy without it",

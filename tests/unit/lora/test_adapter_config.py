@@ -140,6 +140,22 @@ def test_values_of_another_type_are_refused(option: str, value: Any) -> None:
         parsed(**{option: value})
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("bias", "a" * 70_000),
+        ("init_lora_weights", ["a" * 70_000]),
+        ("peft_type", "a" * 70_000),
+        ("a" * 70_000, "x"),
+    ],
+)
+def test_a_long_value_makes_no_long_error(option: str, value: Any) -> None:
+    with pytest.raises((FormatError, UnsupportedError)) as raised:
+        parsed(**{option: value})
+    assert "aaa" in str(raised.value)
+    assert len(f"{raised.value} {raised.value.hint}") < 1_000
+
+
 def test_a_document_stays_as_json_had_it() -> None:
     text = json.dumps(OLDEST)
     assert LoraSettings.parse(json.loads(text)).document == OLDEST
