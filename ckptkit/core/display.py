@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ckptkit.core.text import make_printable
+
 _MOST_CHARACTERS = 200
 _MOST_ROWS = 20
 
@@ -37,18 +39,18 @@ class Displayed(ABC):
 
     def __repr__(self) -> str:
         title, lines, *_ = self._facts()
-        texts = ", ".join(text for _, text in lines if text)
+        texts = ", ".join(make_printable(text) for _, text in lines if text)
         return f"<{type(self).__name__} {_cut(title)!r}: {texts}>"
 
     def _repr_html_(self) -> str:
         from html import escape  # notebooks alone need it
 
         def row(cells: Iterable[str], tag: str = "td") -> str:
-            inner = "".join(f"<{tag}>{escape(_cut(cell))}</{tag}>" for cell in cells)
+            inner = "".join(f"<{tag}>{escape(_shown(cell))}</{tag}>" for cell in cells)
             return f"<tr>{inner}</tr>"
 
         title, lines, header, rows = self._facts()
-        parts = [f"<b>{escape(type(self).__name__)}</b> <code>{escape(_cut(title))}</code>"]
+        parts = [f"<b>{escape(type(self).__name__)}</b> <code>{escape(_shown(title))}</code>"]
         parts.append(f"<table>{''.join(row(line) for line in lines if line[1])}</table>")
         if rows:
             body = "".join(row(cells) for cells in rows[:_MOST_ROWS])
@@ -61,3 +63,7 @@ class Displayed(ABC):
 def _cut(text: str) -> str:
     is_short = len(text) <= _MOST_CHARACTERS
     return text if is_short else f"{text[:_MOST_CHARACTERS]}…"
+
+
+def _shown(text: str) -> str:
+    return make_printable(_cut(text))

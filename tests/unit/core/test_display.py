@@ -70,6 +70,19 @@ def test_a_notebook_shows_a_short_table_without_markup_of_the_checkpoint() -> No
     assert repr(Hostile()) == "<Hostile '<script>': a & b>"
 
 
+def test_a_notebook_and_a_prompt_show_what_is_not_printable() -> None:
+    name = "a\u202eb\u2028c\nd"
+
+    class Odd(Displayed):
+        def _facts(self) -> Facts:
+            return Facts(name, [("line", name)], (name, "x"), [(name, name)])
+
+    visible = "a\\u202eb\\u2028c\\nd"
+    assert Odd()._repr_html_().count(visible) == 5
+    assert Odd()._repr_html_().isprintable()
+    assert repr(Odd()) == f"<Odd {name!r}: {visible}>"
+
+
 def test_saves_say_where_they_are_and_show_no_internals(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     with Checkpointer(tmp_path / "run") as checkpointer:
