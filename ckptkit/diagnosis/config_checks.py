@@ -15,10 +15,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptkit.core.errors import InputError, UnsupportedError
+from ckptkit.core.errors import InputError, UnsupportedError, UsageError
 from ckptkit.core.text import a_kind, quote, size_text
 from ckptkit.diagnosis.config_files import load_config
 from ckptkit.diagnosis.findings import Finding, SaveDemand, Severity
+from ckptkit.hub.client import is_repo_id
+from ckptkit.storage.locations import place_of
 
 Strategy = Literal["", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "other"]
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -302,6 +304,7 @@ def _of_deepspeed(where: str, document: Mapping[str, Any]) -> TrainingSetup:
 
 
 def _of_trainer(where: str, document: Mapping[str, Any]) -> TrainingSetup:
+    impossible = _find_impossible(document)
     fsdp = _table(document, "fsdp_config")
     uses_fsdp = bool(document.get("fsdp")) or bool(fsdp)
     setting = {str(name).removeprefix("fsdp_"): value for name, value in fsdp.items()}
@@ -318,13 +321,13 @@ def _of_trainer(where: str, document: Mapping[str, Any]) -> TrainingSetup:
         trains_adapter=_flag(document.get("use_peft")),
         keep_last=_number(document.get("save_total_limit")),
         only_model=bool(_flag(document.get("save_only_model"))),
-        output_dir=_word(document.get("output_dir")),
+        output_dir="" if "output_dir" in impossible else _word(document.get("output_dir")),
         signal_saves=bool(_flag(document.get("enable_jit_checkpoint"))),
         has_token=any(isinstance(document.get(name), str) for name in _TOKENS),
-        pushes_to=_pushes_to(document) if _flag(document.get("push_to_hub")) else "",
+        pushes_to="" if impossible else _pushes_to(document),
         max_steps=_number(document.get("max_steps")),
         save_every=_save_every(document),
-        refused=tuple(_find_refused(document, _TRAINER_VALUES)),
+        refused=(*_find_refused(document, _TRAINER_VALUES), *impossible.values()),
     )
     further = document.get("deepspeed")
     if isinstance(further, Mapping):
@@ -334,8 +337,26 @@ def _of_trainer(where: str, document: Mapping[str, Any]) -> TrainingSetup:
     return setup
 
 
+def _find_impossible(document: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Finds names that no folder and no repository can have, by their settings."""
+    impossible = {}
+    folder = _word(document.get("output_dir")) or _OUTPUT_DIR
+    try:
+        place_of(folder)
+    except UsageError:
+        impossible["output_dir"] = f"output_dir: {quote(folder)}", "a path or a URL"
+    else:
+        repo_id = _pushes_to(document)
+        if repo_id and not is_repo_id(repo_id):
+            expected = "OWNER/NAME, with letters, digits, '-', '_' and '.'"
+            impossible["hub_model_id"] = f"hub_model_id: {quote(repo_id)}", expected
+    return impossible
+
+
 def _pushes_to(document: Mapping[str, Any]) -> str:
     """Returns the repository of the Trainer: the one that is named, or that of its directory."""
+    if not _flag(document.get("push_to_hub")):
+        return ""
     named = _word(document.get("hub_model_id"))
     return named or Path(_word(document.get("output_dir")) or _OUTPUT_DIR).absolute().name
 

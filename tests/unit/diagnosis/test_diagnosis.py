@@ -503,6 +503,26 @@ def test_values_that_a_launcher_takes_are_none(tmp_path: Path) -> None:
         assert not found(judge_setup(read_setup(file), SaveDemand(), None), "setting")
 
 
+def test_names_that_nothing_can_have_are_told_with_their_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "x.json"
+    for said, setting in (
+        ({"output_dir": "a\0b", "push_to_hub": True}, "output_dir"),
+        ({"output_dir": "a" * 5_000}, "output_dir"),
+        ({"output_dir": "s3://a\0b/c"}, "output_dir"),
+        ({"output_dir": "x", "push_to_hub": True, "hub_model_id": "a b"}, "hub_model_id"),
+        ({"output_dir": "my run", "push_to_hub": True}, "hub_model_id"),
+    ):
+        file.write_text(json.dumps(said))
+        (finding,) = found(ckptkit.doctor(str(file), probe=False), "setting")
+        assert finding.found.startswith(f"{setting}: ")
+        assert (finding.severity, finding.where) == ("error", str(file))
+    file.write_text(json.dumps({"output_dir": "my run", "hub_model_id": "a b"}))
+    assert not found(ckptkit.doctor(str(file), probe=False), "setting")
+
+
 @pytest.mark.parametrize("number", ["0x" + "f" * 6_000, ":".join(["1"] * 20_000)])
 def test_a_number_without_end_is_shown_as_text(tmp_path: Path, number: str) -> None:
     file = tmp_path / "x.yaml"
