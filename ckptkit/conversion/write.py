@@ -62,7 +62,7 @@ from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import free_bytes, output_exists_error
-from ckptkit.storage.local.workdir import is_empty, sweep_work_folders
+from ckptkit.storage.local.workdir import is_free
 from ckptkit.storage.locations import current_directory
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
@@ -507,11 +507,9 @@ def check_destination(
         check_remote_target(place_of(out), overwrite=overwrite)
         return
     target, here = local_path(out).resolve(), current_directory()
-    if not target.is_dir() or is_empty(target):
+    if is_free(target, LOCAL_DISK):
         return
     if not overwrite:
-        # Its process may have been killed between the commit and the end.
-        sweep_work_folders(target.parent, target, LOCAL_DISK, committed_only=True)
         raise output_exists_error(local_path(out))
     if here is not None and (target == here or target in here.parents):
         raise RefusedError(

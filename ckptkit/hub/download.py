@@ -37,7 +37,7 @@ from ckptkit.storage.local.durable import sync_file, sync_folders
 from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import free_bytes, make_missing, translate_errors
-from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
+from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish, recover
 from ckptkit.storage.locations import check_relative, hidden_name
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path
@@ -87,13 +87,21 @@ class PullFolder:
         """  # noqa: DOC501  `_exists` and `translate_errors` make them
         with translate_errors(self._named):
             shutil.rmtree(self.files / _CLIENT, ignore_errors=True)
-            for path in self._files():
+            files = list(self._files())
+            for path in files:
                 sync_file(path)
             sync_folders(self.files, LOCAL_DISK)
-            if not publish(self._work, self._out, LOCAL_DISK):
+            if files and not self._publish(files):
                 raise _exists(self._named)
+            self._out.mkdir(exist_ok=True)  # a repository may have no files
             LOCAL_DISK.sync_directory(self._out.parent)
         self._work.remove()
+
+    def _publish(self, files: Sequence[Path]) -> bool:
+        # After a kill in between, the last one is downloaded again.
+        last = min(files, key=lambda path: (path.name != MANIFEST_NAME, path.stat().st_size))
+        name = last.relative_to(self.files).as_posix()
+        return publish(self._work, self._out, LOCAL_DISK, last=name)
 
     def leave(self) -> None:
         """Releases the folder; downloaded files stay for the next pull."""
@@ -122,14 +130,14 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
     """  # noqa: DOC501  `_exists` makes the first
     if out.exists() and not out.is_dir():
         raise OutputError("a file was found where a directory was expected", where=str(out))
-    if out.is_dir() and not is_empty(out):
-        raise _exists(out)
+    resolved = out.resolve()
+    path = resolved.with_name(hidden_name(resolved.name, "pull"))
+    if not WorkFolder(path, None).last.exists():  # otherwise half of a commit is undone below
+        _refuse_full(out)
     refuse_planted(out.absolute())
     lock = None
     with translate_errors(out):
-        resolved = out.resolve()
         make_missing(resolved.parent)
-        path = resolved.with_name(hidden_name(resolved.name, "pull"))
         make_private(path, exist_ok=True)
         has_locks = LOCAL_DISK.locks
         try:
@@ -146,11 +154,19 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
             )
         work = WorkFolder(path, lock)
         work.files.mkdir(exist_ok=True)
+        if lock is not None:
+            recover(work, resolved)
     partial = PullFolder(out, work)
     try:
+        _refuse_full(out)
         yield partial
     finally:
         partial.leave()
+
+
+def _refuse_full(out: Path) -> None:
+    if out.is_dir() and not is_empty(out):
+        raise _exists(out)
 
 
 def _exists(out: Path) -> OutputExistsError:

@@ -405,6 +405,21 @@ def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
     assert document(result)["error"]["code"] == "internal-error"
 
 
+def test_the_directory_of_the_shell_is_filled_and_stays_that_of_the_shell(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    program = [sys.executable, "-m", "ckptkit_cli", "consolidate", str(LLAMA), "."]
+    result = subprocess.run(
+        ["bash", "-c", '"$@" && ls && "$@"', "-", *program],  # noqa: S607
+        cwd=tmp_path / "out",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "\nmodel.safetensors\n" in result.stdout
+    assert result.returncode == 5, result.stderr
+
+
 @pytest.mark.skipif(os.name == "nt", reason="the system keeps the current directory")
 def test_absolute_paths_work_in_a_directory_that_was_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from ckptkit.core.errors import (
     CkptkitError,
     HubError,
     NoSpaceError,
+    OutputError,
     OutputExistsError,
     RefusedError,
     UnsafePathError,
@@ -22,6 +25,7 @@ from ckptkit.core.errors import (
 from ckptkit.hub import Pulled, pull, push
 from ckptkit.hub import download as partial_module
 from ckptkit.hub.download import open_pull_folder
+from ckptkit.storage.local import workdir
 from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
 
@@ -104,6 +108,31 @@ def test_a_folder_that_holds_something_is_not_touched(pulls: Pull, tmp_path: Pat
     with pytest.raises(OutputExistsError):
         pulls(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_pull_into_the_current_directory_fills_it_and_goes_on_after_half_a_commit(
+    pulls: Pull, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "model"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    place_all = workdir._place_all
+
+    def stop(*arguments: Any) -> None:
+        place_all(*arguments)
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workdir, "_place_all", stop)
+        patch.setattr(workdir, "_take_back", lambda *_: None)  # as if it were killed
+        with pytest.raises(OutputError):
+            pulls(Path())
+    assert "model.safetensors" in os.listdir()  # noqa: PTH208  of where the process is
+    assert "ckptkit.json" not in os.listdir()  # noqa: PTH208
+    pulled = pulls(Path())
+    assert sorted(os.listdir()) == sorted(pulled.files)  # noqa: PTH208
+    assert ckptkit.verify(out).ok
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_pull_goes_on_where_it_was_interrupted(

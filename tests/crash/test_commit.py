@@ -22,6 +22,7 @@ import pytest
 from ckptkit.core.errors import OutputExistsError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.target import LocalTarget
+from ckptkit.storage.local.workdir import is_free
 
 KINDS = {
     "native": Disk(),
@@ -80,14 +81,16 @@ def kill_before(step: int) -> None:
     sys.setprofile(watch)
 
 
-def survives(step: int, out: Path, kind: str, *, overwrite: bool) -> bool:
+def survives(step: int, out: Path, kind: str, scene: str) -> bool:
     """Says whether a child that is to be killed before `step` was through earlier."""
     child = os.fork()
     if not child:
         status = 1
         try:
+            if scene == "here":
+                os.chdir(out)
             kill_before(step)
-            stage_and_commit(out, KINDS[kind], overwrite=overwrite)
+            stage_and_commit(out, KINDS[kind], overwrite=scene == "overwrite")
             status = 0
         finally:
             os._exit(status)
@@ -106,7 +109,7 @@ def experiment(scene: str, folder: Path, kind: str) -> dict[str, int]:
     while not through:
         step += 1
         prepare(scene, out)
-        through = survives(step, out, kind, overwrite=scene == "overwrite")
+        through = survives(step, out, kind, scene)
         state = judge(visible(out) if out.exists() else {})
         seen[state] += 1
         run_again(scene, out, kind, state)
@@ -119,8 +122,9 @@ def prepare(scene: str, out: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return
     shutil.rmtree(out.parent, ignore_errors=True)
-    if scene == "overwrite":
+    if scene != "fresh":
         out.mkdir(parents=True)
+    if scene == "overwrite":
         for name, data in OLD.items():
             (out / name).write_bytes(data)
 
@@ -135,6 +139,8 @@ def judge(found: dict[str, bytes]) -> str:
 
 def run_again(scene: str, out: Path, kind: str, state: str) -> None:
     disk = KINDS[kind]
+    if state == "partial" and disk.locks and not is_free(out, disk):
+        raise AssertionError("half an output was not taken back")
     restored = judge_after_sweep(out, disk) if scene == "overwrite" else state
     if scene == "overwrite" and disk.locks and restored not in {"old", "new"}:
         raise AssertionError(f"the previous output was lost, {restored} is left")
@@ -218,6 +224,15 @@ def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
         seen = run("inside", tmp_path, "native", record_property)
     finally:
         subprocess.run([umount, str(out)], check=True)
+    assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later
+    assert seen["absent"] > 30
+    assert seen["new"] > 1
+
+
+def test_a_kill_while_the_current_directory_is_filled_is_undone_by_the_next_run(
+    tmp_path: Path, record_property: Record
+) -> None:
+    seen = run("here", tmp_path, "native", record_property)
     assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later
     assert seen["absent"] > 30
     assert seen["new"] > 1

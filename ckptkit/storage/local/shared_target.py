@@ -31,7 +31,7 @@ from ckptkit.storage.local.target import (
 from ckptkit.storage.local.workdir import (
     NONCE_BYTES,
     WorkFolder,
-    is_empty,
+    is_free,
     join_work_folder,
     publish,
     sweep_work_folders,
@@ -233,7 +233,7 @@ class SharedTarget:
             self._seen = manifest_digest(self._out) if seen is None else seen
             refuse_file(self._out, out)
             is_fixed = _is_fixed(self._out)
-            if self._out.is_dir() and not is_empty(self._out):
+            if not is_free(self._out, self._disk):
                 if not overwrite:
                     raise output_exists_error(out)
                 if is_fixed:

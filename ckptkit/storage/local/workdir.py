@@ -5,7 +5,7 @@ Next to OUT (or inside it, where OUT cannot be renamed over) is
     .OUT.ckptkit-0123456789abcdef/
         .lock     locked while the process that works there is alive
         files/    the output as it will be
-        last      the file that is put in place after all others, where they go one by one
+        last      the file that is put in place after all others, while they go one by one
         old/      the previous output, where the two cannot be exchanged in one step
         journal   which files are finished, of an output that can be continued after a kill
 
@@ -33,7 +33,7 @@ from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import OCCUPIED, replace_folder
 from ckptkit.storage.local.ownership import is_own, make_private
-from ckptkit.storage.locations import hidden_name, is_work_folder
+from ckptkit.storage.locations import current_directory, hidden_name, is_work_folder
 
 logger = logging.getLogger(__name__)
 NONCE_BYTES = 8
@@ -131,9 +131,8 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
             if lock is None:
                 continue
             work = WorkFolder(path, lock)
-            _recover(work, out)
+            recover(work, out)
             shutil.rmtree(work.old, ignore_errors=True)
-            work.last.unlink(missing_ok=True)
             work.files.mkdir(exist_ok=True)
             return work
     return None
@@ -173,13 +172,13 @@ def sweep_work_folders(
                 if lock is None:
                     continue
                 work = WorkFolder(path, lock)
-                if committed_only and (work.files.exists() or work.old.exists()):
-                    work.release()
-                    continue
                 try:
-                    _recover(work, out)
+                    recover(work, out)
                 finally:
-                    work.remove()
+                    if committed_only and (work.files.exists() or work.old.exists()):
+                        work.release()
+                    else:
+                        work.remove()
         publish_lock = _publish_lock(out)
         # In a full directory, it refuses all processes that wait for it.
         if parent == out and not is_empty(out) and publish_lock.exists():
@@ -198,10 +197,11 @@ def _publish_lock(out: Path) -> Path:
     return out / hidden_name(out.name, "publish")
 
 
-def _recover(work: WorkFolder, out: Path) -> None:
-    if work.path.parent == out:
-        if work.last.exists():
-            _take_back(work, out)
+def recover(work: WorkFolder, out: Path) -> None:
+    """Undoes half a commit of a process that is gone."""
+    if work.last.exists():
+        _take_back(work, out)
+        work.last.unlink()
     elif work.old.is_dir() and not out.exists():
         work.old.rename(out)
 
@@ -231,6 +231,17 @@ def is_empty(out: Path) -> bool:
     return next(list_entries(out), None) is None
 
 
+def is_free(out: Path, disk: Disk) -> bool:
+    """Says whether an output can be written without replacing one.
+
+    What a process has left that was killed during its commit, or between the commit and the end,
+    is undone or removed; finished files stay.
+    """
+    for parent in (out.parent, out) if out.is_dir() and not is_empty(out) else ():
+        sweep_work_folders(parent, out, disk, committed_only=True)
+    return not out.is_dir() or is_empty(out)
+
+
 _PUBLISH_ATTEMPTS = 8
 
 
@@ -252,13 +263,14 @@ def publish(
 ) -> bool:
     """Renames the staged files to `out` in one step.
 
-    A work folder inside `out`, which cannot be renamed over, is published file by file, and the
-    file `last` at the end.
+    An empty directory that has to stay gets them one by one, and the file `last` at the end: a
+    mount point, what this process runs in, so that the shell does not lose it, and what something
+    hidden is in.
 
     Returns:
         False if `out` holds something that is not to be overwritten; then nothing has changed.
     """
-    if work.path.parent == out:
+    if work.path.parent == out or (out.is_dir() and is_empty(out) and _has_to_stay(out)):
         return _publish_inside(work, out, last, disk)
     if out.is_dir():
         shutil.copymode(out, work.files)  # the user may have made it private
@@ -277,6 +289,10 @@ def publish(
                 raise
             return True
     return False
+
+
+def _has_to_stay(out: Path) -> bool:
+    return out == current_directory() or next(out.iterdir(), None) is not None
 
 
 def _take_empty_place(files: Path, out: Path) -> bool:

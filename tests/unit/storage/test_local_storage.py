@@ -315,6 +315,35 @@ def test_an_empty_directory_is_filled_and_keeps_its_mode(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("disk", [NATIVE, PORTABLE], ids=["native", "portable"])
+def test_the_current_directory_is_filled_and_stays_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    first, second = LocalTarget(Path(), disk=disk), LocalTarget(Path(), disk=disk)
+    fill(first, {"folder/x": b"x", "last": b"last"})
+    fill(second, {"y": b"y", "last": b"other"})
+    first.commit("last")
+    with pytest.raises(OutputExistsError):
+        second.commit("last")
+    second.abandon()
+    assert sorted(os.listdir()) == ["folder", "last"]  # noqa: PTH208  of where the process is
+    assert contents(out) == {"folder/x": b"x", "last": b"last"}
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_directory_with_something_hidden_counts_as_empty_and_is_filled(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".out.ckptkit-publish").touch()  # as a kill leaves it
+    target = LocalTarget(out)
+    fill(target, {"x": b"x"})
+    target.commit("x")
+    assert contents(out) == {"x": b"x"}
+
+
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"mine")
     with pytest.raises(OutputError, match="out: a file was found where an empty or absent") as e:

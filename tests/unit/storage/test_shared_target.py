@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,19 @@ def test_what_is_there_already_is_kept_unless_told_otherwise(tmp_path: Path) -> 
     target.finish("a")
     target.commit("last", b"")
     assert [path.name for path in out.iterdir()] == ["last"]
+
+
+def test_the_current_directory_is_filled_and_stays_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    first, second = written(out, range(2))
+    second.leave()
+    first.commit("last", b"")
+    assert sorted(os.listdir()) == ["f", "last"]  # noqa: PTH208  of where the process is
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_parts_that_one_process_puts_in_their_place_become_one_file(tmp_path: Path) -> None:
