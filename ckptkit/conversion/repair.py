@@ -31,6 +31,7 @@ from ckptkit.runs.stored_proofs import digest_problems, prove_index
 from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk
 from ckptkit.storage.local.durable import new_hidden_path, sync_file
+from ckptkit.storage.local.ownership import copy_owner
 from ckptkit.storage.local.target import translate_errors
 from ckptkit.storage.locations import hidden_name
 from ckptkit.storage.manifests import read_manifest
@@ -333,6 +334,7 @@ def _try_files(
                 if wanted.path == path:
                     _patch(file.fileno(), wanted, origin.source, place, begin)
         if (folder / path).exists():
+            copy_owner(folder / path, work / path)
             shutil.copymode(folder / path, work / path)
         sync_file(work / path)
     report, problems = _verify(work, ignore)

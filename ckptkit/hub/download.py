@@ -153,7 +153,7 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
                 hint="wait for it, or pass another directory",
             )
         work = WorkFolder(path, lock)
-        work.files.mkdir(exist_ok=True)
+        work.make_files(resolved)
         if lock is not None:
             recover(work, resolved)
     partial = PullFolder(out, work)

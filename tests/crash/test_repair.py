@@ -217,11 +217,17 @@ def test_an_output_is_mended_whatever_the_copy_says_of_itself(
     one, two = (Path(shutil.copytree(output, tmp_path / name)) for name in ("one", "two"))
     path = min(one.glob("model-*.safetensors")) if name == "*" else one / name
     flip(path, at)
+    if os.geteuid() == 0:
+        os.chown(path, 1234, 100)
+    path.chmod(0o640)
+    before = path.stat()
     if name != "ckptkit.json":
         (two / "ckptkit.json").unlink()
     report = ckptkit.verify(one, repair=True, copies=[two])
     assert report.ok, report.problems
     assert report.mended == (path.name,)
+    now = path.stat()
+    assert (now.st_uid, now.st_gid, now.st_mode) == (before.st_uid, before.st_gid, before.st_mode)
     assert contents(one) == contents(output)
 
 

@@ -64,6 +64,36 @@ def refuse_planted(path: Path) -> None:
         raise _foreign(path)
 
 
+def copy_owner(path: Path, new: Path) -> bool:
+    """Gives what replaces a path the same owner and group; only the group if it may not have both.
+
+    Returns:
+        Whether it has both.
+    """
+    was = path.stat()
+    with suppress(OSError):  # not permitted, or numbers that the file system does not know
+        _set_owner(new, was.st_uid, was.st_gid)
+        return True
+    with suppress(OSError):
+        _set_owner(new, new.stat().st_uid, was.st_gid)
+    return False
+
+
+def inherit_group(parent: Path, folder: Path) -> None:
+    """Lets a folder hand on a group to what is made in it, if `parent` does."""
+    with suppress(OSError):  # there is no parent, or this user may not
+        was = parent.stat()
+        if was.st_mode & stat.S_ISGID:
+            _set_owner(folder, folder.stat().st_uid, was.st_gid)
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | stat.S_ISGID)
+
+
+def _set_owner(path: Path, user: int, group: int) -> None:
+    status = path.stat()
+    if (status.st_uid, status.st_gid) != (user, group):
+        os.chown(path, user, group)
+
+
 def _is_owner(user: int, parent: Path) -> bool:
     """Returns whether files of a user in a folder are those of this process.
 

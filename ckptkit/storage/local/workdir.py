@@ -32,7 +32,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import OCCUPIED, replace_folder
-from ckptkit.storage.local.ownership import is_own, make_private
+from ckptkit.storage.local.ownership import copy_owner, inherit_group, is_own, make_private
 from ckptkit.storage.locations import current_directory, hidden_name, is_work_folder
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,11 @@ class WorkFolder:
         self.journal = path / "journal"
         self._lock = lock
 
+    def make_files(self, out: Path) -> None:
+        """Makes `files`, whose content gets the group of the output if that hands its group on."""
+        self.files.mkdir(exist_ok=True)
+        inherit_group(out, self.files)
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
@@ -88,7 +93,7 @@ def claim_work_folder(parent: Path, name: str, disk: Disk) -> WorkFolder:
             raise
         if work is not None:
             try:
-                work.files.mkdir()
+                work.make_files(parent / name)
             except OSError:
                 work.remove()
                 raise
@@ -107,7 +112,7 @@ def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFol
             make_private(path, exist_ok=True)
             work = _lock_work_folder(path, disk, shared=True)
             if work is not None:
-                work.files.mkdir(exist_ok=True)
+                work.make_files(parent / name)
                 return work
         time.sleep(_SWEEP_SECONDS)
     raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(path))
@@ -133,7 +138,7 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
             work = WorkFolder(path, lock)
             recover(work, out)
             shutil.rmtree(work.old, ignore_errors=True)
-            work.files.mkdir(exist_ok=True)
+            work.make_files(out)
             return work
     return None
 
@@ -264,15 +269,16 @@ def publish(
     """Renames the staged files to `out` in one step.
 
     An empty directory that has to stay gets them one by one, and the file `last` at the end: a
-    mount point, what this process runs in, so that the shell does not lose it, and what something
-    hidden is in.
+    mount point, what this process runs in, so that the shell does not lose it, what something
+    hidden is in, and what has an owner or a group that this user may not give to another.
 
     Returns:
         False if `out` holds something that is not to be overwritten; then nothing has changed.
     """
-    if work.path.parent == out or (out.is_dir() and is_empty(out) and _has_to_stay(out)):
+    if work.path.parent == out or _has_to_stay(out, work):
         return _publish_inside(work, out, last, disk)
     if out.is_dir():
+        copy_owner(out, work.files)
         shutil.copymode(out, work.files)  # the user may have made it private
     for _ in range(_PUBLISH_ATTEMPTS):
         if _take_empty_place(work.files, out):
@@ -291,8 +297,11 @@ def publish(
     return False
 
 
-def _has_to_stay(out: Path) -> bool:
-    return out == current_directory() or next(out.iterdir(), None) is not None
+def _has_to_stay(out: Path, work: WorkFolder) -> bool:
+    if not out.is_dir() or not is_empty(out):
+        return False
+    is_bare = next(out.iterdir(), None) is None
+    return out == current_directory() or not is_bare or not copy_owner(out, work.files)
 
 
 def _take_empty_place(files: Path, out: Path) -> bool:

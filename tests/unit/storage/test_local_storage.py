@@ -31,6 +31,9 @@ from ckptkit.storage.local.target import LocalTarget
 NATIVE = Disk()
 PORTABLE = Disk.portable()
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a property of Linux")
+AS_ROOT = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give files away"
+)
 NOT_ROOT = pytest.mark.skipif(
     hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write anywhere"
 )
@@ -313,6 +316,50 @@ def test_an_empty_directory_is_filled_and_keeps_its_mode(tmp_path: Path) -> None
     assert contents(out) == {"x": b"x"}
     assert stat.S_IMODE(out.stat().st_mode) == 0o700
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@AS_ROOT
+@pytest.mark.parametrize("disk", [NATIVE, PORTABLE], ids=["native", "portable"])
+def test_a_directory_keeps_its_owner_and_its_group_which_its_files_get(
+    tmp_path: Path, disk: Disk
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    os.chown(out, 1234, 100)
+    out.chmod(0o2770)
+    before = out.stat()
+    for overwrite in (False, True):
+        target = LocalTarget(out, overwrite=overwrite, disk=disk)
+        fill(target, {"folder/x": b"x"})
+        target.commit("folder/x")
+        now = out.stat()
+        assert (now.st_uid, now.st_gid, now.st_mode) == (1234, 100, before.st_mode)
+        assert now.st_ino != before.st_ino
+        assert {path.stat().st_gid for path in out.rglob("*")} == {100}
+
+
+@AS_ROOT
+def test_an_empty_directory_whose_owner_cannot_be_given_away_is_filled_and_a_full_one_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    os.chown(out, 1234, 100)
+    before, change = out.stat(), os.chown
+
+    def give_group(path: Path, user: int, group: int) -> None:
+        if user != os.geteuid():
+            raise PermissionError
+        change(path, user, group)
+
+    monkeypatch.setattr(os, "chown", give_group)
+    for overwrite in (False, True):
+        target = LocalTarget(out, overwrite=overwrite)
+        fill(target, {"x": b"x", "y": b"y"})
+        target.commit("x")
+        assert contents(out) == {"x": b"x", "y": b"y"}
+        assert (out.stat().st_ino == before.st_ino) is not overwrite
+        assert (out.stat().st_uid, out.stat().st_gid) == (0 if overwrite else 1234, 100)
 
 
 @pytest.mark.parametrize("disk", [NATIVE, PORTABLE], ids=["native", "portable"])
