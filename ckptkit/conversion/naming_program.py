@@ -34,7 +34,6 @@ from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
 from ckptkit.storage.local.ownership import make_private
-from ckptkit.storage.locations import current_directory
 from ckptkit.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -336,9 +335,11 @@ def start_program(entry: str, log: IO[bytes] | int) -> subprocess.Popen[bytes]:
         entry: The function that it runs.
         log: Takes what it prints.
     """
-    here, own = current_directory(), Path(__file__).resolve().parents[2]
+    here, own = "", Path(__file__).resolve().parents[2]
+    with suppress(OSError):  # it was removed
+        here = str(Path.cwd())
     # Python files of a model folder must not be imported as libraries.
-    roots = [path for path in sys.path if path not in {"", str(here or "")}]
+    roots = [path for path in sys.path if path not in {"", here}]
     return subprocess.Popen(  # noqa: S603
         [sys.executable, "-P", "-c", _PROGRAM.format([*roots, str(own)], entry, entry)],
         stdin=subprocess.PIPE,

@@ -506,11 +506,12 @@ def check_destination(
 
         check_remote_target(place_of(out), overwrite=overwrite)
         return
-    target, here = local_path(out).resolve(), current_directory()
-    if is_free(target, LOCAL_DISK):
+    target = local_path(out).resolve()
+    if not target.is_dir() or is_free(target, LOCAL_DISK):
         return
     if not overwrite:
         raise output_exists_error(local_path(out))
+    here = current_directory()
     if here is not None and (target == here or target in here.parents):
         raise RefusedError(
             "the output would replace the directory that this command runs in",

@@ -125,7 +125,7 @@ def prepare_package(
     paths = sorted(p for p in folder.walk(_DEPTH) if not (whole and p.startswith(f"{whole}/")))
     closed = tuple(
         Skipped(f"{path}/", "may not be entered")
-        for path in folder.closed_folders()
+        for path in sorted(folder.closed_folders)
         if not (whole and f"{path}/".startswith(f"{whole}/"))
     )
     manifest = read_model_manifest(folder, paths)
@@ -173,11 +173,11 @@ def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelecti
     if not whole:
         return FileSelection((), ())
     inside = [path for path in folder.walk(_WHOLE_DEPTH) if path.startswith(f"{whole}/")]
-    closed = [path for path in folder.closed_folders() if f"{path}/".startswith(f"{whole}/")]
+    closed = [path for path in folder.closed_folders if f"{path}/".startswith(f"{whole}/")]
     if closed:
         raise AccessError(
             "cannot be read: permission denied, and the step is pushed as a whole",
-            where=posixpath.join(folder.location, closed[0]),
+            where=posixpath.join(folder.location, min(closed)),
             hint="see who may enter it: `ls -ld`",
         )
     paths = [path.removeprefix(f"{whole}/") for path in inside]

@@ -1,4 +1,4 @@
-"""`ckptkit.list_run`: the complete and incomplete steps of a run, with their files."""
+"""`ckptkit.list_run`: the steps of a run, complete or not, and the one to resume from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import TRACKERS, names_step, parse_step
 from ckptkit.formats.registry import describe_missing, recognise
 from ckptkit.formats.zero.reader import read_tag
-from ckptkit.runs.marks import is_step_folder
+from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.run_paths import (
     RunStore,
     describe_links,
@@ -27,7 +27,14 @@ from ckptkit.runs.run_paths import (
 )
 from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
-from ckptkit.runs.steps import RunStep, StoredFile, parse_metrics, series_of, step_of_manifest
+from ckptkit.runs.steps import (
+    RunStep,
+    StoredFile,
+    abandoned,
+    parse_metrics,
+    series_of,
+    step_of_manifest,
+)
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
 
@@ -288,3 +295,56 @@ def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -
     if any(path.endswith("_model_states.pt") for path in paths):
         return "DeepSpeed"
     return ""
+
+
+_CALLS = {
+    "Transformers Trainer": "trainer.train(resume_from_checkpoint={path!r})",
+    "accelerate": "accelerator.load_state({path!r})",
+    "Lightning": "trainer.fit(model, ckpt_path={path!r})",
+    "DeepSpeed": "engine.load_checkpoint({run!r}, tag={name!r})",
+    "ckptkit": "Checkpointer({run!r}).resume(state)",
+}
+"""By the framework that saved a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAdvice:
+    """The step to resume from.
+
+    Attributes:
+        step: The newest complete one that training did not go back from, or the one that the
+            tracker of the run names.
+        call: The line of Python that resumes; empty where the framework is unknown.
+    """
+
+    step: RunStep
+    call: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"step": self.step.step, "path": self.step.path, "call": self.call}
+
+
+def advise_on_resume(listing: RunListing) -> ResumeAdvice | None:
+    """Returns the step to resume from; None if no step is complete."""
+    complete = [step for step in listing.steps if step.complete]
+    left = {
+        (series, number)
+        for series in {step.series for step in complete}
+        for number in abandoned(step for step in complete if step.series == series)
+    }
+    current = [step for step in complete if (step.series, step.step) not in left]
+    tracked = [step for step in current if step.name in listing.tracked]
+    step = max(tracked or current, key=_resume_order, default=None)
+    if step is None:
+        return None
+    is_trainers = any(file.path == f"{step.name}/{TRAINER_STATE}" for file in step.files)
+    # accelerate's automatic names, under which its integration of ckptkit saves as well.
+    is_accelerates = step.name.startswith(STEP_PREFIXES[1])
+    writer = "accelerate" if is_accelerates else step.writer
+    call = _CALLS.get("Transformers Trainer" if is_trainers else writer, "")
+    text = call.format(path=step.path, run=listing.location, name=step.name)
+    return ResumeAdvice(step, text)
+
+
+def _resume_order(step: RunStep) -> tuple[int, int, float]:
+    return step.save_number, step.step, step.modified

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -286,7 +286,7 @@ def find_run(run: PathLike) -> PathLike:
     try:
         with open_source(run) as source:
             folders = {step_folder(candidate.folder) for candidate in recognise(list_files(source))}
-            closed = {step_folder(folder) for folder in source.closed_folders()}
+            closed = {step_folder(folder) for folder in source.closed_folders}
     except MissingFileError as error:
         if is_url(run) or local_path(run).is_dir():
             raise
@@ -322,7 +322,7 @@ def list_closed(folders: Sequence[Folder]) -> dict[str, str]:
     return {
         path: folder.location
         for folder in folders
-        for path in folder.closed_folders()
+        for path in sorted(folder.closed_folders)
         if MARKS_FOLDER not in path.split("/")
     }
 
@@ -376,7 +376,7 @@ def make_not_found(
 
 def check_closed(
     found: ResolvedSource,
-    closed: Mapping[str, str],
+    folders: Sequence[Folder],
     select: str | None,
     read_tracker: Callable[[str], tuple[str, str] | None],
 ) -> ResolvedSource:
@@ -387,7 +387,7 @@ def check_closed(
 
     Args:
         found: What was chosen among the folders that could be entered.
-        closed: The other folders, as `list_closed` returns them.
+        folders: The directories of the source, which were listed.
         select: The user's selection, or None.
         read_tracker: Returns what the tracker of a run says, as in `RunRecords`.
 
@@ -404,7 +404,7 @@ def check_closed(
         return tracked is not None and names_step(tracked[1], name)
 
     others = []
-    for path, location in closed.items():
+    for path, location in list_closed(folders).items():
         steps = (
             f
             for f in _from_above(path)

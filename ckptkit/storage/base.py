@@ -64,8 +64,9 @@ class Folder(Source, Protocol):
         """Returns the names of folders right below that are links, which `walk` does not enter."""
         ...
 
-    def closed_folders(self) -> list[str]:
-        """Returns the folders that `walk` has met so far, and was not allowed to enter."""
+    @property
+    def closed_folders(self) -> Collection[str]:
+        """The folders that `walk` has met so far, and was not allowed to enter."""
         ...
 
     def close(self) -> None:

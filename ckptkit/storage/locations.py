@@ -164,12 +164,14 @@ def local_path(place: PathLike) -> Path:
         UsageError: If it is relative, and the current directory was removed.
     """
     path = Path(_normalize(os.fspath(place)))
-    if not path.is_absolute() and current_directory() is None:
+    try:
+        path.absolute()
+    except OSError as error:
         raise UsageError(
             "is relative to the current directory, which was removed",
             where=os.fspath(place),
             hint="change to a directory that exists, or name an absolute path",
-        )
+        ) from error
     return path
 
 

@@ -66,7 +66,6 @@ from ckptkit.runs.run_paths import (
     check_closed,
     hint_at_near,
     hold_candidates,
-    list_closed,
     make_not_found,
     marker,
 )
@@ -323,7 +322,8 @@ class _Search:
             read_step=self._step_inside,
             records=RunRecords(self._left_behind, self._read_tracker),
         )
-        found = check_closed(found, list_closed(folders), select, self._read_tracker)
+        if any(folder.closed_folders for folder in folders):
+            found = check_closed(found, folders, select, self._read_tracker)
         found = compare_leftovers(
             self._source, self._location, candidates, self._index, found, select
         )
@@ -486,10 +486,8 @@ def check_path(text: PathLike, what: str) -> None:
         raise UsageError("is empty, where a path was expected", where=what)
     if is_url(text):
         return
-    path = local_path(text)
     try:
-        path.resolve()
-        path.is_dir()
+        local_path(text).resolve().is_dir()
     except PermissionError as error:
         raise AccessError(
             "cannot be read: permission denied",

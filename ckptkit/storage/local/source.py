@@ -65,7 +65,7 @@ class LocalSource(Closing):
             if folder.name == "snapshots" and folder.parent.name.startswith("models--")
         ]
         self._allowed = (self._resolved, *blobs[:1])
-        self._closed: set[str] = set()
+        self.closed_folders: set[str] = set()
         self._pool = DescriptorPool(self._open, open_files)
 
     def walk(self, depth: int, folder: str = "") -> Iterator[str]:
@@ -75,7 +75,7 @@ class LocalSource(Closing):
         folders in which an output is being staged, or that may not be looked into.
         """
         if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
-            self._closed.add(folder.rstrip("/"))
+            self.closed_folders.add(folder.rstrip("/"))
             return  # whether that matters is known where checkpoints are chosen
         try:
             with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
@@ -142,10 +142,6 @@ class LocalSource(Closing):
         """Returns the names of folders right below that are links, which `walk` does not enter."""
         with self._translate_errors(""), os.scandir(self._resolved) as entries:
             return sorted(e.name for e in entries if e.is_symlink() and _is_folder(e))
-
-    def closed_folders(self) -> list[str]:
-        """Returns the folders that `walk` has met so far, and was not allowed to enter."""
-        return sorted(self._closed)
 
     def _open(self, path: str) -> OpenFile:
         resolved = self._resolve(path)

@@ -67,7 +67,8 @@ class WorkFolder:
     def make_files(self, out: Path) -> None:
         """Makes `files`, whose content gets the group of the output if that hands its group on."""
         self.files.mkdir(exist_ok=True)
-        inherit_group(out, self.files)
+        if out.is_dir():
+            inherit_group(out, self.files)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -275,7 +276,7 @@ def publish(
     Returns:
         False if `out` holds something that is not to be overwritten; then nothing has changed.
     """
-    if work.path.parent == out or _has_to_stay(out, work):
+    if work.path.parent == out or (out.is_dir() and _has_to_stay(out, work)):
         return _publish_inside(work, out, last, disk)
     if out.is_dir():
         copy_owner(out, work.files)
@@ -298,7 +299,7 @@ def publish(
 
 
 def _has_to_stay(out: Path, work: WorkFolder) -> bool:
-    if not out.is_dir() or not is_empty(out):
+    if not is_empty(out):
         return False
     is_bare = next(out.iterdir(), None) is None
     return out == current_directory() or not is_bare or not copy_owner(out, work.files)

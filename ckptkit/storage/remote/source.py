@@ -50,6 +50,7 @@ class RemoteSource(Closing):
     """
 
     is_distant = True
+    closed_folders: Collection[str] = ()  # what may not be listed is an error at once
 
     def __init__(
         self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
@@ -140,10 +141,6 @@ class RemoteSource(Closing):
 
     def linked_folders(self) -> list[str]:
         """Returns no folder: object stores have no links."""
-        return []
-
-    def closed_folders(self) -> list[str]:
-        """Returns no folder: what may not be listed is an error at once."""
         return []
 
     def below(self, folder: str) -> RemoteSource:

@@ -148,8 +148,9 @@ class _NearFirst(Closing):
     def linked_folders(self) -> list[str]:
         return self._far.linked_folders()
 
-    def closed_folders(self) -> list[str]:
-        return self._far.closed_folders()
+    @property
+    def closed_folders(self) -> Collection[str]:
+        return self._far.closed_folders
 
     def close(self) -> None:
         self._near.close()

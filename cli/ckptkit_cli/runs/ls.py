@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import InputError
 from ckptkit.core.text import size_text
-from ckptkit.runs.resume_advice import ResumeAdvice, advise_on_resume
+from ckptkit.runs.listing import ResumeAdvice, RunListing, advise_on_resume, list_run
 from ckptkit.runs.run_paths import find_run
 from ckptkit.storage.places import PathLike, place_of
 from ckptkit_cli._command import Option, command
@@ -27,7 +27,6 @@ from ckptkit_cli._output import (
 from ckptkit_cli.views.progress import Progress
 
 if TYPE_CHECKING:
-    from ckptkit.runs.listing import RunListing
     from ckptkit.runs.steps import RunStep
 
 _LISTED_PROBLEMS = 3
@@ -57,8 +56,6 @@ def ls(
     it; then the step to resume from, and how. Only headers are read without --verify. Steps of
     other frameworks are listed too.
     """
-    from ckptkit.runs.listing import list_run
-
     place = find_the_run(output, place_of(run, src_option))
     listing = list_run(place, state=state)
     found = _verify_steps(output, place, listing) if verify else {}

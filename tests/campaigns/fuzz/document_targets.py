@@ -166,13 +166,12 @@ def _run_index(data: bytes) -> None:
 class _Folder(MemorySource, Closing):
     """A directory in memory that is opened and closed as others are."""
 
+    closed_folders = ()
+
     def changed(self, _refs: object) -> None:
         return None
 
     def linked_folders(self) -> list[str]:
-        return []
-
-    def closed_folders(self) -> list[str]:
         return []
 
     def close(self) -> None:
