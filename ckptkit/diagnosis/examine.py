@@ -182,7 +182,8 @@ _Judge = Callable[[SaveDemand], list[Finding]]
 def _begin_place(run: Place, where: str, examination: Examination) -> _Judge:
     """Begins to look at the place of a run; returns what waits for that, and judges it."""
     if not is_url(run):
-        return _begin_disk(where, local_path(run), examination)
+        # If the current directory was removed, that is a finding.
+        return _begin_disk(where, Path() if run == "." else local_path(run), examination)
     seconds = 2 * _NETWORK_SECONDS
     store = _Waiting(lambda: gather_store(run, writes=examination.writes), seconds)
     late = StoreFacts(where, problem=_late(seconds), advice="check the network and the endpoint")

@@ -28,7 +28,8 @@ UNCHECKED = FIXTURES / "fsdp2_without_checksums" / "checkpoint"
 
 
 def environment(**more: str) -> Mapping[str, str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
+    further = os.environ.get("PYTHONPATH")  # an empty part of it stands for the current directory
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), *([further] if further else [])])
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
 
 

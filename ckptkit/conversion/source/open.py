@@ -486,8 +486,9 @@ def check_path(text: PathLike, what: str) -> None:
         raise UsageError("is empty, where a path was expected", where=what)
     if is_url(text):
         return
+    path = local_path(text)
     try:
-        local_path(text).resolve().is_dir()
+        path.resolve().is_dir()
     except PermissionError as error:
         raise AccessError(
             "cannot be read: permission denied",
