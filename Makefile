@@ -37,8 +37,8 @@ demo: $(VENV)/.demo ## Train a tiny Llama with FSDP2, consolidate it, load it wi
 	@$(BIN)/python examples/demo/demo.py
 
 .PHONY: test
-test: $(VENV)/.dev ## Run the tests but the slow ones; with SLOW=1, all (PYTEST_ARGS="-n 3 --dist loadfile --no-loadscope-reorder" by default)
-	$(BIN)/python -m pytest $(if $(SLOW),,-m "not slow") $(PYTEST_ARGS)
+test: $(VENV)/.dev ## Run the tests but the slow ones (PYTEST_ARGS="-n 3 --dist loadfile --no-loadscope-reorder" by default)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 .PHONY: test-slow
 test-slow: $(VENV)/.dev ## Run the slow tests: trainers, and kills one after another
@@ -88,8 +88,7 @@ test-pythons: $(DIST)/.ready ## The same with each later Python that is found he
 	@$(DIST)/bin/python .ci/test_versions.py newest each $(if $(MAY_SKIP),--may-skip)
 
 .PHONY: check
-check: lint types imports docs ## All of the checks above, and all tests
-	$(MAKE) test SLOW=1
+check: lint types imports docs test test-slow ## All of the checks above
 
 .PHONY: docs
 docs: $(VENV)/.docs ## Build the documentation site into build/site; open build/site/index.html

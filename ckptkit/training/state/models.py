@@ -22,7 +22,13 @@ from torch.utils import _python_dispatch as dispatch
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.state.dtensors import (
+    Copies,
+    DTensor,
+    Meshes,
+    local_part,
+    unwrap_dtensor,
+)
 from ckptkit.training.state.fsdp import (
     FlatUnit,
     cast_buffers,
@@ -324,7 +330,7 @@ class ModelView:
             # An object of its own, or the end of the tensor could not be seen.
             local = local_part(tensor).detach()
             # Neither of the two counts the changes that are made through the other one.
-            further = [local] if isinstance(tensor, DTensor) else []
+            further = [unwrap_dtensor(tensor)] if isinstance(tensor, DTensor) else []
             watched = watched_by(tensor, *further, tied=tied)
             if id(tensor) in scales:  # frozen if the packed weight is
                 owner = parameters.get(names[0].rpartition(".")[0])
