@@ -109,9 +109,11 @@ def _alive_in(group: int) -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             state, _, of_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            # A thread that is still ending has the files, and thereby the locks, of the process.
+            is_gone = state == "Z" and len([*(entry / "task").iterdir()]) == 1
         except OSError:  # it has just gone
             continue
-        if int(of_group) == group and state != "Z":
+        if int(of_group) == group and not is_gone:
             found.append(int(entry.name))
     return found
 
