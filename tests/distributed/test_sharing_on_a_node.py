@@ -126,7 +126,7 @@ def test_a_rank_that_is_killed_in_the_middle_stops_no_other(
             os.kill(int((tmp_path / "pid_1").read_text()), signal.SIGKILL)
 
     proxy.add(Fault(READS, None, before=kill))
-    run_ranks(SCRIPT, 4, tmp_path, "ddp", status=None)
+    run_ranks(SCRIPT, 4, tmp_path, "ddp:killed", status=None)
     found = results(tmp_path)
     assert set(found) == {0, 2, 3}, found
     assert proxy.sent["GET"] < 2 * size_of(tmp_path)
@@ -155,7 +155,7 @@ def test_a_rank_that_is_stopped_is_waited_for_in_vain_once(
     proxy.add(Fault(READS, None, before=stop))
     ender = threading.Thread(target=end_the_stopped_one, args=(tmp_path,))
     ender.start()
-    run_ranks(SCRIPT, 3, tmp_path, "ddp", status=None)
+    run_ranks(SCRIPT, 3, tmp_path, "ddp:stopped", status=None)
     ender.join()
     found = results(tmp_path)
     assert set(found) == {0, 2}, found
