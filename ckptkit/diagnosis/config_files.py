@@ -1,4 +1,4 @@
-"""The files of configurations: YAML, of which JSON is a part but for tabs, within bounds.
+"""Reads configuration files in bounded time and memory. JSON is read as YAML, tabs as spaces.
 
 Source: PyYAML 6.0, `constructor.py`.
 """
@@ -26,7 +26,7 @@ class _TooManyMergedError(yaml.YAMLError):  # type: ignore[misc]  # an untyped l
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # an untyped library
-    """Bounds what merge keys expand to, and leaves endless numbers as text."""
+    """Limits how many settings merge keys copy. Numbers of over 1,000 characters stay text."""
 
     _merged = 0
 
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # an untyped library
         super().flatten_mapping(node)
 
     def _merge(self, nodes: list[Any]) -> None:
-        """Flattens what a key merges, and counts it before it is copied."""
+        """Resolves the merge keys of some mappings, and counts the settings before the copy."""
         for node in nodes:
             if isinstance(node, yaml.MappingNode):
                 self.flatten_mapping(node)

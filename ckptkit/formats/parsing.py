@@ -233,7 +233,15 @@ def find_data_files(
     where = posixpath.join(source.location, candidate.folder)
     indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
     if not indices:
-        _check_numbering(candidate.files, where)
+        path = next(list_unnamed(candidate.files), None)
+        if path is not None:
+            name = posixpath.splitext(posixpath.basename(path))[0]
+            raise MissingFileError(
+                f"{len(candidate.files):,} of {int(name.rpartition('-')[2]):,} files are there;"
+                f" {name!r} is missing",
+                where=where,
+                hint="copy the missing files as well",
+            )
         return list(candidate.files), None
     weight_map = read_weight_map(source, indices[0])
     if not weight_map:
@@ -265,9 +273,9 @@ def find_data_files(
 
 
 def list_unnamed(paths: Iterable[str]) -> Iterator[str]:
-    """Yields the paths that complete the numbered sets which some files are of.
+    """Yields the paths that are missing in the numbered sets of some files.
 
-    A hostile name may count any number of files, so no list of them is made.
+    A name may claim any number of files, so no list of them is made.
     """
     sets: dict[tuple[str, str, str], dict[int, int]] = defaultdict(dict)
     for path in paths:
@@ -281,24 +289,6 @@ def list_unnamed(paths: Iterable[str]) -> Iterator[str]:
         for number in range(first, first + int(count)):
             if number not in numbers:
                 yield f"{stem}-{number:0{width}d}-of-{count}{ending}"
-
-
-def _check_numbering(files: Sequence[str], where: str) -> None:
-    """Refuses a numbered set with gaps; a single file without a number is complete."""
-    matches = [_NUMBERED.fullmatch(posixpath.splitext(path)[0]) for path in files]
-    first = matches[0]
-    if first is None:
-        return
-    count, width = int(first["count"]), len(first["number"])
-    numbers = {int(match["number"]) for match in matches if match}
-    if count > len(files):
-        missing = next(n for n in range(1, count + 1) if n not in numbers)
-        name = f"{posixpath.basename(first['stem'])}-{missing:0{width}d}-of-{first['count']}"
-        raise MissingFileError(
-            f"{len(files):,} of {count:,} files are there; {name!r} is missing",
-            where=where,
-            hint="copy the missing files as well",
-        )
 
 
 def check_weight_map(

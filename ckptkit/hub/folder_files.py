@@ -268,7 +268,7 @@ def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
 
 
 def _first_missing(named: Collection[str], files: Collection[str]) -> str:
-    """Returns a file that an index, or the numbers in its names, show to be missing; or nothing."""
+    """Returns the first missing file of an index, or of its numbering; empty if none is missing."""
     absent = sorted(set(named).difference(files))
     return absent[0] if absent else next((n for n in list_unnamed(named) if n not in files), "")
 
@@ -296,7 +296,7 @@ def check_complete(
             missing = _first_missing(weight_map.values(), files)
         if missing:
             raise IncompleteCheckpointError(
-                f"by the index, files are missing, such as {missing!r}",
+                f"files of the index are missing, such as {missing!r}",
                 where=posixpath.join(source.location, path),
                 hint="the folder is incomplete; write it again with `ckptkit consolidate`",
             )

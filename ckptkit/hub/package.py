@@ -44,6 +44,7 @@ from ckptkit.hub.large_files import LargeFile, large_file
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.plan.load_report import PUSH
 from ckptkit.plan.side_files import CONFIG, has_auto_map
+from ckptkit.runs.run_paths import ENTER_HINT
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 
@@ -178,7 +179,7 @@ def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelecti
         raise AccessError(
             "cannot be read: permission denied, and the step is pushed as a whole",
             where=posixpath.join(folder.location, min(closed)),
-            hint="see who may enter it: `ls -ld`",
+            hint=ENTER_HINT,
         )
     paths = [path.removeprefix(f"{whole}/") for path in inside]
     recorded: Mapping[str, object] = {}

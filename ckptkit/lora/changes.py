@@ -523,7 +523,7 @@ def share_changes(
 
 
 def _follows(change: Change, own: Iterable[Change], tying: Collection[int]) -> bool:
-    """Tells whether PEFT makes a change of an embedding to a module that is tied to it, too.
+    """Returns whether PEFT applies a change of an embedding to a module that is tied to it.
 
     `own` are the changes of that module itself.
     """

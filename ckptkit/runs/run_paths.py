@@ -48,7 +48,7 @@ _LISTED = 5
 _NEAR = 0.6  # similarity of names from which one is proposed for another
 _MOST_FOLDERS = 5_000  # that are looked at for steps
 _MOST_ABOVE = 4
-_WHO = "see who may enter it: `ls -ld`"
+ENTER_HINT = "see who may enter it: `ls -ld`"
 _LOST = "lost+found"  # of ext4, which root alone may enter
 _AGAIN = "was replaced or changed since it was listed"
 _JUDGED_ANEW = "run again to judge it anew"
@@ -168,7 +168,7 @@ class LocalRun:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            except OSError as error:  # of a folder whose names are all that may be read
+            except OSError as error:  # the folder may be listed and not entered
                 raise _unreadable(self._root / folder, error) from error
             yield StoredFile(
                 f"{folder}/{entry.name}",
@@ -190,7 +190,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _unreadable(path: Path, error: OSError) -> InputError:
     reason = (error.strerror or str(error)).lower()
-    hint = _WHO if isinstance(error, PermissionError) else ""
+    hint = ENTER_HINT if isinstance(error, PermissionError) else ""
     return InputError(f"the run cannot be listed: {reason}", where=str(path), hint=hint)
 
 
@@ -314,7 +314,7 @@ def find_run(run: PathLike) -> PathLike:
 
 
 def list_closed(folders: Sequence[Folder]) -> dict[str, str]:
-    """Returns the folders in a source that may not be entered, and below which location each is.
+    """Returns the folders of a source that may not be entered, each with the location above it.
 
     Args:
         folders: The directories of the source, which were listed.
@@ -366,7 +366,7 @@ def make_not_found(
     texts, hints = [error.message], [error.hint]
     if closed:
         texts.append(f"may not be entered: {list_first(closed, len(closed), _LISTED)}")
-        hints.insert(0, _WHO)
+        hints.insert(0, ENTER_HINT)
     links, targets = ("", "") if base else describe_links(folders)
     if links:
         texts.append(links)
@@ -433,7 +433,9 @@ def _closed_error(path: str, location: str, other: str | None) -> AccessError:
     return AccessError(
         f"cannot be read: permission denied; it may be {what}",
         where=posixpath.join(location, path),
-        hint=_WHO if other is None else f"{_WHO}; to take another step, pass its own path",
+        hint=ENTER_HINT
+        if other is None
+        else f"{ENTER_HINT}; to take another step, pass its own path",
     )
 
 
@@ -441,7 +443,7 @@ def _may_be_taken(step: str, chosen: str, *, is_tracked: bool) -> bool:
     """Returns whether a closed step might have been chosen instead of another one."""
     if posixpath.dirname(step) == posixpath.dirname(chosen) and chosen:
         return not is_tracked
-    return not posixpath.basename(step).isdigit()  # which is no step beside a run, as of a user
+    return not posixpath.basename(step).isdigit()  # a number alone names a step only beside others
 
 
 def _is_part(path: str, found: ResolvedSource, location: str) -> bool:

@@ -15,7 +15,7 @@ from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.formats.discovery import parse_step
 from ckptkit.plan.side_files import is_side_file
-from ckptkit.runs.run_paths import absent_run, describe_links
+from ckptkit.runs.run_paths import ENTER_HINT, absent_run, describe_links
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import is_work_folder
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source
@@ -228,7 +228,7 @@ def _list_local(root: Path) -> Iterator[StoredFile]:
                 status = (root / path).lstat()
             except FileNotFoundError:
                 continue  # removed meanwhile
-            except OSError as error:  # of a folder whose names are all that may be read
+            except OSError as error:  # the folder may be listed and not entered
                 raise _unlisted(error, folder) from error
             inode = f"{status.st_dev:x}-{status.st_ino:x}"
             links = status.st_nlink
@@ -237,7 +237,7 @@ def _list_local(root: Path) -> Iterator[StoredFile]:
 
 def _unlisted(error: OSError, folder: str) -> InputError:
     reason = (error.strerror or str(error)).lower()
-    hint = "see who may enter it: `ls -ld`" if isinstance(error, PermissionError) else ""
+    hint = ENTER_HINT if isinstance(error, PermissionError) else ""
     return InputError(f"cannot be listed: {reason}", where=folder, hint=hint)
 
 

@@ -471,7 +471,7 @@ class Checkpointer:
     def _check_open(self, what: str) -> None:
         if os.getpid() != self._pid:  # its threads and its buffer are not in a forked child
             raise UsageError(
-                f"was opened by process {self._pid}, of which this one is a fork",
+                f"was opened by process {self._pid}, and this is a forked child",
                 where=f"Checkpointer.{what}",
                 hint="save from the process that opened it",
             )

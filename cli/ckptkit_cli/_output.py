@@ -286,8 +286,8 @@ def _write(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    """Writes a message or an event to stderr, unless that takes nothing: the work goes on."""
-    with suppress(OSError):  # a full disk behind a log, or a terminal that is gone
+    """Writes a message or an event to stderr; drops it if stderr cannot be written."""
+    with suppress(OSError):  # such as a full disk, or a closed terminal
         sys.stderr.write(without_url_secrets(text))
         sys.stderr.flush()
 

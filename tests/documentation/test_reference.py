@@ -28,7 +28,7 @@ PLAIN = {"__version__", "GROUP", "Fqn", "Key", "Shape"}
 
 INTEGRATIONS = ("accelerate", "transformers")
 NOT_FOR_USERS = {
-    "ckptkit.storage.base.Source",  # a reader's, of which readers.md has the public name
+    "ckptkit.storage.base.Source",  # public in readers.md, under the name there
     *("ckptkit.lora.quantized.Packing", "ckptkit.lora.quantized.FourBitSettings"),
     "ckptkit.lora.quantized.PackedRecord",  # a part of those
 }

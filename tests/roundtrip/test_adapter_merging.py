@@ -305,7 +305,7 @@ def test_a_lora_of_a_tied_head_is_added_to_trained_tokens(tmp_path: Path) -> Non
     found = _weights(out)
     torch.testing.assert_close(found["lm_head.weight"], expected, rtol=0, atol=0)
     torch.testing.assert_close(found["model.embed_tokens.weight"], rows, rtol=0, atol=0)
-    # PEFT's own merge loses the LoRA, which nobody wants to match.
+    # PEFT's own merge loses the LoRA, so there is nothing to match.
     loaded: Any = PeftModel.from_pretrained(copy.deepcopy(trained.untrained), trained.adapter)
     torch.testing.assert_close(loaded.merge_and_unload().lm_head.weight, rows, rtol=0, atol=0)
     with pytest.raises(RefusedError, match=r"merge_and_unload leaves this LoRA out"):

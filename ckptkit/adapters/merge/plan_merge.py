@@ -391,7 +391,7 @@ def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor])
 
 
 def _refuse_lost_in_peft(changes: Changes) -> None:
-    """Refuses what PEFT trains and its `merge_and_unload` leaves out."""
+    """Refuses a LoRA that `merge_and_unload` of PEFT leaves out."""
     for weight, own in changes.items():
         low_rank = next((c for c in own if isinstance(c, LowRankChange)), None)
         if low_rank is not None and any(isinstance(c, TokenRowsChange) for c in own):

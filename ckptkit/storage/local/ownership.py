@@ -65,7 +65,7 @@ def refuse_planted(path: Path) -> None:
 
 
 def copy_owner(path: Path, new: Path) -> bool:
-    """Gives what replaces a path the same owner and group; only the group if it may not have both.
+    """Sets owner and group of a new path to those of another; the group alone if both are refused.
 
     Returns:
         Whether it has both.
@@ -80,8 +80,8 @@ def copy_owner(path: Path, new: Path) -> bool:
 
 
 def inherit_group(parent: Path, folder: Path) -> None:
-    """Lets a folder hand on a group to what is made in it, if `parent` does."""
-    with suppress(OSError):  # there is no parent, or this user may not
+    """Copies the set-group-ID bit of a directory, and its group with it, if it has the bit."""
+    with suppress(OSError):  # removed meanwhile, or not permitted
         was = parent.stat()
         if was.st_mode & stat.S_ISGID:
             _set_owner(folder, folder.stat().st_uid, was.st_gid)

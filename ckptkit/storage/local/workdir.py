@@ -65,7 +65,7 @@ class WorkFolder:
         self._lock = lock
 
     def make_files(self, out: Path) -> None:
-        """Makes `files`, whose content gets the group of the output if that hands its group on."""
+        """Makes `files`; with the set-group-ID bit and the group of `out` if that has the bit."""
         self.files.mkdir(exist_ok=True)
         if out.is_dir():
             inherit_group(out, self.files)
@@ -204,7 +204,7 @@ def _publish_lock(out: Path) -> Path:
 
 
 def recover(work: WorkFolder, out: Path) -> None:
-    """Undoes half a commit of a process that is gone."""
+    """Undoes the unfinished commit of a process that has ended."""
     if work.last.exists():
         _take_back(work, out)
         work.last.unlink()
@@ -238,10 +238,9 @@ def is_empty(out: Path) -> bool:
 
 
 def is_free(out: Path, disk: Disk) -> bool:
-    """Says whether an output can be written without replacing one.
+    """Returns whether an output can be written without replacing one.
 
-    What a process has left that was killed during its commit, or between the commit and the end,
-    is undone or removed; finished files stay.
+    What a killed process left of a commit is undone or removed before; its finished files stay.
     """
     for parent in (out.parent, out) if out.is_dir() and not is_empty(out) else ():
         sweep_work_folders(parent, out, disk, committed_only=True)
@@ -269,18 +268,21 @@ def publish(
 ) -> bool:
     """Renames the staged files to `out` in one step.
 
-    An empty directory that has to stay gets them one by one, and the file `last` at the end: a
-    mount point, what this process runs in, so that the shell does not lose it, what something
-    hidden is in, and what has an owner or a group that this user may not give to another.
+    An empty directory that has to stay gets them one by one, and the file `last` at the end. That
+    is a mount point, the directory that this process runs in, one with hidden entries, and one
+    whose owner or group this user may not give to a new directory.
 
     Returns:
         False if `out` holds something that is not to be overwritten; then nothing has changed.
     """
-    if work.path.parent == out or (out.is_dir() and _has_to_stay(out, work)):
+    stays = work.path.parent == out
+    if not stays and out.is_dir():
+        has_owner = copy_owner(out, work.files)
+        stays = is_empty(out) and (not has_owner or _has_to_stay(out))
+        if not stays:
+            shutil.copymode(out, work.files)  # the user may have made it private
+    if stays:
         return _publish_inside(work, out, last, disk)
-    if out.is_dir():
-        copy_owner(out, work.files)
-        shutil.copymode(out, work.files)  # the user may have made it private
     for _ in range(_PUBLISH_ATTEMPTS):
         if _take_empty_place(work.files, out):
             return True
@@ -288,7 +290,7 @@ def publish(
             return False
         with suppress(FileNotFoundError):  # removed meanwhile, so the place is free now
             try:
-                # After a kill between two renames, `_recover` restores it.
+                # After a kill between two renames, `recover` restores it.
                 replace_folder(work.files, out, work.old, disk)
             except OSError as error:
                 if error.errno in OCCUPIED:
@@ -298,11 +300,8 @@ def publish(
     return False
 
 
-def _has_to_stay(out: Path, work: WorkFolder) -> bool:
-    if not is_empty(out):
-        return False
-    is_bare = next(out.iterdir(), None) is None
-    return out == current_directory() or not is_bare or not copy_owner(out, work.files)
+def _has_to_stay(out: Path) -> bool:
+    return out == current_directory() or any(out.iterdir())
 
 
 def _take_empty_place(files: Path, out: Path) -> bool:

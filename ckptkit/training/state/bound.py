@@ -230,7 +230,7 @@ class BoundObject(_BoundEntry):
             return self.target.state_dict()
 
     def set_state(self, state: Any) -> None:
-        """Gives the object a state, and a plain dict or list other content."""
+        """Passes a state to `load_state_dict`; replaces the content of a plain dict or list."""
         if self.kind != "plain":
             with of_the_object(self.where, "load_state_dict()", ResumeError):
                 self.target.load_state_dict(state)
@@ -245,7 +245,7 @@ class BoundObject(_BoundEntry):
 def of_the_object(
     where: str, call: str, kind: type[SaveError | ResumeError] = SaveError
 ) -> Iterator[None]:
-    """Raises what a call into the user's own code raises as an error that says where it was."""
+    """Wraps an exception of the user's own code in an error that names the object."""
     try:
         yield
     except CkptkitError:

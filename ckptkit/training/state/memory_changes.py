@@ -1,4 +1,4 @@
-"""Whether tensors are the same and unchanged, and what has to be done when their elements change.
+"""Recognises tensors that were replaced or changed, and calls hooks before changes.
 
 Saves copy tensors while training goes on, and link files of frozen ones that did not change. Steps
 of optimizers and `load_state_dict` have hooks that saves use. A CUDA graph may hold such a step,
@@ -7,8 +7,8 @@ model passes all of them by, so it calls the hooks by `announce_changes` before,
 `count_changes` afterwards.
 
 Nothing here keeps a tensor of training alive. Weak references are held to the local tensors of
-DTensors, not to these: `Module.to` and the like swap the contents of a DTensor, which torch refuses
-for tensors that have weak references.
+DTensors, because `Module.to` swaps the contents of a DTensor, and torch refuses to swap a tensor
+that has weak references.
 """
 
 from __future__ import annotations

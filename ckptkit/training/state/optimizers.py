@@ -243,9 +243,9 @@ _WITHOUT_OWN_STATE = ("torch.optim.", "accelerate.", "bitsandbytes.", "torchao."
 
 
 def _check_optimizer(optimizer: Optimizer, where: str) -> None:
-    """Refuses an optimizer that keeps state in others; warns of one with a `state_dict` of its own.
+    """Refuses an optimizer that keeps its state in other optimizers.
 
-    A save would have nothing of either.
+    Warns if the class overrides `state_dict`, because a save reads only `state` and `param_groups`.
     """
     for name, value in vars(optimizer).items():
         members: Iterable[object] = (value,)

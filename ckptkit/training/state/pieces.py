@@ -44,7 +44,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedTensor:
-    """A tensor of a weight that is not trained, which is not kept alive itself.
+    """A tensor of a frozen weight, without a strong reference to it.
 
     Attributes:
         alias: Has its elements and its version counter.
@@ -57,7 +57,7 @@ class WatchedTensor:
     identity: int
 
     def is_same(self, other: WatchedTensor) -> bool:
-        """Whether both are one tensor, which is still there."""
+        """Whether both are the same tensor, and it still exists."""
         living = self.alive()
         return living is not None and living is other.alive() and self.identity == other.identity
 

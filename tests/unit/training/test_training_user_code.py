@@ -15,7 +15,7 @@ from ckptkit.training import Checkpointer
 
 
 class Odd:
-    """An object whose methods raise once they are told to."""
+    """An object whose methods raise after an attribute is set to False."""
 
     saves = loads = True
 
@@ -98,7 +98,7 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(tmp_path: Path, call: 
                 }
                 getattr(checkpointer, call)(**arguments[call])
             except UsageError as error:
-                status = 0 if "of which this one is a fork" in str(error) else 2
+                status = 0 if "this is a forked child" in str(error) else 2
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
