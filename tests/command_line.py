@@ -33,7 +33,7 @@ from ckptkit.conversion.naming_program import NamingProgram
 _ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = ("numpy", "s3fs", "ckptkit.api")
 _PACKAGES = ("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats")
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 240  # below pytest's limit of a test
 ENTRIES = ("main", "parameters")  # of the program that is asked for names
 Result = subprocess.CompletedProcess[str]
 

@@ -85,6 +85,8 @@ def environment_of(hub: HubServer, store: ObjectStore) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
         "RAY_AUTH_MODE": "disabled",  # or Ray says so in the first line of each process
+        "RAY_ADDRESS": "local",  # not the cluster of another test
+        "RAY_worker_niceness": "0",  # workers at 15, as is usual, stand still beside other tests
     }
 
 

@@ -170,7 +170,7 @@ def in_a_bucket(store: dict[str, Any], out: Path, act: Act) -> dict[str, Any]:
     options: dict[str, Any] = {"to": "dcp", "max_shard_size": "30MB", "engine": "ray"}
     ckptkit.convert(source, target, bandwidth="12MB", listener=watch, **options)
     ckptkit.convert(source, out / "ray", **options)
-    logs = Path("/tmp/ray/session_latest/logs")  # noqa: S108  Ray's own
+    logs = Path(os.environ["RAY_TMPDIR"], "ray/session_latest/logs")
     secrets = [
         value.encode() for name, value in store["options"].items() if name != "client_kwargs"
     ]
