@@ -161,7 +161,7 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
         size_bytes=size_bytes,
         seconds=time.monotonic() - began,
         removed=tuple(map(str, removed)),
-        notes=(*notes, *unremoved),
+        notes=(*attempt.gathering.notes, *notes, *unremoved),
         lost=attempt.lost,
     )
 
@@ -348,12 +348,14 @@ class RecordGatherer:
 
     Attributes:
         files: The files that were checked, by path.
+        notes: On the records: what the user should know.
     """
 
     def __init__(
         self, files_of_attempt: AttemptFiles, counter: ByteCounter, timeout: VisibilityTimeout
     ) -> None:
         self.files: dict[str, FileRecord] = {}
+        self.notes: tuple[str, ...] = ()
         self._attempt_files = files_of_attempt
         self._counter = counter
         self._timeout = timeout
@@ -364,6 +366,7 @@ class RecordGatherer:
         for record, where in self._records(attempt, proofs, range(len(proofs))):
             merger.add(record, where=where)
         merged = merger.result()
+        self.notes = merged.notes
         for unit in merged.empty:  # the step does without their files
             for path in [path for path in self.files if path.startswith(f"{unit}/")]:
                 del self.files[path]

@@ -20,7 +20,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
 from ckptkit.plan.layouts.dcp_metadata import DcpObject, DcpTensor, Place, Sizes, flat_key
 from ckptkit.storage.locations import check_relative
-from ckptkit.writer.record import RankRecord, RecordedOptional
+from ckptkit.writer.record import RankRecord, RecordedOptional, Replica
 
 Extents = tuple[int, ...]
 Box = tuple[Extents, Extents]
@@ -162,11 +162,13 @@ class Merged(NamedTuple):
         units: The content of each DCP directory.
         lost: What was left out because it is incomplete, by the user's name, with the reason.
         empty: Directories whose whole content was left out.
+        notes: What the user should know.
     """
 
     units: Mapping[str, MergedUnit]
     lost: Mapping[str, str]
     empty: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -188,6 +190,7 @@ class Merger:
         self._world_size = world_size
         self._units: dict[str, _UnitMerger] = {}
         self._values: dict[str, int] = {}  # the lowest rank that has each
+        self._replicas: dict[Replica, dict[int, int]] = {}  # the lowest rank that has each sum
 
     def add(self, record: RankRecord, *, where: str) -> None:
         """Adds the record of a rank.
@@ -205,6 +208,9 @@ class Merger:
         sizes = {file.path: file.size_bytes for file in record.files}
         for value in record.values:
             self._values[value] = min(record.rank, self._values.get(value, record.rank))
+        for replica, crc in record.replicas.items():
+            ranks = self._replicas.setdefault(replica, {})
+            ranks[crc] = min(record.rank, ranks.get(crc, record.rank))
         for part in record.dispensable:
             unit = self._units.setdefault(part.unit, _UnitMerger(part.unit))
             unit.may_lack(part, f"rank {record.rank}: {part.problem}" if part.problem else "")
@@ -236,7 +242,22 @@ class Merger:
             for name, unit in units.items()
             if self._units[name].lost and not (unit.tensors or unit.objects)
         )
-        return Merged({k: v for k, v in units.items() if k not in empty}, lost, empty)
+        kept = {k: v for k, v in units.items() if k not in empty}
+        return Merged(kept, lost, empty, tuple(self._differences()))
+
+    def _differences(self) -> Iterator[str]:
+        """Yields a note if ranks hold other values of what training keeps equal."""
+        differing = {key: sums for key, sums in self._replicas.items() if len(sums) > 1}
+        if not differing:
+            return
+        (_, path, _), sums = next(iter(differing.items()))
+        first, second, *_ = sorted(sums.values())
+        yield (
+            f"ranks {first} and {second} hold different values of {flat_key(path)}, and of"
+            f" {len(differing)} of {len(self._replicas)} tensors that were compared: the step has"
+            " some tensors of one rank and some of another; save right after an averaging, or let"
+            " DDP or FSDP keep the ranks equal"
+        )
 
 
 class _Tensor:

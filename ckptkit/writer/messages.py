@@ -127,7 +127,7 @@ class Fixed(tuple[_Item, ...]):  # noqa: SLOT001  tuples of any length have no s
         """Their JSON, made in small parts so that the training thread is not held up."""
         if self._text is None:
             parts = [
-                _json(self[start : start + _AT_ONCE])[1:-1]
+                _JSON.encode(self[start : start + _AT_ONCE])[1:-1].encode()
                 for start in range(0, len(self), _AT_ONCE)
             ]
             self._text = b"[" + b",".join(parts) + b"]"
@@ -213,6 +213,7 @@ class Persist:
             answer says whether that was refused.
         ranges: Start and stop, in bytes of the buffer, of what the answer has to checksum if files
             were kept.
+        replicas: Start and stop, in bytes of the buffer, of what the record has to checksum.
     """
 
     attempt: str
@@ -224,6 +225,7 @@ class Persist:
     links: tuple[Link, ...] = ()
     keeps: tuple[Link, ...] = ()
     ranges: Sequence[tuple[int, int]] = ()
+    replicas: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +366,7 @@ _NESTED: Mapping[str, Any] = {
     "links": lambda items: tuple(Link(**i) for i in items),
     "keeps": lambda items: tuple(Link(**i) for i in items),
     "ranges": lambda items: tuple(map(tuple, items)),
+    "replicas": lambda items: tuple(map(tuple, items)),
     "sums": tuple,
 }
 _KINDS = {
@@ -430,10 +433,6 @@ def _fields(value: Any) -> dict[str, Any]:
     return {item.name: getattr(value, item.name) for item in fields(value)}
 
 
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), default=_plain).encode()
-
-
 def _texts(document: dict[str, Any]) -> list[bytes]:
     """Returns the JSON of a document in parts, so that the fixed ones are not copied."""
     mark = secrets.token_hex(16)  # no name or value of the user contains it
@@ -447,7 +446,7 @@ def _texts(document: dict[str, Any]) -> list[bytes]:
             return {key: marked(entry) for key, entry in value.items()}
         return value
 
-    rest = _json(marked(document)).split(f'"{mark}"'.encode())
+    rest = _JSON.encode(marked(document)).encode().split(f'"{mark}"'.encode())
     return [part for pair in zip(rest, [*fixed, b""], strict=True) for part in pair]
 
 
@@ -457,6 +456,9 @@ def _plain(value: object) -> str | dict[str, Any]:
     if is_dataclass(value):
         return _fields(value)
     raise TypeError(f"{type(value).__name__} cannot be sent in a message")
+
+
+_JSON = json.JSONEncoder(separators=(",", ":"), default=_plain)
 
 
 def _tupled(document: Mapping[str, Any], **convert: Any) -> dict[str, Any]:

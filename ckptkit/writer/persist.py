@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -241,6 +242,19 @@ class Links:
         return ""
 
 
+@dataclass(slots=True)
+class _Parts:
+    """What the waves of an attempt had.
+
+    Attributes:
+        files: Durable.
+        replica_sums: The CRC-32 of each sample of a replica.
+    """
+
+    files: list[WrittenFile] = field(default_factory=list)
+    replica_sums: tuple[int, ...] = ()
+
+
 _MOST_ATTEMPTS = 8  # in flight at once; the oldest failed attempt is dropped
 
 
@@ -251,7 +265,7 @@ class Persister:
         self._disk = disk
         self._buffer: mmap.mmap | None = None
         self._problem = "no shared buffer was announced"
-        self._files: dict[str, list[WrittenFile]] = {}  # of all waves, by attempt
+        self._parts: dict[str, _Parts] = {}  # by attempt
 
     def attach(self, descriptor: int, size_bytes: int) -> None:
         """Maps the buffer of a descriptor, instead of an earlier one."""
@@ -271,9 +285,9 @@ class Persister:
         """Writes the files of a wave durably, then the record if the request has one."""
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
-        if request.attempt not in self._files and len(self._files) >= _MOST_ATTEMPTS:
-            del self._files[next(iter(self._files))]
-        files = self._files.setdefault(request.attempt, [])
+        if request.attempt not in self._parts and len(self._parts) >= _MOST_ATTEMPTS:
+            del self._parts[next(iter(self._parts))]
+        parts = self._parts.setdefault(request.attempt, _Parts())
         paths = [image.path for image in request.images]
         paths += [inline.path for inline in request.inline]
         paths += [link.path for link in request.links]
@@ -286,6 +300,7 @@ class Persister:
         made = make_folders(folder, parents, self._disk)
         links = Links(folder, self._disk)
         links.take(request.links)
+        parts.replica_sums += self._sums(request.replicas, counter)
         notes = self._write_images(request, folder, counter)
         note = links.keep(request.keeps)
         new = [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
@@ -296,8 +311,8 @@ class Persister:
         for parent in made:
             self._disk.sync_directory(parent)
         linked = [WrittenFile(link.path, link.size_bytes, None) for link in request.links]
-        files += [*new, *linked]
-        proof = self._record(request, files) if request.record is not None else None
+        parts.files += [*new, *linked]
+        proof = self._record(request, parts) if request.record is not None else None
         size_bytes = sum(file.size_bytes for file in new)
         return Written(
             attempt=request.attempt,
@@ -308,7 +323,7 @@ class Persister:
             notes=(*notes, note) if note else notes,
             linked_bytes=sum(file.size_bytes for file in linked),
             kept=not note,
-            sums=() if note else self._sums(request, counter),
+            sums=() if note else self._sums(request.ranges, counter),
         )
 
     def _write_images(
@@ -331,21 +346,23 @@ class Persister:
             return ()
         return (f"direct I/O was refused for {folder.parent}: written through the page cache",)
 
-    def _sums(self, request: Persist, counter: ByteCounter) -> tuple[int, ...]:
-        """Checksums the ranges by which the trainer recognises unchanged weights later."""
+    def _sums(self, ranges: Sequence[tuple[int, int]], counter: ByteCounter) -> tuple[int, ...]:
+        """Checksums ranges of the buffer."""
         if self._buffer is None:
             return ()
         sums = []
         with memoryview(self._buffer) as buffer:
-            for start, stop in request.ranges:
+            for start, stop in ranges:
                 sums.append(crc32(buffer[start:stop]))
                 counter.done_bytes += stop - start
         return tuple(sums)
 
-    def _record(self, request: Persist, files: list[WrittenFile]) -> RecordProof:
+    def _record(self, request: Persist, parts: _Parts) -> RecordProof:
         assert request.record is not None  # noqa: S101  narrows the type
-        data = record_bytes(request.record, files)
-        del self._files[request.attempt]  # even if the write fails: the request may be repeated
+        sums = parts.replica_sums  # none if there is no buffer, which a rank without files can do
+        document = {**request.record, **({"replica_sums": sums} if sums else {"replicas": []})}
+        data = record_bytes(document, parts.files)
+        del self._parts[request.attempt]  # even if the write fails: the request may be repeated
         path = Path(request.folder, request.record_path)
         put_file(path, data)
         self._disk.sync_directory(path.parent)

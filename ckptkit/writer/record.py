@@ -11,27 +11,33 @@ It is a JSON document, by convention at `.ranks/R.json` in the attempt's folder:
         "expected": [[path], ...]}},
      "dispensable": [{"name": "...", "unit": UNIT, "path": [...], "problem": ""}],
      "values": ["...", ...],
+     "replicas": [[UNIT, [path], [offsets]], ...],
+     "replica_sums": [c, ...],
      "files": [{"path": "...", "size_bytes": n, "crc32": c}]}
 
 `tensor` is an index into `tensors` and `file` one into `data_files`; start and length are bytes of
 an archive, offsets and sizes elements. `expected` names tensors that the rank holds and another
 one writes. What is `dispensable` does not fail the step when it cannot be saved: then `problem`
 says why, and nothing below its path is taken from any rank. `values` are entries of the state that
-rank 0 alone writes, if it has them. `crc32` is null for data files, whose
-archives have their own.
+rank 0 alone writes, if it has them. `replica_sums` are the CRC-32 of the first elements of some
+tensors that several ranks hold, at these offsets. `crc32` is null for data files, whose archives
+have their own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.core.errors import FormatError
 from ckptkit.storage.locations import check_relative
 
 RECORDS_FOLDER = ".ranks"
+
+Replica = tuple[str, tuple[str | int, ...], tuple[int, ...]]
+"""The DCP directory, the key path and the offsets of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class RankRecord:
         files: All files of the rank, without the record itself.
         dispensable: What the step may lack.
         values: The names of entries that rank 0 writes for all ranks.
+        replicas: The CRC-32 of samples that several ranks hold.
     """
 
     rank: int
@@ -87,6 +94,7 @@ class RankRecord:
     files: tuple[WrittenFile, ...]
     dispensable: tuple[RecordedOptional, ...] = ()
     values: tuple[str, ...] = ()
+    replicas: Mapping[Replica, int] = field(default_factory=dict)
 
 
 def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
@@ -111,6 +119,12 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
                 for part in document.get("dispensable", ())
             ),
             values=tuple(map(str, document.get("values", ()))),
+            replicas={
+                (str(unit), tuple(path), tuple(offsets)): _count(crc)
+                for (unit, path, offsets), crc in zip(
+                    document.get("replicas", ()), document.get("replica_sums", ()), strict=True
+                )
+            },
         )
     except FormatError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_attacks_are_those_that_are_tried() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/attacks", "--collect-only", "-q", "-p", "no:xdist"],
         cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
         capture_output=True,
         text=True,
         check=True,

@@ -17,18 +17,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, compress, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
-from ckptkit.core.geometry import slabs
+from ckptkit.core.geometry import slab_spans, slabs
 from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
 from ckptkit.plan.layouts.torch import build_tensor_archive
 from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
 from ckptkit.training.state.dtensors import has_data
-from ckptkit.training.state.pieces import Entry, Piece, select_owned
+from ckptkit.training.state.pieces import Entry, Piece, sampled_replicas, select_owned
 from ckptkit.writer.messages import ArchiveData, Fixed, Image
 
 _PARTS = 100  # of a frozen weight; each save checks one
@@ -102,6 +102,24 @@ class Sample:
         return pairwise(places)
 
 
+class ReplicaSample(NamedTuple):
+    """The first elements of a tensor that several ranks hold; one of them writes all of it.
+
+    Attributes:
+        unit: Of the piece.
+        path: Of the piece.
+        offsets: Of its first place.
+        start: First byte in the buffer, while the first wave is there.
+        stop: First byte after the last one.
+    """
+
+    unit: str
+    path: KeyPath
+    offsets: tuple[int, ...]
+    start: int
+    stop: int
+
+
 def sample_of(step: CopyStep) -> Sample:
     """Cuts a copy into parts."""
     elements, itemsize = step.stop - step.first, step.dtype.itemsize
@@ -111,23 +129,11 @@ def sample_of(step: CopyStep) -> Sample:
     return Sample(step, (0, *(span.stop for span in slab_spans(step.shape, most))))
 
 
-def slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
-    """Cuts a row-major box into slabs of at most `most` elements each, outer dimensions first."""
-    axis, inner = 0, math.prod(sizes[1:])
-    while inner > most:
-        axis += 1
-        inner //= sizes[axis]
-    block = sizes[axis] * inner
-    step = most // inner * inner
-    for outer in range(0, math.prod(sizes), block):
-        for start in range(outer, outer + block, step):
-            yield Span(start, min(start + step, outer + block))
-
-
 IMAGE_ALIGNMENT = 4096
 """Images start at multiples of this, for direct I/O."""
 
 MIN_LIMIT_BYTES = 1 << 20
+_REPLICA_ELEMENTS = 256  # of each sample
 _ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any archive
 _SAVE_HINT = "convert it to a dense tensor, or leave it out of the state"
 
@@ -152,6 +158,8 @@ class SavePlan:
         data_bytes: Bytes of tensor data that this rank copies and writes.
         frozen_bytes: How many of these belong to frozen weights.
         record_units: The `units` of the rank's record, without objects.
+        replica_samples: By which the commit sees whether ranks hold the same values; copied with
+            the first wave.
         devices: The devices of the tensors, each once.
         signature: Of the pieces.
         frozen: Everything that the files of frozen weights depend on except the content of the
@@ -168,6 +176,7 @@ class SavePlan:
     data_bytes: int
     frozen_bytes: int
     record_units: Mapping[str, Mapping[str, Any]]
+    replica_samples: tuple[ReplicaSample, ...]
     devices: tuple[torch.device, ...]
     signature: Signature
     frozen: tuple[object, ...]
@@ -197,6 +206,8 @@ def plan_save(
         )
     frozen = [piece.frozen and piece.entry not in restless for piece in pieces]
     waves = _Waves(limit_bytes)
+    for number in sampled_replicas(pieces):
+        waves.add_replica_sample(pieces[number], number)
     units = {piece.unit: _Unit(piece.unit, rank, waves) for piece in pieces}
     # Unit by unit, so that each file of a unit is one image.
     trained_of: dict[str, list[int]] = {}
@@ -233,6 +244,7 @@ class _Waves:
         self.images: list[list[_OpenImage]] = [[]]
         self.literals: list[list[tuple[int, bytes]]] = [[]]
         self.copies: list[list[CopyStep]] = [[]]
+        self.replica_samples: list[ReplicaSample] = []
         self.data_bytes = 0
         self._end = 0
         self._largest = 0
@@ -258,6 +270,27 @@ class _Waves:
         self._end = start + size_bytes
         self._largest = max(self._largest, self._end)
         return start, image is None or (full and start == 0)
+
+    def add_replica_sample(self, piece: Piece, number: int) -> None:
+        """Copies the first elements of a piece, before any image is added."""
+        place, itemsize = piece.places[0], piece.local.element_size()
+        span = next(slab_spans(place.sizes, _REPLICA_ELEMENTS))
+        (slab,) = slabs(span, place.sizes)
+        start = -(-self._end // itemsize) * itemsize
+        self._end = self._largest = start + span.stop * itemsize
+        step = CopyStep(
+            piece=number,
+            first=0,
+            stop=span.stop,
+            start=start,
+            dtype=piece.local.dtype,
+            shape=slab.sizes if len(piece.places) == 1 else (span.stop,),
+            whole=span.stop == piece.elements,
+            prompt=False,
+        )
+        self.copies[0].append(step)
+        sample = ReplicaSample(*piece.entry, place.offsets, start, self._end)
+        self.replica_samples.append(sample)
 
     def plan(
         self,
@@ -293,6 +326,7 @@ class _Waves:
             buffer_bytes=-(-self._largest // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT,
             data_bytes=self.data_bytes,
             record_units={name: unit.record() for name, unit in units.items()},
+            replica_samples=tuple(self.replica_samples),
             devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
             signature=signature,
             frozen=(

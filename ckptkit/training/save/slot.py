@@ -15,7 +15,12 @@ from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.threads import WorkerThread
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.save.file_layout import SavePlan, Signatures, plan_save
+from ckptkit.training.save.file_layout import (
+    ReplicaSample,
+    SavePlan,
+    Signatures,
+    plan_save,
+)
 from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
 from ckptkit.training.save.saver import OURS, Save, SaveBackend
 from ckptkit.training.save.shared_memory import SharedBuffer
@@ -154,7 +159,9 @@ class SaveSlot:
             staged = self._stager.stage(plan, holdings.pieces, number, frozen=files.frozen)
             save.handle.staging(staged)
             # The next wave needs the buffer.
-            self._worker.submit(partial(self._write, save, of_wave, staged)).result()
+            samples = plan.replica_samples if number == 0 else ()
+            write = partial(self._write, save, of_wave, staged, samples)
+            self._worker.submit(write).result()
             if save.error is not None:
                 return
         staged = self._stager.stage(plan, holdings.pieces, len(earlier), frozen=files.frozen)
@@ -169,9 +176,11 @@ class SaveSlot:
         )
         record["dispensable"] = list(holdings.dispensable)
         record["values"] = list(holdings.values)
+        samples = plan.replica_samples
+        record["replicas"] = [[s.unit, s.path, s.offsets] for s in samples]
         small = (*inline, *holdings.files)
         save.handle.blocked_seconds = time.perf_counter() - save.began
-        write = partial(self._write, save, last, staged, small, record)
+        write = partial(self._write, save, last, staged, () if earlier else samples, small, record)
         self._worker.submit_unwatched(write)
 
     def _write(
@@ -179,6 +188,7 @@ class SaveSlot:
         save: Save,
         files: WaveFiles,
         staged: Staged,
+        samples: Sequence[ReplicaSample],
         inline: tuple[Inline, ...] = (),
         record: Mapping[str, Any] | None = None,
     ) -> None:
@@ -188,6 +198,7 @@ class SaveSlot:
             save: The save.
             files: Files of the buffer, and files to link.
             staged: The copies into the buffer, which may still be running on a device.
+            samples: What the wave has of replicas.
             inline: Small files, with the last wave.
             record: The rank's record, with the last wave.
         """
@@ -197,7 +208,7 @@ class SaveSlot:
                 return
             if record is not None and not save.answers and not files.links:
                 plain = WaveFiles(files.images)
-                save.rewrite = partial(self._write, save, plain, staged, inline, record)
+                save.rewrite = partial(self._write, save, plain, staged, samples, inline, record)
             answer = self._writer.request(
                 Persist(
                     attempt=save.attempt.name,
@@ -209,6 +220,7 @@ class SaveSlot:
                     links=files.links,
                     keeps=files.keeps,
                     ranges=files.ranges,
+                    replicas=[(sample.start, sample.stop) for sample in samples],
                 )
             )
             assert isinstance(answer, Written)  # noqa: S101  the answer to `Persist`

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -256,6 +257,25 @@ def whole_layout(
 ) -> ShardLayout:
     shape = tuple(tensor.shape)
     return ShardLayout(fqn, shape, whole_places(shape), shape, replicas, values)
+
+
+_SAMPLED = 16
+_MOST_SAMPLED = 128  # of all groups, so that they fit into the smallest buffer
+
+
+def sampled_replicas(pieces: Sequence[Piece]) -> Iterator[int]:
+    """Yields which pieces a save compares between the ranks that hold them.
+
+    Sixteen of each group at most, the same ones on all of its ranks; see `select_owned`. Frozen
+    weights are left out.
+    """
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        if piece.replicas.spread and piece.replicas.count > 1 and not piece.frozen:
+            groups[id(piece.replicas)].append(index)
+    sampled = (indices[:: -(-len(indices) // _SAMPLED)] for indices in groups.values())
+    held = (index for index in chain.from_iterable(sampled) if pieces[index].elements)
+    yield from islice(held, _MOST_SAMPLED)
 
 
 def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:

@@ -269,7 +269,7 @@ class _Step:
                 notes.append(f"{step} could not be removed: {error}")
             else:
                 removed.append(self._store.where(step))
-        return tuple(removed), tuple(notes)
+        return tuple(removed), (*self._gathering.notes, *notes)
 
     def _put_beside(self) -> None:
         folder = Path(self._request.beside) if self._request.beside else None

@@ -40,7 +40,8 @@ def record(rank: int, ranks: int = 2) -> Document:
         "expected": [["step"]] if rank else [],
     }
     head = {"rank": rank, "world_size": ranks, "attempt": "a", "step": 1}
-    return {**head, "units": {"": unit}}
+    replicas = {"replicas": [["", ["m", "b"], [0]]], "replica_sums": [7]}
+    return {**head, "units": {"": unit}, **replicas}
 
 
 def merged(*documents: Document) -> MergedUnit:
@@ -187,3 +188,24 @@ def test_values_that_rank_0_lacks_are_missed(
         merger.add(parse_record(data, where="x"), where="x")
     found = {name: reason.split()[1] for name, reason in merger.result().lost.items()}
     assert found == {name: str(rank) for name, rank in missed.items()}
+
+
+@pytest.mark.parametrize(
+    ("sums", "said"),
+    [
+        ([7, 7, 7], ""),
+        ([7, 7, 8], "ranks 0 and 2 hold different values of m.b, and of 1 of 4 tensors"),
+        ([9, 7, 8], "ranks 0 and 1 hold different values of m.b"),
+    ],
+)
+def test_replicas_that_differ_are_mentioned(sums: list[int], said: str) -> None:
+    merger = Merger(3)
+    for rank, crc in reversed(list(enumerate(sums))):
+        document = record(rank, 3)
+        document["replicas"].append(["", ["m", "c"], [2 * rank]])  # which no other rank has
+        document["replica_sums"] = [crc, rank]
+        data = record_bytes(document, [WrittenFile(f"__{rank}_0.distcp", 200, None)])
+        merger.add(parse_record(data, where="x"), where="x")
+    notes = merger.result().notes
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)

@@ -76,12 +76,13 @@ def test_fixed_values_are_put_into_text_once_and_in_small_parts(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts: list[str] = []
+    encode = json.JSONEncoder.encode
 
-    def dumps(value: object, **options: object) -> str:
-        texts.append(json.JSONEncoder(**options).encode(value))  # type: ignore[arg-type]
+    def recorded(encoder: json.JSONEncoder, value: object) -> str:
+        texts.append(encode(encoder, value))
         return texts[-1]
 
-    monkeypatch.setattr(json, "dumps", dumps)
+    monkeypatch.setattr(json.JSONEncoder, "encode", recorded)
     record = {"units": {"u": {"chunks": Fixed([[number, [0], [4]] for number in range(5000)])}}}
     message = Persist("n-1", "/run", Fixed(IMAGES), (), record)
     first = carried(ends, message)
