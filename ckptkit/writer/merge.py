@@ -253,8 +253,8 @@ class Merger:
         (_, path, _), sums = next(iter(differing.items()))
         first, second, *_ = sorted(sums.values())
         yield (
-            f"ranks {first} and {second} hold different values of {flat_key(path)}, and of"
-            f" {len(differing)} of {len(self._replicas)} tensors that were compared: the step has"
+            f"ranks {first} and {second} hold different values of {flat_key(path)}"
+            f" ({len(differing)} of {len(self._replicas)} compared tensors differ): the step has"
             " some tensors of one rank and some of another; save right after an averaging, or let"
             " DDP or FSDP keep the ranks equal"
         )

@@ -31,7 +31,7 @@ def test_equal_replicas_are_nothing_to_mention(logged: dict[str, str], saved: st
 def test_ranks_that_hold_other_weights_are_named(logged: dict[str, str], saved: str) -> None:
     text = logged[f"{saved} model"]
     found = re.search(
-        r"step 3: ranks 0 and (\d) hold different values of ([\w.]+), and of \d+ of (\d+)", text
+        r"step 3: ranks 0 and (\d) hold different values of ([\w.]+) \(\d+ of (\d+)", text
     )
     assert found is not None, text
     assert found[1] == "2"
