@@ -332,7 +332,8 @@ def _speed(facts: DiskFacts, demand: SaveDemand) -> Iterator[Finding]:
     if demand.step_bytes:
         # Ranks of a node share its disk or its link; more nodes bring more links.
         seconds = (demand.node_bytes or 0) / rate
-        found += f"; about {_duration(seconds)} for a node's part of a step"
+        about = "" if seconds < 1 else "about "
+        found += f"; {about}{_duration(seconds)} for a node's part of a step"
         if seconds > _SLOW_SECONDS:
             yield Finding(
                 "disk-speed",

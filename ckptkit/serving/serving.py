@@ -6,13 +6,13 @@ import logging
 import posixpath
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptkit.core.errors import AccessError, CkptkitError, StorageError, UsageError
-from ckptkit.core.text import Closing
+from ckptkit.core.text import Aside, Closing
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.watch.watched_steps import WatchedRun
@@ -27,7 +27,9 @@ from ckptkit.serving.server import ModelServer, ServerAddress
 from ckptkit.storage.places import PathLike, is_url, local_path
 
 logger = logging.getLogger(__name__)
-ServeEventName = Literal["serving", "added", "removed", "skipped", "waiting", "failed", "warning"]
+ServeEventName = Literal[
+    "serving", "added", "removed", "skipped", "waiting", "failed", "note", "warning"
+]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
 _DEFAULT_NAME = "model"
 _KEPT_STEPS = 2  # the newest, and the one before for clients that read it already
@@ -184,8 +186,7 @@ class Serving(Closing):
         """Plans a source, and puts it into the bucket."""
 
         def note(event: Event) -> None:
-            for text in event.notes if isinstance(event, Planned) else ():
-                self._listener(ServeEvent("warning", {"name": name, "message": text}))
+            self._report(name, event.notes if isinstance(event, Planned) else ())
 
         with ExitStack() as stack:
             folder = ServedFolder(stack, name, stack.enter_context(plan.open(note)))
@@ -197,8 +198,12 @@ class Serving(Closing):
             for entry in folder.objects.values()
         ]
         self._listener(ServeEvent("added", facts))
-        for text in folder.notes:
-            self._listener(ServeEvent("warning", {"name": name, "message": text}))
+        self._report(name, folder.notes)
+
+    def _report(self, name: str, notes: Iterable[str]) -> None:
+        for note in notes:
+            kind: ServeEventName = "note" if isinstance(note, Aside) else "warning"
+            self._listener(ServeEvent(kind, {"name": name, "message": note}))
 
     def _take_steps(self, followed: _FollowedRun) -> None:
         """Looks for a newer step, from the thread that follows the run."""

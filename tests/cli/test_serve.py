@@ -266,6 +266,21 @@ def test_newer_steps_appear_and_the_oldest_goes(run: Path) -> None:
         assert named == ["m/checkpoint-2/", "m/checkpoint-3/"]
 
 
+def test_the_step_that_is_taken_is_a_note(run: Path) -> None:
+    add_step(run, 1)
+    add_step(run, 2)
+    with running(run) as (_, events):
+        assert "checkpoint-2 is used; 1 older step left alone" in events["note"]["message"]
+        assert "warning" not in events
+    command = [sys.executable, "-m", "ckptkit_cli", "serve", str(run), "--no-auth"]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "Ctrl-C" not in next_line(process):
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert errors.startswith("note: checkpoint-2 is used; 1 older step left alone\n")
+
+
 def test_a_run_without_steps_is_waited_for(run: Path) -> None:
     with running(run, "--follow", "--name", "m", "--interval", "0.1") as (process, events):
         client = client_of(events["serving"]["environment"])

@@ -28,6 +28,7 @@ EventName = Literal[
     "failed",  # a step cannot be pushed; the watch continues with others
     "retrying",  # the network, the Hub or a disk failed; another attempt follows
     "pruned",  # steps were removed from the run
+    "note",  # what was chosen
     "warning",
     "stopped",  # the last event
 ]

@@ -26,6 +26,7 @@ from ckptkit.core.errors import (
     RefusedError,
     VerificationError,
 )
+from ckptkit.core.text import Aside
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, check_tag, quiet_client
 from ckptkit.hub.folder_files import NEVER
@@ -392,7 +393,8 @@ class Watch:
             self._run.place_of(step), folder, step.step, self._settings.build, progress
         )
         for note in notes:
-            self._emit("warning", step.step, message=note)
+            kind: EventName = "note" if isinstance(note, Aside) else "warning"
+            self._emit(kind, step.step, message=note)
         self._built_digest = step.digest
         return folder
 

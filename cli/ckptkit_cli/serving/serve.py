@@ -253,7 +253,7 @@ class _ServePage:
                 text = f"{subject}: {where}{error['message']}"
                 output.fail(f"error[{error['code']}]", text, error["hint"])
             else:
-                output.warn(facts["message"])
+                output.remark(facts["message"])
 
     def show(self, serving: Serving) -> None:
         """Shows how clients reach the server."""

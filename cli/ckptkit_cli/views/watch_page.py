@@ -151,6 +151,7 @@ _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
     "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
     "retrying": lambda facts: f"{_error(facts)}; retrying in {facts['seconds']:g} s",
     "pruned": lambda facts: f"removed from the run: {', '.join(map(str, facts['steps']))}",
+    "note": lambda facts: f"note: {facts['message']}",
     "warning": lambda facts: f"warning: {facts['message']}",
     "stopped": _stopped,
 }
