@@ -272,7 +272,10 @@ class _Waves:
         return start, image is None or (full and start == 0)
 
     def add_replica_sample(self, piece: Piece, number: int) -> None:
-        """Copies the first elements of a piece, before any image is added."""
+        """Copies the first elements of a contiguous piece, before any image is added."""
+        check_storable(piece.local, piece.key)
+        if not piece.local.is_contiguous():  # the first elements may lie far apart on a device
+            return
         place, itemsize = piece.places[0], piece.local.element_size()
         span = next(slab_spans(place.sizes, _REPLICA_ELEMENTS))
         (slab,) = slabs(span, place.sizes)
@@ -284,7 +287,7 @@ class _Waves:
             stop=span.stop,
             start=start,
             dtype=piece.local.dtype,
-            shape=slab.sizes if len(piece.places) == 1 else (span.stop,),
+            shape=slab.sizes,
             whole=span.stop == piece.elements,
             prompt=False,
         )

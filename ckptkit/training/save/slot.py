@@ -15,12 +15,7 @@ from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.threads import WorkerThread
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.save.file_layout import (
-    ReplicaSample,
-    SavePlan,
-    Signatures,
-    plan_save,
-)
+from ckptkit.training.save.file_layout import ReplicaSample, SavePlan, Signatures, plan_save
 from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
 from ckptkit.training.save.saver import OURS, Save, SaveBackend
 from ckptkit.training.save.shared_memory import SharedBuffer

@@ -15,7 +15,9 @@ import torch
 from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
+from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.slot import objects_file, record_of
+from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
 
@@ -48,6 +50,40 @@ def test_each_unit_has_one_file_at_an_aligned_place() -> None:
     assert plan.buffer_bytes >= images[-1].start + images[-1].size_bytes
     assert plan.data_bytes == 4 * (3 + 5 + 4 + 4)
     assert plan.devices == (torch.device("cpu"),)
+
+
+def test_samples_of_replicas_are_their_first_elements_before_all_files() -> None:
+    both, alone = Replicas(2, 1), Replicas()
+    wide = torch.arange(3000.0).view(3, 1000)
+    pieces = [
+        piece("wide", wide, replicas=both),
+        piece("step", torch.tensor(5.0), replicas=both),
+        piece("columns", wide.t(), replicas=both),
+        piece("none", torch.ones(0, 4), replicas=both),
+        piece("alone", wide, replicas=alone),
+        piece("buffer", wide, replicas=replace(both, spread=False)),
+        *(piece(f"layer{n}", torch.ones(9, dtype=torch.int8), replicas=both) for n in range(10)),
+    ]
+    plan = plan_save(pieces, [False] * len(pieces), rank=1)
+    samples = plan.replica_samples
+    assert samples[0] == ("model_0", ("model", "wide"), (0, 0), 0, 1024)
+    assert samples[1] == ("model_0", ("model", "step"), (), 1024, 1028)
+    layers = [("model", f"layer{n}") for n in range(10)]
+    assert [sample.path for sample in samples[2:]] == layers
+    assert plan.images == ((),)
+    assert plan.buffer_bytes == 4096
+    job = SharedBuffer()
+    job.reserve(plan.buffer_bytes)
+    stager = Stager(job)
+    stager.stage(plan, pieces).wait()
+    assert bytes(job.memory[:1024]) == wide.view(-1)[:256].numpy().tobytes()
+    stager.close()
+    job.close()
+    many = [piece(f"layer{n}", torch.ones(9), replicas=both) for n in range(1000)]
+    assert 8 <= len(plan_save(many, [False] * 1000, rank=1).replica_samples) <= 16
+    sparse = piece("sparse", torch.eye(2).to_sparse(), replicas=both)
+    with pytest.raises(UnsupportedError, match="expected a dense tensor"):
+        plan_save([sparse], [False], rank=1)
 
 
 def test_the_record_names_tensors_aliases_and_what_others_write() -> None:
