@@ -280,7 +280,7 @@ def test_polling_ends_with_the_first_answer_or_the_time() -> None:
     assert poll_until(lambda: next(answers), 5) == 5
     began = time.monotonic()
     assert poll_until(lambda: None, 0.1) is None
-    assert 0.09 < time.monotonic() - began < 1
+    assert 0.09 < time.monotonic() - began < 5
 
 
 def test_of_many_ranks_only_some_are_named() -> None:

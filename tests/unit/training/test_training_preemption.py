@@ -249,7 +249,7 @@ def test_training_goes_on_when_the_store_dies_in_the_middle_of_a_round(
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         assert rounds.due(5) == (False, False)
-    assert 0.2 < time.monotonic() - began < 1.0
+    assert 0.2 < time.monotonic() - began < 5.0
     assert rounds.due(6) == (False, False)
     assert "got no answer" in caplog.text
 
@@ -301,7 +301,11 @@ def test_the_watcher_survives_a_store_that_fails_for_a_while(
         with caplog.at_level(logging.WARNING):
             board.broken = True
             requests.request_save()
-            time.sleep(0.2)
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while "do not reach the other ranks" not in caplog.text:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(0.2)  # in which it fails again
             assert not requests.should_save(1)
             board.broken = False
             next_save(requests, first=2)
