@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 600
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 # Where a test sets another, its ranks are started anew: forks run no `sitecustomize`.

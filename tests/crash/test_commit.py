@@ -170,7 +170,7 @@ def run(scene: str, folder: Path, kind: str, record: Record) -> dict[str, int]:
     command = [sys.executable, __file__, scene, str(folder), kind]
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
-        command, capture_output=True, check=False, timeout=240, env={"PYTHONPATH": path}
+        command, capture_output=True, check=False, timeout=600, env={"PYTHONPATH": path}
     )
     assert done.returncode == 0, done.stderr.decode()
     seen: dict[str, int] = json.loads(done.stdout)

@@ -28,7 +28,7 @@ SETTINGS = {
     # Else restarted ranks may find the addresses that the ones before left in torchrun's store.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 600
 Run = Callable[[str], dict[str, Any]]
 Record = Callable[[str, object], None]
 

@@ -34,7 +34,7 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # workers at 15, as is usual, stand still beside other tests
 }
-LIMIT_SECONDS = 280  # below pytest's limit of a test
+LIMIT_SECONDS = 600  # below pytest's limit of a test
 Told = dict[str, Any]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ckptkit
 
 SCRIPT = Path(__file__).with_name("training_run.py")
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 600
 KINDS_BY_PROCESSES = {2: ("fsdp2", "fsdp1_flat"), 4: ("hsdp", "layouts")}
 CASES = [(number, kind) for number, kinds in KINDS_BY_PROCESSES.items() for kind in kinds]
 

@@ -63,7 +63,7 @@ def accelerate_launch(home: Path, *arguments: object, wraps: str) -> Any:
         env={k: v for k, v in os.environ.items() if k not in FSDP2}
         | {"HF_HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         | {"PYTHONWARNINGS": "ignore"},
-        timeout=240,
+        timeout=600,
         capture_output=True,
         text=True,
         check=False,

@@ -15,7 +15,7 @@ import ckptkit
 
 SCRIPTS = Path(__file__).parent / "stock_readers"
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 600
 OWN = Path(sys.executable)
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
