@@ -86,7 +86,7 @@ def environment_of(hub: HubServer, store: ObjectStore) -> dict[str, str]:
         "AWS_DEFAULT_REGION": "us-east-1",
         "RAY_AUTH_MODE": "disabled",  # or Ray says so in the first line of each process
         "RAY_ADDRESS": "local",  # not the cluster of another test
-        "RAY_worker_niceness": "0",  # workers at 15, as is usual, stand still beside other tests
+        "RAY_worker_niceness": "0",  # Ray's default of 15 starves workers beside other tests
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Literal, Self
 
 _END = r"[^\s'\"<>\\]*"
 _SIGNED = re.compile(
@@ -25,6 +25,11 @@ class Aside(str):
     """A note that is no warning: it says what was chosen."""
 
     __slots__ = ()
+
+
+def event_of_note(note: str) -> Literal["note", "warning"]:
+    """Returns the name of the event that reports a note."""
+    return "note" if isinstance(note, Aside) else "warning"
 
 
 def size_text(size_bytes: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptkit.core.errors import AccessError, CkptkitError, StorageError, UsageError
-from ckptkit.core.text import Aside, Closing
+from ckptkit.core.text import Closing, event_of_note
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.watch.watched_steps import WatchedRun
@@ -202,8 +202,8 @@ class Serving(Closing):
 
     def _report(self, name: str, notes: Iterable[str]) -> None:
         for note in notes:
-            kind: ServeEventName = "note" if isinstance(note, Aside) else "warning"
-            self._listener(ServeEvent(kind, {"name": name, "message": note}))
+            facts = {"name": name, "message": note}
+            self._listener(ServeEvent(event_of_note(note), facts))
 
     def _take_steps(self, followed: _FollowedRun) -> None:
         """Looks for a newer step, from the thread that follows the run."""

@@ -348,7 +348,7 @@ class RecordGatherer:
 
     Attributes:
         files: The files that were checked, by path.
-        notes: On the records: what the user should know.
+        notes: For the user, on the content of the records.
     """
 
     def __init__(

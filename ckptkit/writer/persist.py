@@ -244,10 +244,10 @@ class Links:
 
 @dataclass(slots=True)
 class _Parts:
-    """What the waves of an attempt had.
+    """The files of an attempt so far, and what its record needs besides.
 
     Attributes:
-        files: Durable.
+        files: Those that are durable.
         replica_sums: The CRC-32 of each sample of a replica.
     """
 
@@ -359,7 +359,7 @@ class Persister:
 
     def _record(self, request: Persist, parts: _Parts) -> RecordProof:
         assert request.record is not None  # noqa: S101  narrows the type
-        sums = parts.replica_sums  # none if there is no buffer, which a rank without files can do
+        sums = parts.replica_sums  # empty without a buffer, which not every rank needs
         document = {**request.record, **({"replica_sums": sums} if sums else {"replicas": []})}
         data = record_bytes(document, parts.files)
         del self._parts[request.attempt]  # even if the write fails: the request may be repeated

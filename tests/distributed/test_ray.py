@@ -32,7 +32,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # workers at 15, as is usual, stand still beside other tests
+    "RAY_worker_niceness": "0",  # Ray's default of 15 starves workers beside other tests
 }
 LIMIT_SECONDS = 600  # below pytest's limit of a test
 Told = dict[str, Any]

@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     RefusedError,
     VerificationError,
 )
-from ckptkit.core.text import Aside
+from ckptkit.core.text import event_of_note
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, check_tag, quiet_client
 from ckptkit.hub.folder_files import NEVER
@@ -393,8 +393,7 @@ class Watch:
             self._run.place_of(step), folder, step.step, self._settings.build, progress
         )
         for note in notes:
-            kind: EventName = "note" if isinstance(note, Aside) else "warning"
-            self._emit(kind, step.step, message=note)
+            self._emit(event_of_note(note), step.step, message=note)
         self._built_digest = step.digest
         return folder
 

@@ -106,9 +106,9 @@ class ReplicaSample(NamedTuple):
     """The first elements of a tensor that several ranks hold; one of them writes all of it.
 
     Attributes:
-        unit: Of the piece.
-        path: Of the piece.
-        offsets: Of its first place.
+        unit: The DCP directory of the tensor.
+        path: Its key path.
+        offsets: Of the first place that the rank has of it.
         start: First byte in the buffer, while the first wave is there.
         stop: First byte after the last one.
     """
@@ -158,8 +158,8 @@ class SavePlan:
         data_bytes: Bytes of tensor data that this rank copies and writes.
         frozen_bytes: How many of these belong to frozen weights.
         record_units: The `units` of the rank's record, without objects.
-        replica_samples: By which the commit sees whether ranks hold the same values; copied with
-            the first wave.
+        replica_samples: Copied with the first wave. The commit compares their checksums between
+            ranks.
         devices: The devices of the tensors, each once.
         signature: Of the pieces.
         frozen: Everything that the files of frozen weights depend on except the content of the
@@ -274,7 +274,7 @@ class _Waves:
     def add_replica_sample(self, piece: Piece, number: int) -> None:
         """Copies the first elements of a contiguous piece, before any image is added."""
         check_storable(piece.local, piece.key)
-        if not piece.local.is_contiguous():  # the first elements may lie far apart on a device
+        if not piece.local.is_contiguous():  # the first elements may be far apart in memory
             return
         place, itemsize = piece.places[0], piece.local.element_size()
         span = next(slab_spans(place.sizes, _REPLICA_ELEMENTS))

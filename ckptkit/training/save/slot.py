@@ -193,7 +193,7 @@ class SaveSlot:
             save: The save.
             files: Files of the buffer, and files to link.
             staged: The copies into the buffer, which may still be running on a device.
-            samples: What the wave has of replicas.
+            samples: Of replicas, in this wave.
             inline: Small files, with the last wave.
             record: The rank's record, with the last wave.
         """
