@@ -9,6 +9,8 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ckptkit.core.errors import InputError, MissingFileError, TruncatedFileError
 from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex
@@ -27,6 +29,7 @@ from ckptkit.storage.base import Source, distant, is_there, prefetch
 from ckptkit.storage.manifests import read_manifest
 
 _WRITER = "ckptkit"
+_MOST_NOTES = 20  # a hostile manifest may have any number
 
 
 class StepManifests:
@@ -116,6 +119,7 @@ class StepManifests:
         manifest = self.manifest(folder)
         if manifest is None:
             return named
+        found = read_findings(manifest)
         return RunFacts(
             world_size=_number(manifest.source.get("world_size"), named.world_size),
             step=_number(manifest.source.get("step"), named.step),
@@ -124,8 +128,9 @@ class StepManifests:
             mesh=named.mesh,
             notes=(
                 *named.notes,
-                *(f"saved without {name}: {why}" for name, why in lost_entries(manifest).items()),
+                *(f"saved without {name}: {why}" for name, why in found.lost.items()),
             ),
+            warnings=found.notes,
         )
 
     def problems(self, folder: str) -> Iterator[Problem]:
@@ -152,10 +157,24 @@ def step_folder(folder: str) -> str:
     return folder
 
 
-def lost_entries(manifest: Manifest) -> dict[str, str]:
-    """Returns the entries of the state that could not be saved with a step, and why."""
-    lost = manifest.source.get("lost")
-    return {str(k): str(v) for k, v in lost.items()} if isinstance(lost, Mapping) else {}
+class Findings(NamedTuple):
+    """What the save of a step found.
+
+    Attributes:
+        lost: The entries of the state that could not be saved, each with the reason.
+        notes: What whoever uses the step should know.
+    """
+
+    lost: Mapping[str, str] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+
+
+def read_findings(manifest: Manifest) -> Findings:
+    lost, notes = manifest.source.get("lost"), manifest.source.get("notes")
+    return Findings(
+        {str(k): str(v) for k, v in lost.items()} if isinstance(lost, Mapping) else {},
+        tuple(map(str, notes[:_MOST_NOTES])) if isinstance(notes, list) else (),
+    )
 
 
 def file_problems(source: Source, folder: str, manifest: Manifest) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ from ckptkit.storage.local.durable import (
     sync_folders,
 )
 from ckptkit.storage.locations import check_relative
-from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections
+from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections, with_findings
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, WrittenFile, parse_record
 
@@ -146,11 +146,10 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
         else:
             attempt.write_metadata(attempt.merge(request.attempt, request.proofs))
     notes = attempt.copy_from(request.beside)
-    manifest = request.manifest
+    source = with_findings(request.manifest["source"], attempt.lost, attempt.notes)
     if ranks:  # it names the ranks whose files the folder has
-        source = {**manifest["source"], NODE_RANKS: list(ranks)}
-        manifest = {**manifest, "source": source}
-    size_bytes = attempt.finish(without(manifest, attempt.lost), keeps_records=bool(ranks))
+        source[NODE_RANKS] = list(ranks)
+    size_bytes = attempt.finish({**request.manifest, "source": source}, keeps_records=bool(ranks))
     replaced = publish(folder, final, disk)
     # A step with lost values must not retire a complete one.
     remove = () if attempt.lost else request.remove
@@ -161,13 +160,9 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
         size_bytes=size_bytes,
         seconds=time.monotonic() - began,
         removed=tuple(map(str, removed)),
-        notes=(*attempt.gathering.notes, *notes, *unremoved),
+        notes=(*attempt.notes, *notes, *unremoved),
         lost=attempt.lost,
     )
-
-
-def without(document: Mapping[str, Any], lost: Mapping[str, str]) -> Mapping[str, Any]:
-    return {**document, "source": {**document["source"], "lost": lost}} if lost else document
 
 
 class _Folder:
@@ -204,13 +199,14 @@ class _Attempt:
     counter: ByteCounter
     gathering: RecordGatherer
     lost: Mapping[str, str] = field(default_factory=dict)  # see `Merged`
+    notes: tuple[str, ...] = ()  # see `Merged`
 
     def merge(self, attempt: str, proofs: Sequence[RecordProof]) -> Mapping[str, MergedUnit]:
         """Merges all records, after a check that their files exist."""
         merged = self.gathering.merge(attempt, proofs)
         for unit in merged.empty:
             shutil.rmtree(self.folder / unit, ignore_errors=True)
-        self.lost = merged.lost
+        self.lost, self.notes = merged.lost, merged.notes
         return merged.units
 
     def write_metadata(self, units: Mapping[str, MergedUnit]) -> None:
@@ -348,14 +344,12 @@ class RecordGatherer:
 
     Attributes:
         files: The files that were checked, by path.
-        notes: For the user, on the content of the records.
     """
 
     def __init__(
         self, files_of_attempt: AttemptFiles, counter: ByteCounter, timeout: VisibilityTimeout
     ) -> None:
         self.files: dict[str, FileRecord] = {}
-        self.notes: tuple[str, ...] = ()
         self._attempt_files = files_of_attempt
         self._counter = counter
         self._timeout = timeout
@@ -366,7 +360,6 @@ class RecordGatherer:
         for record, where in self._records(attempt, proofs, range(len(proofs))):
             merger.add(record, where=where)
         merged = merger.result()
-        self.notes = merged.notes
         for unit in merged.empty:  # the step does without their files
             for path in [path for path in self.files if path.startswith(f"{unit}/")]:
                 del self.files[path]

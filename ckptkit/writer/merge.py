@@ -162,13 +162,21 @@ class Merged(NamedTuple):
         units: The content of each DCP directory.
         lost: What was left out because it is incomplete, by the user's name, with the reason.
         empty: Directories whose whole content was left out.
-        notes: What the user should know.
+        notes: What everyone who reads the step should know.
     """
 
     units: Mapping[str, MergedUnit]
     lost: Mapping[str, str]
     empty: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+
+def with_findings(
+    source: Mapping[str, Any], lost: Mapping[str, str], notes: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the `source` of a step's manifest with what the merge of its records has found."""
+    found = {"lost": dict(lost), "notes": list(notes)}
+    return {**source, **{name: value for name, value in found.items() if value}}
 
 
 @contextmanager
@@ -253,7 +261,7 @@ class Merger:
         (_, path, _), sums = next(iter(differing.items()))
         first, second, *_ = sorted(sums.values())
         yield (
-            f"ranks {first} and {second} hold different values of {flat_key(path)}"
+            f"ranks {first} and {second} held different values of {flat_key(path)}"
             f" ({len(differing)} of {len(self._replicas)} compared tensors differ): the step has"
             " some tensors of one rank and some of another; save right after an averaging, or let"
             " DDP or FSDP keep the ranks equal"

@@ -78,6 +78,8 @@ def saves(kind: str, folder: Path, **options: Any) -> Iterator[str]:
                 parameter.add_(dist.get_rank() // 2)
         checkpointer.save(3, state).report(60)
         yield "model"
+        assert checkpointer.resume(state) == 3
+        yield "resumed"
 
 
 def main() -> None:

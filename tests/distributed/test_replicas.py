@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import run_command
+
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("replicas_run.py")
 SAVED = ("ddp 0", "ddp 1", "hsdp 0")
 
 
 @pytest.fixture(scope="module")
-def logged(
-    run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    done = run_ranks(SCRIPT, 4, tmp_path_factory.mktemp("replicas"))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def logged(run_ranks: Callable[..., Any], runs: Path) -> dict[str, str]:
+    done = run_ranks(SCRIPT, 4, runs)
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())
 
 
@@ -31,7 +36,7 @@ def test_equal_replicas_are_nothing_to_mention(logged: dict[str, str], saved: st
 def test_ranks_that_hold_other_weights_are_named(logged: dict[str, str], saved: str) -> None:
     text = logged[f"{saved} model"]
     found = re.search(
-        r"step 3: ranks 0 and (\d) hold different values of ([\w.]+) \(\d+ of (\d+)", text
+        r"step 3: ranks 0 and (\d) held different values of ([\w.]+) \(\d+ of (\d+)", text
     )
     assert found is not None, text
     assert found[1] == "2"
@@ -45,5 +50,27 @@ def test_moments_of_ranks_that_are_not_averaged_are_found(
     logged: dict[str, str], saved: str
 ) -> None:
     text = logged[f"{saved} optimizer"]
-    assert "ranks 0 and 2 hold different values of optimizer." in text
+    assert "ranks 0 and 2 held different values of optimizer." in text
     assert "exp_avg" in text
+
+
+@pytest.mark.parametrize("saved", SAVED)
+def test_a_resume_from_such_a_step_says_so_again(logged: dict[str, str], saved: str) -> None:
+    text = logged[f"{saved} resumed"]
+    assert text.startswith("the step that is resumed: ranks 0 and 2 held different values of model")
+
+
+@pytest.mark.usefixtures("logged")
+@pytest.mark.parametrize("saved", SAVED)
+def test_every_command_says_so_again(runs: Path, tmp_path: Path, saved: str) -> None:
+    run = runs / saved.replace(" ", "/")
+    for step in ("checkpoint-1", "checkpoint-3"):
+        for words in (
+            ["inspect", run / step],
+            ["consolidate", run / step, tmp_path / step],
+            ["stats", run / step],
+        ):
+            done = run_command(*words)
+            assert done.returncode == 0, done.stderr
+            found = "ranks 0 and 2 held different values of model." in done.stdout + done.stderr
+            assert found == (step == "checkpoint-3"), (words, done)

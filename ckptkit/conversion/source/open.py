@@ -333,17 +333,17 @@ class _Search:
         step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=step if index.run.step is None else index.run.step)
-        run = replace(run, writer=writer)
         saved = step_folder(found.units[0].candidate.folder)
+        run = self._steps.facts(saved, replace(run, writer=writer))
         problems = (*index.problems, *self._steps.problems(saved))
         return OpenedCheckpoint(
             location=self._location,
             source=self._source,
             folder=found.folder,
             units=found.units,
-            index=replace(index, run=self._steps.facts(saved, run), problems=problems),
+            index=replace(index, run=run, problems=problems),
             select=found.select,
-            notes=(*left_alone, *found.notes, *list_plug_in_problems()),
+            notes=(*left_alone, *found.notes, *run.warnings, *list_plug_in_problems()),
             damaged=found.damaged,
             manifest=self._steps.manifest(saved),
             paths=paths,

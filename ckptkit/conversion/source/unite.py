@@ -149,6 +149,8 @@ class _Step:
 
     def _manifest(self, merged: Merged, indexes: Mapping[str, bytes]) -> Manifest:
         """Returns the manifest that a commit of the whole step would have written."""
+        from ckptkit.writer.merge import with_findings
+
         gone = tuple(f"{name}/" for name in merged.empty)
         files = {
             name: record
@@ -159,8 +161,7 @@ class _Step:
         files |= {name: FileRecord(len(data)) for name, data in indexes.items()}
         # Some entries are known to rank 0 only.
         first = next(copy for copy in self._copies if 0 in (copy.ranks or ()))
-        lost = {"lost": merged.lost} if merged.lost else {}
-        source = source_of_all(first.manifest.source) | lost
+        source = with_findings(source_of_all(first.manifest.source), merged.lost, merged.notes)
         return replace(first.manifest, source=source, files=files)
 
     def _world_size(self) -> int:

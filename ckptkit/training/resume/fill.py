@@ -325,7 +325,7 @@ class StepLoader:
     def _checked_groups(self, bound: BoundOptimizer, pieces: list[Piece]) -> list[Apply]:
         """Checks that an optimizer fits, and returns what sets its hyperparameters."""
         where = bound.name
-        lost = self.stored.lost.get(where)
+        lost = self.stored.findings.lost.get(where)
         if lost is not None:
             raise ResumeError(
                 f"its state was not saved with this step: {lost}", where=where, hint=LOST_HINT

@@ -465,6 +465,8 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[s
         _prove(opening.stored, [value["partial"] for value in values])
     except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
         return _problem(error)
+    for note in opening.stored.findings.notes:
+        logger.warning("the step that is resumed: %s", note)
     untied = [value["untied"] for value in values]
     for name in sorted({name for of_rank in untied for name in of_rank}):
         reports = [of_rank[name] for of_rank in untied if name in of_rank]

@@ -20,7 +20,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, Manifest, check_mani
 from ckptkit.core.text import Closing
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
-from ckptkit.runs.step_manifests import lost_entries
+from ckptkit.runs.step_manifests import Findings, read_findings
 from ckptkit.runs.stored_proofs import digest_problems
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
@@ -266,9 +266,9 @@ class StoredStep(Closing):
         return str(self.manifest.source.get("attempt", "")) if self.manifest else ""
 
     @property
-    def lost(self) -> Mapping[str, str]:
-        """The entries of the mapping that could not be saved, by name, each with the reason."""
-        return {} if self.manifest is None else lost_entries(self.manifest)
+    def findings(self) -> Findings:
+        """What its save found."""
+        return Findings() if self.manifest is None else read_findings(self.manifest)
 
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:

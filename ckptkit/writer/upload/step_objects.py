@@ -34,9 +34,8 @@ from ckptkit.writer.commit import (
     VisibilityTimeout,
     crc_digest,
     manifest_bytes,
-    without,
 )
-from ckptkit.writer.merge import MergedUnit, few_collections
+from ckptkit.writer.merge import Merged, MergedUnit, few_collections, with_findings
 from ckptkit.writer.messages import ByteCounter, FinishUpload, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER
 from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store
@@ -163,17 +162,18 @@ def finish(request: FinishUpload, store: Store, counter: ByteCounter) -> StepCom
     began = time.monotonic()
     step = _Step(request, store, counter)
     with few_collections():
-        lost = step.write_all()
-    size_bytes = step.publish(without(request.manifest, lost))
+        merged = step.write_all()
+    source = with_findings(request.manifest["source"], merged.lost, merged.notes)
+    size_bytes = step.publish({**request.manifest, "source": source})
     # A step with lost values must not retire a complete one.
-    removed, notes = step.clear(() if lost else request.remove, request.given_up)
+    removed, notes = step.clear(() if merged.lost else request.remove, request.given_up)
     return StepCommitted(
         attempt=request.attempt,
         size_bytes=size_bytes,
         seconds=time.monotonic() - began,
         removed=removed,
-        notes=notes,
-        lost=lost,
+        notes=(*merged.notes, *notes),
+        lost=merged.lost,
     )
 
 
@@ -213,8 +213,8 @@ class _Step:
             self._objects, counter, VisibilityTimeout(request.visible_seconds)
         )
 
-    def write_all(self) -> Mapping[str, str]:
-        """Checks that all files exist, and adds what no rank writes; returns what was lost."""
+    def write_all(self) -> Merged:
+        """Checks that all files exist, and adds what no rank writes."""
         request, gathering = self._request, self._gathering
         merged = gathering.merge(request.attempt, request.proofs)
         where = self._store.where(self._name)
@@ -225,7 +225,7 @@ class _Step:
         self._put_beside()
         for name, unit in merged.units.items():
             self._put_index(f"{name}/{METADATA_NAME}" if name else METADATA_NAME, unit)
-        return merged.lost
+        return merged
 
     def publish(self, document: Mapping[str, Any]) -> int:
         """Puts the manifest; returns the bytes of all files."""
@@ -269,7 +269,7 @@ class _Step:
                 notes.append(f"{step} could not be removed: {error}")
             else:
                 removed.append(self._store.where(step))
-        return tuple(removed), (*self._gathering.notes, *notes)
+        return tuple(removed), tuple(notes)
 
     def _put_beside(self) -> None:
         folder = Path(self._request.beside) if self._request.beside else None

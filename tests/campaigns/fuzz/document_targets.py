@@ -40,7 +40,7 @@ from ckptkit.name_maps.apply import apply_map
 from ckptkit.name_maps.language import invert, parse_map
 from ckptkit.name_maps.shipped import list_map_names, read_map_text
 from ckptkit.plan.side_files import rewrite_side_file
-from ckptkit.runs.step_manifests import lost_entries
+from ckptkit.runs.step_manifests import read_findings
 from ckptkit.runs.steps import parse_metrics, save_number_of
 from ckptkit.storage.manifests import EarlierOutput
 from ckptkit.storage.overlay import MemorySource
@@ -58,7 +58,7 @@ def _run_manifest(data: bytes) -> None:
     EarlierOutput.from_manifest(data, "x").removable(["a", "../b"])
     manifest = parse_manifest(data, where="x")
     save_number_of(manifest)
-    lost_entries(manifest)
+    read_findings(manifest)
     json.dumps(parse_metrics(manifest.source.get("metrics")))
     facts = ModelFacts("m", None, None, manifest.options, manifest)
     write_card(facts).encode()

@@ -194,8 +194,8 @@ def test_values_that_rank_0_lacks_are_missed(
     ("sums", "said"),
     [
         ([7, 7, 7], ""),
-        ([7, 7, 8], "ranks 0 and 2 hold different values of m.b (1 of 4 compared tensors"),
-        ([9, 7, 8], "ranks 0 and 1 hold different values of m.b"),
+        ([7, 7, 8], "ranks 0 and 2 held different values of m.b (1 of 4 compared tensors"),
+        ([9, 7, 8], "ranks 0 and 1 held different values of m.b"),
     ],
 )
 def test_replicas_that_differ_are_mentioned(sums: list[int], said: str) -> None:
