@@ -10,11 +10,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import certifi
 import pytest
-from botocore.loaders import JSONFileLoader, Loader
 from hypothesis import settings
 
 from ckptkit.conversion import naming_program
@@ -23,6 +21,7 @@ from ckptkit.storage.local.disk import OpenFile
 from tests.command_line import ENTRIES, answer_question, close_host
 from tests.object_store import ObjectStore, running_object_store
 from tests.ranks import RankHost, RunRanks, make_runner
+from tests.s3_client import keep_parsed
 
 ROOT = Path(__file__).resolve().parents[1]
 # Else each of the many processes that tests start would compile ckptkit anew.
@@ -98,31 +97,16 @@ def asked_here() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def parsed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keeps what botocore reads of its own files; else each new client parses megabytes again.
+    """Spares clients of S3 what each of them would parse again.
 
-    Nor does a client parse all certificates of the system: no server of the tests has one.
+    All certificates of the system are of that kind too: no server of the tests has one.
     """
     certificate, end, _ = Path(certifi.where()).read_text(encoding="utf-8").partition(END)
     certificates = tmp_path_factory.mktemp("certificates") / "one.pem"
     certificates.write_text(certificate + end, encoding="utf-8")
-    load, list_services = JSONFileLoader.load_file, Loader.list_available_services
-    kept: dict[Any, Any] = {}
-
-    def load_once(loader: JSONFileLoader, path: str) -> Any:
-        if path not in kept:
-            kept[path] = load(loader, path)
-        return kept[path]
-
-    def list_once(loader: Loader, kind: str) -> Any:
-        key = (*loader.search_paths, kind)
-        if key not in kept:
-            kept[key] = list_services(loader, kind)
-        return kept[key]
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_CA_BUNDLE", str(certificates))
-        patch.setattr(JSONFileLoader, "load_file", load_once)
-        patch.setattr(Loader, "list_available_services", list_once)
+        keep_parsed(patch.setattr)
         yield
 
 
@@ -224,3 +208,4 @@ def pytest_collection_finish() -> None:
     """Spares the collections of all tests what was imported."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(50_000, 20, 100)

@@ -1,12 +1,13 @@
-"""A client of another make than ours, for what `ckptkit serve` serves."""
+"""A client of another make than ours, for what `ckptkit serve` serves; and quick starts for all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import boto3
 from botocore.config import Config
+from botocore.loaders import JSONFileLoader, Loader
 
 
 def client_of(environment: Mapping[str, str], **config: Any) -> Any:
@@ -24,3 +25,27 @@ def client_of(environment: Mapping[str, str], **config: Any) -> Any:
         region_name=environment["AWS_REGION"],
         config=Config(retries={"max_attempts": 0}, **config),
     )
+
+
+def keep_parsed(replace: Callable[[type, str, object], None]) -> None:
+    """Keeps what botocore reads of its own files; else each new client parses megabytes again.
+
+    Args:
+        replace: Sets an attribute of a class, as `setattr` does.
+    """
+    load, list_services = JSONFileLoader.load_file, Loader.list_available_services
+    kept: dict[Any, Any] = {}
+
+    def load_once(loader: JSONFileLoader, path: str) -> Any:
+        if path not in kept:
+            kept[path] = load(loader, path)
+        return kept[path]
+
+    def list_once(loader: Loader, kind: str) -> Any:
+        key = (*loader.search_paths, kind)
+        if key not in kept:
+            kept[key] = list_services(loader, kind)
+        return kept[key]
+
+    replace(JSONFileLoader, "load_file", load_once)
+    replace(Loader, "list_available_services", list_once)

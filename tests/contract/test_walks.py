@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each run is traced, and asks Transformers anew
 ROOT = Path(__file__).resolve().parents[2]
 WALKS = {
     "consolidate": "Consolidate",

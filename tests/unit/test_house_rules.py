@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from tests.source_trees import parse_source
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_IN_A_FILE = 600
 MOST_LINES_IN_A_FUNCTION = 50
@@ -46,11 +48,6 @@ def _short(path: Path) -> str:
 @cache
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
-
-
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(_text(path), filename=str(path))
 
 
 def _breaches(check: Callable[[Path], object], paths: Sequence[Path]) -> dict[str, object]:
@@ -105,7 +102,7 @@ def test_functions_are_short() -> None:
     def long(path: Path) -> dict[str, int]:
         return {
             node.name: lines
-            for node in ast.walk(_tree(path))
+            for node in ast.walk(parse_source(path))
             if isinstance(node, FUNCTIONS)
             and (lines := (node.end_lineno or node.lineno) - node.lineno + 1)
             > MOST_LINES_IN_A_FUNCTION
@@ -126,7 +123,7 @@ def test_imports_are_absolute() -> None:
     def relative(path: Path) -> list[int]:
         return [
             node.lineno
-            for node in ast.walk(_tree(path))
+            for node in ast.walk(parse_source(path))
             if isinstance(node, ast.ImportFrom) and node.level > 0
         ]
 
@@ -135,7 +132,7 @@ def test_imports_are_absolute() -> None:
 
 def test_what_is_public_has_a_docstring() -> None:
     def bare(path: Path) -> list[str]:
-        tree = _tree(path)
+        tree = parse_source(path)
         return [one.name for one in _public_definitions(tree.body) if not ast.get_docstring(one)]
 
     assert not _breaches(bare, [ROOT / name for name in FULL_DOCSTRINGS])
@@ -143,20 +140,20 @@ def test_what_is_public_has_a_docstring() -> None:
 
 def test_every_module_has_a_docstring() -> None:
     def bare(path: Path) -> bool:
-        return bool(_tree(path).body) and not ast.get_docstring(_tree(path))
+        return bool(parse_source(path).body) and not ast.get_docstring(parse_source(path))
 
     assert not _breaches(bare, SOURCES)
 
 
 def test_the_library_never_prints() -> None:
-    assert not _breaches(lambda path: _calls_of(_tree(path), "print"), LIBRARY)
+    assert not _breaches(lambda path: _calls_of(parse_source(path), "print"), LIBRARY)
 
 
 def test_the_library_reads_no_environment_but_where_that_is_its_task() -> None:
     def reads(path: Path) -> list[int]:
         return [
             node.lineno
-            for node in ast.walk(_tree(path))
+            for node in ast.walk(parse_source(path))
             if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
         ]
 
