@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,16 @@ ODD = [
     "exp?key=1&sig=2",
     "[!a]*",
 ]
+NUMBERS = count()
 PLAIN = ["exp1", "exp2", "expx", "exp", "exp 1", "exp\u00e9", "expabc"]
 
 
 @pytest.fixture
-def bucket(object_store: ObjectStore) -> Iterator[Bucket]:
-    bucket = object_store.bucket("odd-names")
-    bucket.clear()
-    yield bucket
-    bucket.clear()
+def bucket(object_store: ObjectStore) -> Bucket:
+    """A bucket of this test alone: to empty one takes a request for each object."""
+    bucket = object_store.bucket(f"odd-names-{next(NUMBERS)}")
+    assert bucket.keys() == []
+    return bucket
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +65,16 @@ def test_pruning_one_run_on_s3_takes_nothing_from_its_neighbours(bucket: Bucket,
         bucket.put_tree(run, name)
         bucket.put(f"{name}/checkpoint-1/", b"")  # as consoles and mounts leave for a folder
         bucket.put(f"{name}/checkpoint-1/[c]*/", b"")
+    before = set(bucket.keys())
     for name in ODD:
-        before = set(bucket.keys())
         place = Place(f"{bucket.url}/{name}", bucket.store.options)
         done = ckptkit.prune(place, keep_last=1)
         assert [one.name for one in done.removed] == ["checkpoint-1"], name
-        gone = before - set(bucket.keys())
-        assert gone == {key for key in before if key.startswith(f"{name}/checkpoint-1/")}, name
+        after = set(bucket.keys())
+        gone = {key for key in before if key.startswith(f"{name}/checkpoint-1/")}
+        assert gone
+        assert before - after == gone, name
+        before = after
         assert [one.name for one in ckptkit.list_run(place).steps] == ["checkpoint-2"], name
 
 
@@ -122,7 +126,7 @@ class Places:
         return place
 
 
-WORST = "-a*?#%20\n\u0301\U0001f680'\"\\{b}+&key=1"
+WORST = "-a[1]*?#%20\n\u0301\U0001f680'\"\\{b}+&key=1"
 
 
 @pytest.fixture(params=["s3", "memory", "local"])
@@ -135,9 +139,8 @@ def named(name: str, places: Places) -> str:
     return name.replace("\n", "") if places.at("").protocol == "s3" else name
 
 
-@pytest.mark.parametrize("name", ["exp[1]", WORST])
-def test_every_command_reads_and_writes_a_place_of_an_odd_name(places: Places, name: str) -> None:
-    name = named(name, places)
+def test_every_command_reads_and_writes_a_place_of_an_odd_name(places: Places) -> None:
+    name = named(WORST, places)
     at = places.at
     source = places.put(STEP / "checkpoint", f"{name}/checkpoint-4")
     found = ckptkit.inspect(source)
@@ -184,7 +187,7 @@ def test_so_do_the_commands_for_adapters_and_a_removal(
         assert ckptkit.verify(at(f"{name} {out}")).ok
     # A removal takes what lies below the name, and leaves what the name would fit as a pattern.
     source = places.put(SEPARATE / "checkpoint", f"{name}/run")
-    other = places.put(SEPARATE / "checkpoint", "-a1/run")
+    other = places.put(SEPARATE / "checkpoint", f"{name.replace('[1]', '1')}/run")
     model: dict[str, Any] = {"names": "live", "select": "pytorch_model_fsdp_0"}
     for _ in range(2):
         ckptkit.consolidate(source, at(f"{name} out"), delete_source=True, **model)

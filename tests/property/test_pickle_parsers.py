@@ -177,7 +177,7 @@ def test_metadata_cut_anywhere_is_refused() -> None:
             parse_metadata(data[:length], where="")
 
 
-@pytest.mark.parametrize(("ranks", "flips"), [(2, 1500), (40, 500)])
+@pytest.mark.parametrize(("ranks", "flips"), [(2, examples(3000)), (40, examples(1000))])
 def test_flipped_bits_give_one_of_our_errors_or_the_same_from_both_paths(
     ranks: int, flips: int
 ) -> None:

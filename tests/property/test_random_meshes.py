@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.differential.grids import compare_grids, save_grids
+from tests.campaigns.differential.grids import compare_grids
+from tests.property import random_meshes_run
 from tests.property.random_meshes_run import SEED, WORLDS, checkpoints
+from tests.ranks import RunRanks
 
 CASES = checkpoints()
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, run_ranks: RunRanks) -> Path:
+    """The checkpoints of all worlds; the program forks their ranks itself."""
     home = tmp_path_factory.mktemp("meshes")
-    save_grids(home, SEED)
+    run_ranks(Path(random_meshes_run.__file__), 1, home, SEED)
     return home
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ckptkit
 from ckptkit.conversion import names_on_disk as naming
 from ckptkit.conversion import naming_program
 from ckptkit.conversion.names_on_disk import find_disk_names
+from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NoSpaceError, RefusedError
@@ -33,6 +35,7 @@ from transformers import conversion_mapping  # noqa: E402
 
 from ckptkit.hub_names.transformers.answers import answer_names  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
+from tests.command_line import ENTRIES, answer_question  # noqa: E402
 from tests.made_up_conversions import register  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,10 +58,26 @@ SIZES = {
 HEAD_BYTES = 2 * 2 * 40 * 16
 
 
+@pytest.fixture(params=["here"])
+def asked(request: pytest.FixtureRequest) -> str:
+    """Which process is asked for names: this one saves the imports of another."""
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
-def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def made_up(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the conversions here, and in the programs that are started."""
-    # Names are asked for in this process, which saves the time of another one.
+    start = NamingProgram.ask
+
+    def ask_here(program: NamingProgram, question: bytes) -> Future[bytes]:
+        if naming_program._PROGRAM != WITH_MADE_UP or program._entry not in ENTRIES:
+            return start(program, question)
+        future: Future[bytes] = Future()
+        future.set_result(answer_question(program._entry, question))
+        return future
+
+    if asked == "here":
+        monkeypatch.setattr(NamingProgram, "ask", ask_here)
     monkeypatch.setattr(naming_program, "_PROGRAM", WITH_MADE_UP)
     monkeypatch.setattr(naming, "ask_transformers", lambda request, *_: answer_names(request))
     conversion_mapping.get_checkpoint_conversion_mapping("mixtral")  # fills the cache
@@ -96,13 +115,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
+@pytest.mark.parametrize(
+    "asked", ["here", pytest.param("a program", marks=pytest.mark.slow)], indirect=True
+)
 def test_what_is_computed_is_what_save_pretrained_computes(
+    asked: str,
     model: Any,
     source: Path,
     tmp_path: Path,
     started: list[subprocess.Popen[bytes]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # nothing was answered before
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -134,7 +158,8 @@ def test_what_is_computed_is_what_save_pretrained_computes(
     assert [note for note in notes if note.startswith(said)]
     assert notes[0].endswith(f"the largest takes {HEAD_BYTES:,} bytes of memory")
     assert notes == planned
-    assert len(started) == 2  # one converts, and one compares names with the model
+    # One converts, and one compares names with the model.
+    assert len(started) == (1 if asked == "here" else 2)
     assert all(process.returncode is not None for process in started)
     assert list(temporary.iterdir()) == []
 

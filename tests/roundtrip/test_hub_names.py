@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,18 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Any, Path, Path]]:
+    """Makes a model, what `save_pretrained` writes of it, and a checkpoint, once for all tests."""
+
+    @functools.cache
+    def make(case: str) -> tuple[Any, Path, Path]:
+        model, folder = BY_MODEL[case].build(), tmp_path_factory.mktemp("made")
+        return model, saved(model, folder / "reference"), trained(model, folder / "source")
+
+    return lambda case: make(case.model)
+
+
 def assert_same_model(out: Path, reference: Path) -> None:
     ours, theirs = load_file(out / "model.safetensors"), load_file(reference / "model.safetensors")
     assert ours.keys() == theirs.keys()
@@ -256,11 +270,12 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
 def test_a_model_is_written_as_save_pretrained_writes_it(
-    case: Case, tmp_path: Path, asked: list[NamingRequest]
+    case: Case,
+    made: Callable[[Case], tuple[Any, Path, Path]],
+    tmp_path: Path,
+    asked: list[NamingRequest],
 ) -> None:
-    model = case.build()
-    reference = saved(model, tmp_path / "reference")
-    source = trained(model, tmp_path / "source")
+    model, reference, source = made(case)
 
     manifest = ckptkit.consolidate(source, tmp_path / "out")
 
@@ -277,11 +292,13 @@ def test_a_model_is_written_as_save_pretrained_writes_it(
 
 @pytest.mark.parametrize("model", [case.model for case in CASES if case.differs])
 def test_a_configuration_without_a_class_leads_to_the_same_names(
-    model: str, tmp_path: Path, asked: list[NamingRequest]
+    model: str,
+    made: Callable[[Case], tuple[Any, Path, Path]],
+    tmp_path: Path,
+    asked: list[NamingRequest],
 ) -> None:
-    built = BY_MODEL[model].build()
-    reference = saved(built, tmp_path / "reference")
-    source = trained(built, tmp_path / "source")
+    _, reference, whole = made(BY_MODEL[model])
+    source = Path(shutil.copytree(whole, tmp_path / "source"))
     config = config_of(source) | {"architectures": None}
     (source / "config.json").write_text(json.dumps(config))
     ckptkit.consolidate(source, tmp_path / "out")

@@ -26,14 +26,21 @@ LLAMA = FIXTURES / "megatron_model_llama_tp2_pp2"
 GEMMA = FIXTURES / "megatron_model_gemma3"
 
 
+@pytest.fixture(scope="module")
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what fixtures were converted into."""
+    return tmp_path_factory.mktemp("conversions")
+
+
 @pytest.fixture
-def converted(tmp_path: Path) -> Callable[[Path], Path]:
-    """Converts a fixture into a folder."""
+def converted(conversions: Path, tmp_path: Path) -> Callable[[Path], Path]:
+    """Converts a fixture, once for all tests, and returns a copy that a test may change."""
 
     def convert(case: Path) -> Path:
-        out = tmp_path / f"{case.name}-folder"
-        ckptkit.consolidate(case / "checkpoint", out, base=case)
-        return out
+        made, out = conversions / case.name, tmp_path / f"{case.name}-folder"
+        if not made.exists():
+            ckptkit.consolidate(case / "checkpoint", made, base=case)
+        return Path(shutil.copytree(made, out))
 
     return convert
 

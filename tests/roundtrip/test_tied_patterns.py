@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,12 @@ TIED_BY_PATTERNS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def found_config(name: str) -> Any:
+    """A configuration that is to be copied: to find one that is small takes long."""
+    return small_model_config(class_named(name))
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [(name, fields) for name, more in TIED_BY_PATTERNS.items() for fields in [{}, *more]],
@@ -56,7 +64,7 @@ TIED_BY_PATTERNS: dict[str, list[dict[str, Any]]] = {
 def test_names_that_save_pretrained_leaves_out_are_known_without_it(
     name: str, fields: dict[str, Any]
 ) -> None:
-    config = small_model_config(class_named(name))
+    config = copy.deepcopy(found_config(name))
     for field, value in fields.items():
         setattr(config, field, value)
     model = on_meta(class_named(name), config)
@@ -76,7 +84,7 @@ def test_names_that_save_pretrained_leaves_out_are_known_without_it(
 )
 def test_a_sharded_checkpoint_holds_every_tied_name(name: str, tmp_path: Path) -> None:
     model_class = class_named(name)
-    model = model_class(small_model_config(model_class))
+    model = model_class(copy.deepcopy(found_config(name)))
     model.save_pretrained(tmp_path / "hub")
     ckptkit.convert(tmp_path / "hub", tmp_path / "out", to="dcp")
     state, tied = model.state_dict(), model.all_tied_weights_keys

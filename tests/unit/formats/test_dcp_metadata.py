@@ -109,7 +109,7 @@ def found_rows(parsed: DcpMetadata, key: str) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("shortcuts", [True, False])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 700])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 300])
 def test_every_chunk_is_found_where_it_is_stored(
     *, shortcuts: bool, protocol: int, ranks: int
 ) -> None:
@@ -268,7 +268,7 @@ def chunk_listed_twice(metadata: Metadata) -> None:
         (lambda m: m.planner_data.pop(FIRST), "missing from 'planner_data'"),
         (lambda m: m.planner_data.update(other=("other",)), "'planner_data' names 'other'"),
         (lambda m: m.planner_data.update({FIRST: ("model", "layers")}), "does not spell"),
-        (lambda m: m.planner_data.update({FIRST: ("m" * 10**6,) * 10**6}), "does not spell"),
+        (lambda m: m.planner_data.update({FIRST: ("m" * 10**6,) * 10**5}), "does not spell"),
         (chunk_listed_twice, r"two chunks begin at the same element, at \[0, 0\]"),
         (in_chunk("offsets", torch.Size((2, 0))), "two chunks begin at the same element"),
         (in_chunk("offsets", torch.Size((1,))), "does not have the 2 dimensions"),
@@ -283,7 +283,7 @@ def chunk_listed_twice(metadata: Metadata) -> None:
         (in_index("size", (2**40, 2**40)), "overflows"),
         (in_index("size", (0, 2**40, 2**40)), "overflows"),
         (in_index("size", (1,) * 65), "65 dimensions, more than 64"),
-        (in_index("size", (1,) * 10**6), "1,000,000 dimensions"),
+        (in_index("size", (1,) * 10**5), "100,000 dimensions"),
         (in_index("size", None), "not a tuple of integers"),
         (in_index("chunks", None), "not a list"),
         (in_index("chunks", [None]), "expected a ChunkStorageMetadata"),
