@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from tests.faulty_proxy import Fault, Proxy, Seen
 
 _ROOT = Path(__file__).resolve().parents[1]
+_MOST_KEYS = 1000  # of a request
 KEY, SECRET = "store-key-AKIA0001", "store-secret-5b1f0c77"
 
 __all__ = ["KEY", "SECRET", "Bucket", "Fault", "ObjectStore", "Seen", "running_object_store"]
@@ -65,9 +66,11 @@ class Bucket:
 
     def clear(self, *, kept: str = "") -> None:
         """Removes all objects but those below a prefix, and all uploads."""
-        for key in self.keys():
-            if not (kept and key.startswith(kept)):
-                self.delete(key)
+        keys = [{"Key": key} for key in self.keys() if not (kept and key.startswith(kept))]
+        for start in range(0, len(keys), _MOST_KEYS):
+            batch = {"Objects": keys[start : start + _MOST_KEYS], "Quiet": True}
+            answer = self.store.client.delete_objects(Bucket=self.name, Delete=batch)
+            assert "Errors" not in answer, answer
         for upload in self.store.client.list_multipart_uploads(Bucket=self.name).get("Uploads", ()):
             self.store.client.abort_multipart_upload(
                 Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]

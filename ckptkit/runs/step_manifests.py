@@ -162,7 +162,7 @@ class Findings(NamedTuple):
 
     Attributes:
         lost: The entries of the state that could not be saved, each with the reason.
-        notes: What whoever uses the step should know.
+        notes: What users of the step should know.
     """
 
     lost: Mapping[str, str] = MappingProxyType({})

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ import ckptkit
 from ckptkit.core.errors import OutputExistsError
 from ckptkit.integrations.accelerate import close, install, load_state, save_model, save_state
 from ckptkit.writer.record import RECORDS_FOLDER
+from tests.distributed.pretending.sitecustomize import pretend
 from tests.distributed.saving_run import nobody_talks
 
 WIDTH = 12
@@ -496,6 +498,7 @@ def failing(training: Training, folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]).absolute()
+    pretend(accelerate.state)
     in_low_precision(folder / "bf16", int(sys.argv[2]))
     in_narrow_weights(folder / "narrow", int(sys.argv[2]))
     training = Training(folder, int(sys.argv[2]))

@@ -1,6 +1,7 @@
 """Runs scripts on two ranks, over and over, in processes that have the heavy imports behind them.
 
-A process that has imported torch, Transformers and TRL takes commands from its input, one a line:
+A process that has imported torch, Transformers and TRL, or torch alone if its argument is `light`,
+takes commands from its input, one a line:
 `{"module": NAME or null, "arguments": [SCRIPT, …], "folder": WHERE}`. For each it forks two ranks,
 says their process ids, and when both have ended, their exit statuses (negative for signals). What
 they say is in `rank0.log` and `rank1.log` of the folder.
@@ -23,15 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 RANKS = 2
-HEAVY = (
-    "torch",
-    "accelerate",
-    "datasets",
-    "peft",
-    "transformers.trainer",
-    "trl",
-    "ckptkit.training",
-)
+IS_LIGHT = sys.argv[1:] == ["light"]
+LIGHT = ("torch.distributed.fsdp", "torch._dynamo", "ckptkit.training")
+HEAVY = ("accelerate", "datasets", "peft", "transformers.trainer", "trl")
 LAZY = {  # taken out of modules that import when they are asked for something
     "transformers": ("LlamaForCausalLM", "PreTrainedTokenizerFast", "Trainer"),
     "trl": ("SFTConfig", "SFTTrainer"),
@@ -42,8 +37,8 @@ def run(module: str | None, arguments: list[str]) -> None:
     """Runs a script as Python would, or as `python -m MODULE SCRIPT` would."""
     sys.argv = list(arguments)
     sys.path[0] = str(Path(arguments[0]).resolve().parent)
-    # What examples/on_cpu.py does before it runs a script.
-    importlib.import_module("on_cpu").prepare_for(arguments)
+    if not IS_LIGHT:  # what examples/on_cpu.py does before it runs a script
+        importlib.import_module("on_cpu").prepare_for(arguments)
     if module is None:
         runpy.run_path(arguments[0], run_name="__main__")
     else:
@@ -106,11 +101,12 @@ def serve() -> None:
 
 
 def main() -> None:
-    for name in HEAVY:
+    for name in LIGHT if IS_LIGHT else (*LIGHT, *HEAVY):
         importlib.import_module(name)
-    for name, parts in LAZY.items():
-        for part in parts:
-            getattr(importlib.import_module(name), part)
+    if not IS_LIGHT:
+        for name, parts in LAZY.items():
+            for part in parts:
+                getattr(importlib.import_module(name), part)
     assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
     gc.freeze()  # no rank looks through what was imported here
     say("ready")

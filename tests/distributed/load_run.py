@@ -175,17 +175,25 @@ def whole_values(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in values.items()}
 
 
-def wrappers(folder: Path, _: str) -> None:
-    """From a step of FSDP2, and from what was made of it, into every wrapper."""
+def wrappers(folder: Path, extent: str) -> None:
+    """From a step of FSDP2, and from what was made of it, into every wrapper.
+
+    `all` fills each wrapper from each source, `one` from one of them, and `grid` so the ones that
+    differ where four ranks are a grid.
+    """
     truth = made(folder, "fsdp2")
-    kinds = ["one", "ddp", "fsdp2", "fsdp1_flat", "fsdp1_orig", "tp", "compiled", "checkpointed"]
+    on_a_grid = ["tp", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
     strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    kinds = ["one", "ddp", "fsdp2", "fsdp1_flat", "fsdp1_orig", "tp", "compiled", "checkpointed"]
     if dist.get_world_size() == 4:
-        strategies += ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+        strategies += on_a_grid[1:]
         kinds.append("hsdp")
     kinds += [f"{name}{end}" for name in strategies for end in ("", "+orig")]
-    for name in kinds:
-        for source in ("run", "hf", "torch"):
+    if extent == "grid":
+        kinds = [name for name in kinds if name.removesuffix("+orig") in {*on_a_grid, "hsdp"}]
+    sources = ("run", "hf", "torch")
+    for number, name in enumerate(kinds):
+        for source in sources if extent == "all" else [sources[number % 3]]:
             model = wrapped(name)
             result = load(model, folder / source)
             assert result.bytes_read <= 1.05 * result.bytes_needed + SMALL_BYTES, (

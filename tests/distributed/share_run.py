@@ -35,7 +35,7 @@ from ckptkit.training import load_into
 from ckptkit.training.load import node_memory, shared_source
 from tests.built_modules import local, part_of, same_bits
 
-WIDTH, LAYERS = 1024, 6
+WIDTH, LAYERS = 512, 6
 
 
 class Layer(nn.Module):

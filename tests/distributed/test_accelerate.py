@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-SCRIPT = HERE / "accelerate_run.py"
-Launch = Callable[..., Any]
+from tests.ranks import RankHost, RunRanks, make_runner
+
+SCRIPT = Path(__file__).with_name("accelerate_run.py")
+# What accelerate imports when it prepares a model.
+PREPARING = ("datasets", "deepspeed", "torchdata.stateful_dataloader")
+
+
+@pytest.fixture(scope="module")
+def run_ranks() -> Iterator[RunRanks]:
+    """As that of all tests; accelerate and what it imports is imported once."""
+    host = RankHost("accelerate", *PREPARING)
+    yield make_runner(host)
+    host.close()
 
 
 @pytest.fixture(autouse=True)
 def sharded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{HERE / 'pretending'}:{HERE.parents[1]}")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_saves_and_loads_mean_what_they_mean_in_accelerate(
-    version: int, run_ranks: Launch, tmp_path: Path
+    version: int, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     done = run_ranks(SCRIPT, 2, tmp_path, version)
     assert done.stdout.splitlines() == [

@@ -49,9 +49,9 @@ COMMANDS = {  # the script, and the module that runs it
 class Host:
     """Starts scripts on two ranks, in processes that have imported everything already."""
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HOST)],
+            [sys.executable, str(HOST), *arguments],
             env=os.environ | SETTINGS,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -93,12 +93,20 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    opened = Host()
+def hosts() -> Iterator[Callable[..., Host]]:
+    """Returns the process for scripts that import Transformers, or torch alone: `light`."""
+    opened: dict[tuple[str, ...], Host] = {}
+
+    def host_for(*arguments: str) -> Host:
+        if arguments not in opened:
+            opened[arguments] = Host(*arguments)
+        return opened[arguments]
+
     try:
-        yield opened
+        yield host_for
     finally:
-        opened.close()
+        for host in opened.values():
+            host.close()
 
 
 def final_loss(log: str) -> str:
@@ -143,15 +151,13 @@ def kill_after_save(
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "example",
-    [
-        name if name in {"fsdp2", "trainer"} else pytest.param(name, marks=pytest.mark.slow)
-        for name in COMMANDS
-    ],
+    [name if name == "fsdp2" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],
 )
 def test_a_job_that_was_killed_and_started_again_ends_as_if_nothing_had_happened(
-    example: str, host: Host, tmp_path: Path
+    example: str, hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
     script, module = COMMANDS[example]
+    host = hosts("light") if example == "fsdp2" else hosts()  # it imports no Transformers
     broken = tmp_path / "broken"
 
     def run(into: str, logs: str, *meanwhile: Callable[[list[int]], None]) -> tuple[list[int], str]:
@@ -189,8 +195,9 @@ STOCK = {  # what tells that the first save of a script is complete
 @pytest.mark.slow
 @pytest.mark.parametrize("example", STOCK)
 def test_a_job_that_another_library_saves_goes_on_after_a_kill_and_becomes_a_model(
-    example: str, host: Host, tmp_path: Path
+    example: str, hosts: Callable[..., Host], tmp_path: Path
 ) -> None:
+    host = hosts()
     broken = tmp_path / "broken"
 
     def run(into: str, logs: str, *meanwhile: Callable[[list[int]], None]) -> tuple[list[int], str]:

@@ -12,12 +12,13 @@ from tests.ranks import RankHost, RunRanks, make_runner
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("load_run.py")
+MODELS = ("llama", "mixtral", "gpt2", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
 def run_ranks() -> Iterator[RunRanks]:
     """As that of all tests; PEFT and Transformers are imported once, and not by each run."""
-    host = RankHost("peft", "transformers.models.llama.modeling_llama")
+    host = RankHost("peft", *(f"transformers.models.{m}.modeling_{m}" for m in MODELS), "deepspeed")
     yield make_runner(host)
     host.close()
 
@@ -30,14 +31,31 @@ def test_every_format_fills_tensors_that_are_cut_in_any_way_without_a_collective
     run_ranks(SCRIPT, ranks, tmp_path, f"fixtures:{half}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, "wrappers:one back:fsdp1_flat halves"),
+        (4, "wrappers:grid"),
+        pytest.param(2, "wrappers:all back:fsdp1_orig", marks=pytest.mark.slow),
+        pytest.param(
+            4, "wrappers:all back:fsdp1_flat back:fsdp1_orig halves", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_every_wrapper_is_filled_from_shards_and_from_what_was_made_of_them(
-    ranks: int, run_ranks: Callable[..., Any], tmp_path: Path
+    ranks: int, cases: str, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, ranks, tmp_path, "wrappers", "back:fsdp1_flat", "back:fsdp1_orig", "halves")
+    run_ranks(SCRIPT, ranks, tmp_path, *cases.split())
 
 
-@pytest.mark.parametrize(("kinds", "ranks"), [("llama mixtral gpt2", 2), ("qwen3_moe", 4)])
+@pytest.mark.parametrize(
+    ("kinds", "ranks"),
+    [
+        ("llama", 2),
+        pytest.param("mixtral gpt2", 2, marks=pytest.mark.slow),
+        ("qwen3_moe", 4),
+    ],
+)
 def test_a_model_is_filled_as_from_pretrained_would(
     kinds: str, ranks: int, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

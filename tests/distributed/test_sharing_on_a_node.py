@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,21 @@ from safetensors.torch import save_file
 
 from tests.distributed.share_run import LAYERS, make_model
 from tests.object_store import Bucket, Fault, ObjectStore
+from tests.ranks import RankHost, RunRanks, make_runner
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("share_run.py")
 KEY = "model/model.safetensors"
 READS = rf"^GET /[^?]*/{KEY}"
 Results = dict[int, dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def run_ranks() -> Iterator[RunRanks]:
+    """As that of all tests; what speaks to a bucket is imported once, and not by each rank."""
+    host = RankHost("pytest", "s3fs")
+    yield make_runner(host)
+    host.close()
 
 
 @pytest.fixture
@@ -69,7 +78,8 @@ def traces() -> set[str]:
     """Returns the abstract sockets of ckptkit that are there, and its shared memory."""
     sockets = Path("/proc/net/unix").read_text().splitlines()
     folder = Path("/dev/shm")  # noqa: S108  where Linux has it
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    # Folders there are those of other tests.
+    names = [path.name for path in folder.iterdir() if not path.is_dir()] if folder.is_dir() else []
     return {line.split()[-1] for line in sockets if "@ckptkit" in line} | {
         name for name in names if "ckptkit" in name
     }

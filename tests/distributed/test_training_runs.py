@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,38 +11,21 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
+from tests.ranks import RunRanks
 
 SCRIPT = Path(__file__).with_name("training_run.py")
-LIMIT_SECONDS = 600
 KINDS_BY_PROCESSES = {2: ("fsdp2", "fsdp1_flat"), 4: ("hsdp", "layouts")}
 CASES = [(number, kind) for number, kinds in KINDS_BY_PROCESSES.items() for kind in kinds]
 
 
-def train(processes: int, folder: Path) -> None:
-    """Runs all cases of one number of processes in one torchrun, over the loopback only."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}", str(SCRIPT), str(folder)]
-    command += KINDS_BY_PROCESSES[processes]
-    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        command,
-        env=os.environ | settings,
-        timeout=LIMIT_SECONDS,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def trained(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """Trains once for each number of processes, when it is first asked for."""
 
     @cache
     def folder_for(processes: int) -> Path:
         folder = tmp_path_factory.mktemp(f"trained_by_{processes}")
-        train(processes, folder)
+        run_ranks(SCRIPT, processes, folder, *KINDS_BY_PROCESSES[processes])
         return folder
 
     return folder_for
