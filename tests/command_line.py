@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ckptkit.conversion.naming_program import NamingProgram
-from tests.s3_client import client_of, keep_parsed
+from tests.s3_client import prepare_clients
 
 _ROOT = Path(__file__).resolve().parents[1]
 _IMPORTED = ("numpy", "s3fs", "ckptkit.api")
@@ -37,13 +37,6 @@ _PACKAGES = (
     *("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats"),
     *("ckptkit.adapters", "ckptkit.deltas", "ckptkit.serving", "ckptkit.storage"),
 )
-# Making a client reads what each later one needs.
-_NO_SERVER = {
-    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
-    "AWS_ACCESS_KEY_ID": "-",
-    "AWS_SECRET_ACCESS_KEY": "-",
-    "AWS_REGION": "us-east-1",
-}
 LIMIT_SECONDS = 240  # below pytest's limit of a test
 ENTRIES = ("main", "parameters")  # of the program that is asked for names
 Result = subprocess.CompletedProcess[str]
@@ -235,8 +228,7 @@ def _main() -> None:
         for module in pkgutil.walk_packages(package.__path__, f"{name}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    keep_parsed(setattr)
-    client_of(_NO_SERVER)
+    prepare_clients()
     assert "torch" not in sys.modules
     assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
     gc.freeze()

@@ -9,6 +9,13 @@ import boto3
 from botocore.config import Config
 from botocore.loaders import JSONFileLoader, Loader
 
+_NO_SERVER = {
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+    "AWS_ACCESS_KEY_ID": "-",
+    "AWS_SECRET_ACCESS_KEY": "-",
+    "AWS_REGION": "us-east-1",
+}
+
 
 def client_of(environment: Mapping[str, str], **config: Any) -> Any:
     """Returns a client that reports every error at once.
@@ -49,3 +56,9 @@ def keep_parsed(replace: Callable[[type, str, object], None]) -> None:
 
     replace(JSONFileLoader, "load_file", load_once)
     replace(Loader, "list_available_services", list_once)
+
+
+def prepare_clients() -> None:
+    """Reads what clients need, for processes that are forked from this one."""
+    keep_parsed(setattr)
+    client_of(_NO_SERVER)

@@ -98,17 +98,36 @@ def test_faults_in_the_processes_of_a_save_lose_no_step(memory_disk: Path) -> No
     survives(writers.Draining(memory_disk / "nodes"), stage, 2)
 
 
-def test_faults_in_commands_and_uploads_leave_whole_outputs(
-    memory_disk: Path, object_store: ObjectStore
+@pytest.fixture(scope="module")
+def host() -> Iterator[commands.CommandHost]:
+    with commands.command_host() as host:
+        yield host
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(0, id="consolidate"),
+        pytest.param(-2, id="prune"),
+        pytest.param(-1, id="delete the source"),
+    ],
+)
+def test_faults_in_commands_leave_whole_outputs(
+    number: int, host: commands.CommandHost, memory_disk: Path
+) -> None:
+    stage = memory_disk / "stage"
+    stage.mkdir()
+    survives(commands.commands(host)[number], stage, 1)
+
+
+@pytest.mark.slow
+def test_faults_in_uploads_leave_whole_steps(
+    host: commands.CommandHost, memory_disk: Path, object_store: ObjectStore
 ) -> None:
     stage = memory_disk / "stage"
     stage.mkdir()
     bucket = object_store.bucket("chaos")
-    with commands.command_host() as host:
-        consolidating, *_, pruning, moving = commands.commands(host)
-        for scene in (consolidating, pruning, moving):
-            survives(scene, stage, 1)
-        survives(stores.Uploading(host, bucket, memory_disk / "nodes"), stage, 1)
+    survives(stores.Uploading(host, bucket, memory_disk / "nodes"), stage, 1)
     bucket.clear()
 
 

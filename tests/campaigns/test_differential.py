@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.campaigns.differential.campaign import Campaign
 from tests.campaigns.differential.draws import USUAL, Draw, Mesh, Spec, Unit, make_draw, simpler
+from tests.ranks import RunRanks
 
 SEED = 18
 NUMBERS = (2, 7)  # tensor parallelism, and flat parameters
@@ -41,15 +44,22 @@ FOUND = (GROUPS_OF_ONE, PADDING_ALONE)
 
 
 @pytest.mark.distributed
-def test_what_is_read_is_what_was_alive(tmp_path: Path) -> None:
-    campaign = Campaign(tmp_path)
-    try:
-        found = campaign.run([*(make_draw(SEED, number) for number in NUMBERS), *FOUND])
-    finally:
-        campaign.close()
+@pytest.mark.parametrize(
+    "draws",
+    [
+        pytest.param(FOUND, id="found"),
+        pytest.param(
+            [make_draw(SEED, number) for number in NUMBERS], id="drawn", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_is_read_is_what_was_alive(
+    draws: Sequence[Draw], tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    found = Campaign(tmp_path, partial(run_ranks, status=None)).run(draws)
     assert [(one.draw.number, one.saver, one.reader, one.error) for one in found if one.error] == []
-    assert {one.draw.number for one in found} == {*NUMBERS, *(draw.number for draw in FOUND)}
-    assert sum(one.size_bytes > 0 for one in found) > 10 * len(NUMBERS)
+    assert {one.draw.number for one in found} == {draw.number for draw in draws}
+    assert sum(one.size_bytes > 0 for one in found) > 10 * len(draws)
 
 
 def test_a_draw_follows_from_its_number_and_survives_json() -> None:

@@ -1,7 +1,8 @@
 """A process is killed before every step of staging and committing; what is left must be sound.
 
-Run as a script, this file is the experiment: children are forked from it, and each is killed
-just before its n-th system call that changes something, until one gets through.
+Run as a script, this file is the experiments: children are forked from it, and each is killed
+just before its n-th system call that changes something, until one gets through. One line of JSON on
+standard input asks for one: a scene, or `race`; a folder; and the kind of disk.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
 import pytest
 
@@ -164,44 +168,65 @@ def judge_after_sweep(out: Path, disk: Disk) -> str:
 
 
 Record = Callable[[str, object], None]
+Ask = Callable[[str, Path, str], Any]
+Run = Callable[[str, str], dict[str, int]]
 
 
-def run(scene: str, folder: Path, kind: str, record: Record) -> dict[str, int]:
-    command = [sys.executable, __file__, scene, str(folder), kind]
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        command, capture_output=True, check=False, timeout=600, env={"PYTHONPATH": path}
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    seen: dict[str, int] = json.loads(done.stdout)
-    record("kills", seen["steps"] - 1)
-    return seen
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Ask]:
+    """Has this file as a script do an experiment; returns its answer."""
+    with subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def ask(what: str, folder: Path, kind: str) -> Any:
+            requests.write(json.dumps([what, str(folder), kind]) + "\n")
+            requests.flush()
+            answer = json.loads(answers.readline())
+            assert "error" not in answer, answer["error"]
+            return answer
+
+        yield ask
+        requests.close()
+
+
+@pytest.fixture
+def run(ask: Ask, tmp_path: Path, record_property: Record) -> Run:
+    """Kills at every step of a scene in the folder of the test; returns what was seen."""
+
+    def run(scene: str, kind: str) -> dict[str, int]:
+        seen: dict[str, int] = ask(scene, tmp_path, kind)
+        record_property("kills", seen["steps"] - 1)
+        return seen
+
+    return run
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_leaves_no_output_or_a_whole_one(
-    tmp_path: Path, kind: str, record_property: Record
-) -> None:
-    seen = run("fresh", tmp_path, kind, record_property)
+def test_a_kill_leaves_no_output_or_a_whole_one(kind: str, run: Run) -> None:
+    seen = run("fresh", kind)
     assert seen["partial"] == seen["old"] == 0
     assert seen["absent"] > 30
     assert seen["new"] > 1
 
 
-def test_a_kill_while_overwriting_leaves_the_old_output_or_the_new(
-    tmp_path: Path, record_property: Record
-) -> None:
-    seen = run("overwrite", tmp_path, "native", record_property)
+def test_a_kill_while_overwriting_leaves_the_old_output_or_the_new(run: Run) -> None:
+    seen = run("overwrite", "native")
     assert seen["partial"] == seen["absent"] == 0
     assert seen["old"] > 30
     assert seen["new"] > 1
 
 
 @pytest.mark.parametrize("kind", ["no_exchange", "portable"])
-def test_a_kill_while_overwriting_in_two_steps_never_leaves_a_mixture(
-    tmp_path: Path, kind: str, record_property: Record
-) -> None:
-    seen = run("overwrite", tmp_path, kind, record_property)
+def test_a_kill_while_overwriting_in_two_steps_never_leaves_a_mixture(kind: str, run: Run) -> None:
+    seen = run("overwrite", kind)
     assert seen["partial"] == 0
     assert 1 <= seen["absent"] < 10  # between the two renames
     assert seen["old"] > 30
@@ -209,7 +234,7 @@ def test_a_kill_while_overwriting_in_two_steps_never_leaves_a_mixture(
 
 
 def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
-    tmp_path: Path, record_property: Record
+    tmp_path: Path, run: Run
 ) -> None:
     out = tmp_path / "parent" / "out"
     out.mkdir(parents=True)
@@ -221,7 +246,7 @@ def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
     if done.returncode:
         pytest.skip(f"mount was refused: {done.stderr.decode().strip()}")
     try:
-        seen = run("inside", tmp_path, "native", record_property)
+        seen = run("inside", "native")
     finally:
         subprocess.run([umount, str(out)], check=True)
     assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later
@@ -229,59 +254,77 @@ def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
     assert seen["new"] > 1
 
 
-def test_a_kill_while_the_current_directory_is_filled_is_undone_by_the_next_run(
-    tmp_path: Path, record_property: Record
-) -> None:
-    seen = run("here", tmp_path, "native", record_property)
+def test_a_kill_while_the_current_directory_is_filled_is_undone_by_the_next_run(run: Run) -> None:
+    seen = run("here", "native")
     assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later
     assert seen["absent"] > 30
     assert seen["new"] > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_two_processes_that_commit_at_once_exactly_one_wins(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, __file__, "race", str(tmp_path), kind]
-    search = os.pathsep.join(sys.path)
+def test_of_two_processes_that_commit_at_once_exactly_one_wins(
+    tmp_path: Path, kind: str, ask: Ask
+) -> None:
     for turn in range(3):
         folder = tmp_path / str(turn)
         folder.mkdir()
-        command[3] = str(folder)
-        racers = [
-            subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PYTHONPATH": search}
-            )
-            for _ in range(2)
-        ]
-        for racer in racers:
-            assert racer.stdout is not None
-            assert racer.stdout.readline() == b"ready\n"
-        for racer in racers:
-            assert racer.stdin is not None
-            racer.stdin.write(b"go\n")
-            racer.stdin.flush()
-        results = sorted(racer.communicate(timeout=60)[0].decode().strip() for racer in racers)
-        assert results == ["exists", "won"]
+        assert sorted(ask("race", folder, kind)) == ["exists", "won"]
         assert contents(folder) == {f"out/{name}": data for name, data in NEW.items()}
 
 
-def race(folder: Path, kind: str) -> str:
+def race(folder: Path, kind: str) -> list[str]:
+    """Has two children stage everything, and then commit at once; returns what became of them."""
+    (ready, staged), (word, go), (said, tell) = (os.pipe() for _ in range(3))
+    racers = []
+    for _ in range(2):
+        racers.append(os.fork())
+        if not racers[-1]:
+            try:
+                tell_outcome(folder, kind, staged, word, tell)
+            finally:
+                os._exit(1)
+    for descriptor in (staged, word, tell):
+        os.close(descriptor)
+    for _ in racers:
+        assert os.read(ready, 1) == b"r"
+    os.write(go, b"gg")
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(racer, 0)[1]) for racer in racers]
+    assert statuses == [0, 0]
+    outcomes = os.read(said, 100).decode().split()
+    for descriptor in (ready, go, said):
+        os.close(descriptor)
+    return outcomes
+
+
+def tell_outcome(folder: Path, kind: str, staged: int, word: int, tell: int) -> NoReturn:
     """Stages everything, waits for the word, and commits."""
     target = LocalTarget(folder / "out", disk=KINDS[kind])
     for path, data in NEW.items():
         target.create(path, len(data))
         target.write(path, 0, memoryview(data))
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    sys.stdin.readline()
+    os.write(staged, b"r")
+    os.read(word, 1)
     try:
         target.commit("manifest.json")
     except OutputExistsError:
         target.abandon()
-        return "exists"
-    return "won"
+        os.write(tell, b"exists ")
+    else:
+        os.write(tell, b"won ")
+    os._exit(0)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        what, folder, kind = json.loads(line)
+        try:
+            is_race = what == "race"
+            answer: Any = (race if is_race else partial(experiment, what))(Path(folder), kind)
+        except Exception:  # noqa: BLE001  the test shows it
+            answer = {"error": traceback.format_exc()}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    what, where, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    answer = race(where, how) if what == "race" else json.dumps(experiment(what, where, how))
-    sys.stdout.write(answer + "\n")
+    main()

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +340,31 @@ def test_a_slice_neither_removes_nor_resumes(source: Callable[[str], Path], opti
     assert option in done.stderr
 
 
+@pytest.fixture(scope="module")
+def kill_everywhere() -> Iterator[Callable[..., dict[str, Any]]]:
+    """Asks a process that has imported all it needs; see `removal_kills.py`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.crash.removal_kills"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def ask(checkpoint: Path, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+            asked = {"checkpoint": str(checkpoint), "folder": str(folder), "options": options}
+            requests.write(json.dumps(asked) + "\n")
+            requests.flush()
+            found: dict[str, Any] = json.loads(answers.readline())
+            return found
+
+        yield ask
+        requests.close()
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -357,18 +382,10 @@ def test_a_removal_that_is_killed_is_finished_by_the_same_command(
     tmp_path: Path,
     case: str,
     options: dict[str, Any],
+    kill_everywhere: Callable[..., dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
-    program = [sys.executable, "-m", "tests.crash.removal_kills", FIXTURES / case / "checkpoint"]
-    done = subprocess.run(
-        [*map(str, program), str(tmp_path), json.dumps(options)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = kill_everywhere(FIXTURES / case / "checkpoint", tmp_path, options)
     assert found["wrong"] == {}
     record_property("kills", found["kills"])
     assert found["kills"] >= 4

@@ -527,7 +527,7 @@ from ckptkit_cli._output import Stopped, raise_on_signals
 def listener(event):
     if isinstance(event, BytesWritten):
         os.write(1, b"written\\n")  # at once: several threads call it
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 raise_on_signals()
@@ -557,24 +557,31 @@ def running(name: str, first: Path, second: Path, out: Path) -> Iterator[subproc
             process.kill()
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of several leaves in a and b, and what leads from one to the other in delta."""
+    folder = tmp_path_factory.mktemp("large")
+    model = make_model(large=3 * LEAF)
+    write_model(folder / "a", model)
+    write_model(folder / "b", change_model(model, 4))
+    ckptkit.create_delta(folder / "a", folder / "b", folder / "delta")
+    return folder
+
+
 @pytest.mark.parametrize("name", ["create_delta", "apply_delta"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_stopped_leaves_no_output_and_does_not_disturb_the_next(
-    name: str, number: signal.Signals, tmp_path: Path
+    name: str, number: signal.Signals, large: Path, tmp_path: Path
 ) -> None:
-    model = make_model(large=8 * LEAF)
-    write_model(tmp_path / "a", model)
-    write_model(tmp_path / "b", change_model(model, 4))
-    ckptkit.create_delta(tmp_path / "a", tmp_path / "b", tmp_path / "delta")
-    second = tmp_path / ("b" if name == "create_delta" else "delta")
+    second = large / ("b" if name == "create_delta" else "delta")
     out = tmp_path / "made" / "out"
-    with running(name, tmp_path / "a", second, out) as process:
+    with running(name, large / "a", second, out) as process:
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -9), errors
     assert not out.exists()
     if number == signal.SIGINT:
         assert not out.parent.exists()
-    getattr(ckptkit, name)(tmp_path / "a", second, out)
+    getattr(ckptkit, name)(large / "a", second, out)
     assert list(out.parent.iterdir()) == [out]
     assert ckptkit.verify(out)

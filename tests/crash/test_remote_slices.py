@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from ckptkit.plan.plan import Share
 from ckptkit.storage.places import PathLike, Place
 from ckptkit.storage.remote.errors import call_with_retries
 from ckptkit.storage.remote.s3 import S3Uploads
+from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.object_store import KEY, SECRET, Bucket, Fault
 from tests.sharded import write_sharded
 
@@ -151,23 +149,31 @@ def test_more_slices_than_parts_are_fine(bucket: Bucket, weights: bytes) -> None
     assert is_whole(bucket, weights)
 
 
-def command(bucket: Bucket, which: str) -> list[str]:
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkedCommands]:
+    with running_forks() as forks:
+        yield forks
+
+
+def words(bucket: Bucket, which: str) -> list[str]:
     store = bucket.store
     return [
-        *(sys.executable, "-m", "ckptkit_cli", "consolidate", f"{bucket.url}/run"),
-        *(f"{bucket.url}/out", "--names", "live", "--quiet", "--slice", which),
+        *("consolidate", f"{bucket.url}/run", f"{bucket.url}/out"),
+        *("--names", "live", "--quiet", "--slice", which),
         *(*store.arguments("--src-option"), *store.arguments("--dst-option"), "--workers", "1"),
     ]
 
 
-@contextmanager
-def started(bucket: Bucket, which: str) -> Iterator[subprocess.Popen[str]]:
-    arguments = command(bucket, which)
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def kill_at(gate: Fault, bucket: Bucket, forks: ForkedCommands, log: Path) -> None:
+    """Kills the first of two slices while it waits at the gate."""
+    bucket.store.proxy.add(gate)
+    process = forks.start(words(bucket, "0/2"), log)
+    try:
+        assert until(lambda: gate.met)
+    finally:
+        os.kill(process, signal.SIGKILL)
+    assert forks.wait(process) == -signal.SIGKILL, log.read_text()
+    bucket.store.proxy.reset()
 
 
 def until(holds: object) -> bool:
@@ -180,30 +186,21 @@ def until(holds: object) -> bool:
     return False
 
 
-def test_of_processes_that_run_at_a_time_one_commits(bucket: Bucket, weights: bytes) -> None:
-    with ThreadPoolExecutor(2) as threads:
-        ended = threads.map(
-            lambda number: subprocess.run(
-                command(bucket, f"{number}/2"), capture_output=True, text=True, check=False
-            ),
-            range(2),
-        )
-        told = [(one.returncode, one.stderr) for one in ended]
-    assert [status for status, _ in told] == [0, 0], told
+def test_of_processes_that_run_at_a_time_one_commits(
+    bucket: Bucket, weights: bytes, forks: ForkedCommands, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    processes = [forks.start(words(bucket, f"{number}/2"), log) for number in range(2)]
+    assert [forks.wait(process) for process in processes] == [0, 0], log.read_text()
     assert is_whole(bucket, weights)
     assert bucket.unfinished_uploads() == []
 
 
 def test_a_killed_slice_sends_its_parts_again_and_others_do_not(
-    bucket: Bucket, weights: bytes
+    bucket: Bucket, weights: bytes, forks: ForkedCommands, tmp_path: Path
 ) -> None:
     gate = Fault(r"PUT .*out/model.safetensors.*partNumber=2", wait=threading.Event(), times=None)
-    bucket.store.proxy.add(gate)
-    with started(bucket, "0/2") as process:
-        assert until(lambda: gate.met)
-        process.kill()
-        process.communicate(timeout=60)
-    bucket.store.proxy.reset()
+    kill_at(gate, bucket, forks, tmp_path / "log")
     assert slice_of(bucket, 1, 2).missing == (0,)
     heard: list[Event] = []
     assert slice_of(bucket, 1, 2, listener=heard).missing == (0,)
@@ -215,16 +212,11 @@ def test_a_killed_slice_sends_its_parts_again_and_others_do_not(
 
 
 def test_a_slice_killed_while_it_commits_finishes_when_it_is_run_again(
-    bucket: Bucket, weights: bytes
+    bucket: Bucket, weights: bytes, forks: ForkedCommands, tmp_path: Path
 ) -> None:
     slice_of(bucket, 1, 2)
     gate = Fault(r"POST .*safetensors\?uploadId", wait=threading.Event(), times=None)
-    bucket.store.proxy.add(gate)
-    with started(bucket, "0/2") as process:
-        assert until(lambda: gate.met)
-        process.kill()
-        process.communicate(timeout=60)
-    bucket.store.proxy.reset()
+    kill_at(gate, bucket, forks, tmp_path / "log")
     assert until(lambda: "out/model.safetensors" in bucket.keys("out/"))  # and nobody heard of it
     assert f"out/{MANIFEST}" not in bucket.keys("out/")
     other = slice_of(bucket, 1, 2, overwrite=True)

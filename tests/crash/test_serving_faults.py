@@ -273,8 +273,8 @@ def begin_and_take_nothing(serving: Serving, sent: bytes = b"") -> socket.socket
 
 
 @pytest.fixture
-def unsigned(source: Path) -> Iterator[Serving]:
-    with ckptkit.serve(source, name="m", names="live", auth=False) as serving:
+def unsigned(saved: Path) -> Iterator[Serving]:
+    with ckptkit.serve(saved, name="m", names="live", auth=False) as serving:
         yield serving
 
 
@@ -350,9 +350,9 @@ HEAD = b"GET /ckptkit HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"\r\n"], ids=["nothing", "half", "request"])
-def test_idle_connections_keep_nobody_out(source: Path, tmp_path: Path, sent: bytes) -> None:
+def test_idle_connections_keep_nobody_out(saved: Path, tmp_path: Path, sent: bytes) -> None:
     """There are twice as many as the server may have open files, and they need no key."""
-    command = [sys.executable, "-m", "ckptkit_cli", "serve", str(source), "--names", "live"]
+    command = [sys.executable, "-m", "ckptkit_cli", "serve", str(saved), "--names", "live"]
     limited = ["/bin/sh", "-c", 'ulimit -n 256; exec "$0" "$@"', *command, "--name", "m", "--json"]
     with (
         (tmp_path / "errors").open("wb") as errors,
@@ -407,8 +407,8 @@ with ckptkit.serve(sys.argv[1], name="m", names="live", auth=False) as serving:
 """
 
 
-def test_a_process_without_descriptors_says_so_once_and_goes_on_later(source: Path) -> None:
-    command = [sys.executable, "-c", _FULL, str(source)]
+def test_a_process_without_descriptors_says_so_once_and_goes_on_later(saved: Path) -> None:
+    command = [sys.executable, "-c", _FULL, str(saved)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("Too many open files") == 1
@@ -468,9 +468,9 @@ def test_connections_that_are_used_stay_open(
         assert f"Content-Length: {len(body)}".encode() in head
 
 
-def test_more_clients_than_buffers_all_get_their_bytes(source: Path) -> None:
+def test_more_clients_than_buffers_all_get_their_bytes(saved: Path) -> None:
     with ckptkit.serve(
-        source, name="m", names="live", auth=False, workers=1, memory_budget="26MB"
+        saved, name="m", names="live", auth=False, workers=1, memory_budget="26MB"
     ) as serving:
         assert free_blocks(serving) == 2
         sizes: list[int] = []
@@ -494,8 +494,8 @@ def test_more_clients_than_buffers_all_get_their_bytes(source: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_server_that_ends_leaves_no_body_that_looks_whole(source: Path, number: int) -> None:
-    command = [sys.executable, "-m", "ckptkit_cli", "serve", str(source), "--names", "live"]
+def test_a_server_that_ends_leaves_no_body_that_looks_whole(saved: Path, number: int) -> None:
+    command = [sys.executable, "-m", "ckptkit_cli", "serve", str(saved), "--names", "live"]
     with started(
         [*command, "--name", "m", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

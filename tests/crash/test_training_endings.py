@@ -33,6 +33,7 @@ from ckptkit.training import Checkpointer
 from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.writer.messages import StepCommitted
+from tests.ranks import RunRanks
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 SECONDS = 30.0
@@ -86,14 +87,16 @@ saver.save(5, {"model": model})
 """
 
 
-def test_a_save_that_is_lost_at_the_end_of_a_script_is_told_and_ends_it_in_time(run: Path) -> None:
+def test_a_save_that_is_lost_at_the_end_of_a_script_is_told_and_ends_it_in_time(
+    run: Path, tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    script = tmp_path / "hopeless.py"
+    script.write_text(HOPELESS)
     began = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-c", HOPELESS, str(run)], check=True, timeout=60, capture_output=True
-    )
+    ended = run_ranks(script, 1, run, limit_seconds=60)
     assert time.monotonic() - began < SECONDS
-    assert b"step 5: the program ends before the save" in ended.stderr
-    assert b"Traceback" not in ended.stderr
+    assert "step 5: the program ends before the save" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 class Interrupted(BaseException):
@@ -428,12 +431,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_writers_of_a_killed_trainer_end_though_a_child_of_it_lives(run: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", ORPHANED, str(run)], stdout=subprocess.PIPE, timeout=60, check=False
-    )
-    assert ended.returncode == -signal.SIGKILL
+def test_writers_of_a_killed_trainer_end_though_a_child_of_it_lives(
+    run: Path, tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    script = tmp_path / "orphaned.py"
+    script.write_text(ORPHANED)
+    ended = run_ranks(script, 1, run, status=1, limit_seconds=60)
+    assert ended.stderr == ""
     pids = [int(text) for text in ended.stdout.split()]
+    assert len(pids) == 2
     until = time.monotonic() + 4
     while time.monotonic() < until and any(map(_is_alive, pids)):
         time.sleep(0.05)

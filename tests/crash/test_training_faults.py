@@ -10,10 +10,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from ckptkit.training.save import slot as save_slot
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
+from tests.ranks import RunRanks
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 MOUNT, UMOUNT = shutil.which("mount") or "mount", shutil.which("umount") or "umount"
@@ -355,7 +356,7 @@ def test_a_save_while_another_thread_resumes(run: Path, monkeypatch: pytest.Monk
 
 
 OTHER_JOB = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, {tests!r})
 import troubles
 trouble = troubles.Trouble(troubles.Path({file!r}))
@@ -365,30 +366,36 @@ with trouble.writers():
     troubles.saved(saver, 1, state)
     with trouble.of("stuck"):
         saver.save(2, state)
-        print("under way", flush=True)
+        told = troubles.Path({told!r})
+        told.write_text(str(os.getpid()))
+        told.rename(told.with_suffix(""))
         time.sleep(600)
 """
 
 
-def test_two_jobs_in_one_directory(run: Path, tmp_path: Path, log: Any) -> None:
-    program = OTHER_JOB.format(
-        tests=str(Path(__file__).parent), run=str(run), file=str(tmp_path / "trouble")
-    )
-    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    with job:
+def test_two_jobs_in_one_directory(
+    run: Path, tmp_path: Path, log: Any, run_ranks: RunRanks, wait_for: Callable[..., None]
+) -> None:
+    script, told = tmp_path / "job.py", tmp_path / "under_way"
+    places = {"tests": Path(__file__).parent, "run": run, "file": tmp_path / "trouble"}
+    places["told"] = told.with_suffix(".new")
+    script.write_text(OTHER_JOB.format(**{name: str(place) for name, place in places.items()}))
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(run_ranks, script, 1, status=1, limit_seconds=60)
+        wait_for(lambda: told.exists() or job.done(), seconds=60)
+        assert told.exists(), job.result()
+        process = int(told.read_text())
         try:
-            assert job.stdout is not None
-            assert job.stdout.readline() == "under way\n"
             began = time.monotonic()
             with pytest.raises(
-                RefusedError, match=f"another job .* process {job.pid} on"
+                RefusedError, match=f"another job .* process {process} on"
             ) as caught:
                 Checkpointer(run)
             assert time.monotonic() - began < 5
             assert "directory of its own" in caught.value.hint
             assert troubles.working_folders(run)  # that of the other job is left alone
         finally:
-            job.kill()
+            os.kill(process, signal.SIGKILL)
     with Checkpointer(run) as saver:
         assert troubles.working_folders(run) == []
         state = fresh()

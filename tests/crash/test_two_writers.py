@@ -30,6 +30,7 @@ from ckptkit.storage import output_claim
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote import s3_object
+from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.faulty_proxy import Fault, Proxy
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 
@@ -47,6 +48,12 @@ def bucket(object_store: ObjectStore) -> Bucket:
     bucket = object_store.bucket("two-writers")
     bucket.clear()
     return bucket
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkedCommands]:
+    with running_forks() as forks:
+        yield forks
 
 
 @pytest.fixture(autouse=True)
@@ -278,15 +285,21 @@ def test_a_slice_does_not_replace_what_one_process_put_in_a_directory_meanwhile(
 
 
 def test_two_processes_at_once_leave_one_output(
-    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
+    bucket: Bucket,
+    known: dict[str, dict[str, bytes]],
+    own_proxy: Proxy,
+    forks: ForkedCommands,
+    tmp_path: Path,
 ) -> None:
     own_proxy.slow(CHANGING, 0.05)
     for delay in (0.0, 0.4):
-        first = _started(bucket, own_proxy.url, "--dtype", "bfloat16")
+        logs = tmp_path / f"first-{delay}", tmp_path / f"second-{delay}"
+        first = forks.start(_words(bucket, own_proxy.url, "--dtype", "bfloat16"), logs[0])
         time.sleep(delay)
-        second = _started(bucket, bucket.store.endpoint, "--max-shard-size", "64KB")
-        ends = [process.communicate(timeout=120)[1] for process in (first, second)]
-        statuses = first.returncode, second.returncode
+        options = "--max-shard-size", "64KB"
+        second = forks.start(_words(bucket, bucket.store.endpoint, *options), logs[1])
+        statuses = forks.wait(first), forks.wait(second)
+        ends = [log.read_text() for log in logs]
         assert set(statuses) <= {0, 1, 3, 4, 5}
         assert 1 not in statuses, ends
         if statuses == (0, 0):  # one had ended before the other began to look
@@ -302,34 +315,37 @@ def test_two_processes_at_once_leave_one_output(
         assert write(by_way_of(bucket), {}) == ""
 
 
-def _started(bucket: Bucket, endpoint: str, *options: str) -> subprocess.Popen[str]:
+def _words(bucket: Bucket, endpoint: str, *options: str) -> list[str]:
     given = [
         f"key={KEY}",
         f"secret={SECRET}",
         f"client_kwargs.endpoint_url={endpoint}",
         "client_kwargs.region_name=us-east-1",
     ]
-    command = [
-        *(sys.executable, "-m", "ckptkit_cli", "consolidate", str(STEP / "checkpoint")),
-        *(f"{bucket.url}/{OUT}", "--overwrite", "--names", "live", "--quiet", *options),
+    return [
+        *("consolidate", str(STEP / "checkpoint"), f"{bucket.url}/{OUT}"),
+        *("--overwrite", "--names", "live", "--quiet", *options),
         *(word for pair in given for word in ("--dst-option", pair)),
     ]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
 
 
 def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
-    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
+    bucket: Bucket,
+    known: dict[str, dict[str, bytes]],
+    own_proxy: Proxy,
+    forks: ForkedCommands,
+    tmp_path: Path,
 ) -> None:
     gate = Fault(r"PUT .*config\.json", wait=threading.Event(), times=None)
     own_proxy.add(gate)
-    process = _started(bucket, own_proxy.url, "--dtype", "bfloat16")
+    process = forks.start(_words(bucket, own_proxy.url, "--dtype", "bfloat16"), tmp_path / "log")
     until = time.monotonic() + 60
     while not gate.met and time.monotonic() < until:
         time.sleep(0.02)
     with pytest.raises(RefusedError, match="another run is putting its output there"):
         ckptkit.consolidate(STEP / "checkpoint", by_way_of(bucket), names="live", overwrite=True)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    os.kill(process, signal.SIGKILL)
+    assert forks.wait(process) == -signal.SIGKILL
     assert f"{OUT}/{CLAIM_NAME}" in set(bucket.keys())
     assert f"{OUT}/{MANIFEST_NAME}" not in set(bucket.keys())
     with pytest.raises(NotACheckpointError, match="not finished"):

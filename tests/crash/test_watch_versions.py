@@ -6,10 +6,8 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ import torch
 
 import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
-from tests.command_line import run_command, started
+from tests.command_line import run_command
+from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.object_store import Bucket, Fault, ObjectStore
 from tests.sharded import write_sharded
 from tests.small_deltas import model_bytes
 
-SCRIPT = Path(__file__).with_name("watch_life.py")
 SIZES = {"layers.0.weight": (40, 30), "layers.1.weight": (7, 5), "norm.weight": (30,)}
 
 
@@ -267,6 +265,12 @@ def test_options_that_exclude_each_other_are_refused(
     assert text in done.stderr
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkedCommands]:
+    with running_forks() as forks:
+        yield forks
+
+
 def pull(bucket: Bucket, tmp_path: Path) -> Path:
     """Copies the versions in a bucket to a disk; returns their folder."""
     keys = bucket.keys()
@@ -299,21 +303,20 @@ def test_versions_are_published_to_a_store(
     ],
 )
 def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
-    file: str, object_store: ObjectStore, run: Path, tmp_path: Path
+    file: str, object_store: ObjectStore, forks: ForkedCommands, run: Path, tmp_path: Path
 ) -> None:
     bucket = object_store.bucket("killed-versions")
     bucket.clear()
     into, options = f"{bucket.url}/weights", object_store.arguments("--dst-option")
     words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--delta", "10"]
-    with started(
-        [sys.executable, "-m", "ckptkit_cli", *words, *options],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as process:
-        kill = Fault(f"^PUT .*{file}", status=500, before=process.kill)
-        object_store.proxy.add(kill)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, errors
+    child: Future[int] = Future()
+    kill = Fault(
+        f"^PUT .*{file}", status=500, before=lambda: os.kill(child.result(60), signal.SIGKILL)
+    )
+    object_store.proxy.add(kill)
+    log = tmp_path / "log"
+    child.set_result(forks.start([*words, *options], log))
+    assert forks.wait(child.result()) == -signal.SIGKILL, log.read_text()
     assert kill.met == 1
     watch(run, into, "--delta", "10", *options)
     pulled = pull(bucket, tmp_path)
@@ -322,9 +325,10 @@ def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
 
 
 def test_a_place_that_another_machine_may_still_write_to_is_waited_for(
-    object_store: ObjectStore, run: Path, tmp_path: Path
+    object_store: ObjectStore, forks: ForkedCommands, run: Path, tmp_path: Path
 ) -> None:
     """As after a restart in another container: whether the holder is alive cannot be seen."""
+    shutil.rmtree(run / "checkpoint-3")
     bucket = object_store.bucket("busy-versions")
     bucket.clear()
     into, options = f"{bucket.url}/weights", object_store.arguments("--dst-option")
@@ -333,68 +337,38 @@ def test_a_place_that_another_machine_may_still_write_to_is_waited_for(
     bucket.put(f"{place}/.ckptkit-commit", json.dumps(claim).encode())
     bucket.put(f"{place}/model.safetensors", b"of a commit that was killed")
     words = ["watch", str(run), "--into", into, "--once", "--weights-only", "--json"]
-    with started(
-        [sys.executable, "-m", "ckptkit_cli", *words, *options], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        lines = (json.loads(line) for line in process.stdout)
+    log = tmp_path / "log"
+    os.mkfifo(log)
+    child = forks.start([*words, *options], log)
+    with log.open() as output:
+        lines = (json.loads(line) for line in output)
         waited = next(event for event in lines if event["event"] in {"retrying", "failed"})
         assert waited["error"]["code"] == "output-busy"
         assert waited["event"] == "retrying"
         bucket.put(f"{place}/.ckptkit-commit", json.dumps(claim | {"writer": ""}).encode())
         rest = [event["event"] for event in lines]
-    assert process.returncode == 0, rest
+    assert forks.wait(child) == 0, rest
     assert "failed" not in rest
     pulled = pull(bucket, tmp_path)
-    assert versions(pulled) == [(1, False, 1), (2, False, 2), (3, False, 3)]
+    assert versions(pulled) == [(1, False, 1), (2, False, 2)]
     check_chain(pulled, run, tmp_path)
 
 
-@contextmanager
-def lives(folder: Path) -> Iterator[Any]:
-    """Yields a function that runs a watch in a child, which dies at its nth write."""
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    send, answers = process.stdin, process.stdout
-
-    def live(arguments: list[str], die_at: int) -> int:
-        request = {
-            "arguments": arguments,
-            "die_at": die_at,
-            "folder": str(folder),
-            "log": str(folder.parent / "log"),
-        }
-        send.write(json.dumps(request) + "\n")
-        send.flush()
-        answers.readline()
-        return int(json.loads(answers.readline())["status"])
-
-    with process:
-        yield live
-        send.close()
-
-
 @pytest.mark.slow
-def test_kills_at_every_write_leave_a_chain_without_a_gap(tmp_path: Path) -> None:
+def test_kills_at_every_write_leave_a_chain_without_a_gap(
+    forks: ForkedCommands, tmp_path: Path
+) -> None:
     run, into = tmp_path / "all" / "run", tmp_path / "all" / "weights"
     run.mkdir(parents=True)
     steps = kills = 0
     arguments = ["watch", str(run), "--into", str(into), "--once", "--weights-only", "--delta", "4"]
-    with lives(tmp_path / "all") as live:
-        for die_at in range(2, 60, 3):
-            steps += 1
-            add_step(run, steps)
-            status = live(arguments, die_at)
-            assert status in {0, -signal.SIGKILL}, (tmp_path / "log").read_text()
-            kills += status != 0
-        assert live(arguments, 0) == 0, (tmp_path / "log").read_text()
+    for die_at in range(2, 60, 3):
+        steps += 1
+        add_step(run, steps)
+        status = forks.run(arguments, tmp_path / "log", die_at=die_at)
+        assert status in {0, -signal.SIGKILL}, (tmp_path / "log").read_text()
+        kills += status != 0
+    assert forks.run(arguments, tmp_path / "log", die_at=0) == 0, (tmp_path / "log").read_text()
     assert kills > 10
     found = versions(into)
     assert [number for number, _, _ in found] == list(range(1, steps + 1))

@@ -18,6 +18,7 @@ import traceback
 from typing import Any, NoReturn
 
 from tests.campaigns.chaos.system_calls import Fault, arm
+from tests.s3_client import prepare_clients
 
 IMPORTED = ("numpy", "s3fs", "hf_xet", "huggingface_hub.hf_api", "ckptkit.api")
 PACKAGES = ("ckptkit_cli", "ckptkit.conversion", "ckptkit.engine", "ckptkit.formats", "ckptkit.hub")
@@ -66,6 +67,7 @@ def main() -> None:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             if not module.name.startswith("__"):
                 importlib.import_module(f"{package}.{module.name}")
+    prepare_clients()
     assert threading.active_count() == 1, threading.enumerate()  # no lock may be held by another
     gc.freeze()
     print(json.dumps("ready"), flush=True)

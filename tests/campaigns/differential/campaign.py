@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.campaigns.differential.draws import Draw, simpler
-from tests.ranks import RankHost
+from tests.ranks import RankHost, RunRanks
 
 SCRIPT = Path(__file__).with_name("phase_run.py")
 PHASES = ("save", "load", "read")
@@ -44,9 +44,11 @@ class Comparison:
 class Campaign:
     """Draws in folders of their own, and a process that ranks are forks of."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run_ranks: RunRanks | None = None) -> None:
+        """Takes what runs a script on ranks, whatever their status; else it starts a host."""
         self._folder = folder
         self._host = RankHost()
+        self._run_ranks = self._host.run if run_ranks is None else run_ranks
         self._made = 0
 
     def close(self) -> None:
@@ -81,7 +83,7 @@ class Campaign:
         """Runs a phase; ranks are started anew after a draw that failed."""
         left = list(places)
         while left:
-            done = self._host.run(
+            done = self._run_ranks(
                 SCRIPT,
                 world,
                 phase,

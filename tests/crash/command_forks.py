@@ -1,12 +1,16 @@
-"""Runs `ckptkit watch` again and again in forked children, which kill themselves on request.
+"""Runs `ckptkit` again and again in forked children, which kill themselves on request.
 
 One line of JSON on standard input asks for a run: `arguments` for the command, and `die_at`, the
 number of the write to the state or to what is built at which the child is killed; 0 for none. The
-answers are lines of JSON, too: first the child's `pid`, then its `status`.
+answers are lines of JSON, too: first the child's `pid`, then its `status`, which has to be asked
+for with the `pid` if the request says that others run `beside`. Modules that all children need can
+be named as arguments; `s3fs` has them ready to make clients, too.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import signal
@@ -52,9 +56,22 @@ def run(request: dict[str, Any]) -> int:
     return main(request["arguments"])
 
 
+def prepare(modules: list[str]) -> None:
+    for name in modules:
+        importlib.import_module(name)
+    if "s3fs" in modules:
+        from tests.s3_client import prepare_clients
+
+        prepare_clients()
+    gc.freeze()
+
+
 def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
+        if "pid" in request:
+            tell_status(request["pid"])
+            continue
         pid = os.fork()
         if pid == 0:
             status = 70
@@ -63,8 +80,13 @@ def serve() -> None:
             finally:
                 os._exit(status)
         say({"pid": pid})
-        _, status = os.waitpid(pid, 0)
-        say({"status": os.waitstatus_to_exitcode(status)})
+        if not request.get("beside"):
+            tell_status(pid)
+
+
+def tell_status(pid: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    say({"status": os.waitstatus_to_exitcode(status)})
 
 
 def say(document: dict[str, int]) -> None:
@@ -73,4 +95,5 @@ def say(document: dict[str, int]) -> None:
 
 
 if __name__ == "__main__":
+    prepare(sys.argv[1:])
     serve()
