@@ -20,7 +20,7 @@ IMPORTED = (
 
 
 class ForkedCommands:
-    """The process; see `command_forks.py`."""
+    """The process; see `command_host.py`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdin is not None
@@ -60,7 +60,7 @@ class ForkedCommands:
 def running_forks() -> Iterator[ForkedCommands]:
     """Starts the process, ready to write to stores, too."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.command_forks", *IMPORTED],
+        [sys.executable, "-m", "tests.crash.command_host", *IMPORTED],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,

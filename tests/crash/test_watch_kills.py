@@ -20,7 +20,7 @@ import pytest
 
 from tests.hub_server import TOKEN, HubServer
 
-SCRIPT = Path(__file__).with_name("command_forks.py")
+SCRIPT = Path(__file__).with_name("command_host.py")
 STEP = Path(__file__).parents[2] / "fixtures/peft_checkpointer/checkpoint/checkpoint-2"
 REPO = "org/run"
 REQUESTS, WRITES = range(3, 16), (3, 9, 15, 20, 22, 25, 26, 28, 29, 30, 31)
