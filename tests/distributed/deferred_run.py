@@ -1,11 +1,12 @@
 """Runs under torchrun: models of `defer_weights` beside those that are loaded as usual.
 
-Usage: deferred_run.py FOLDER CHECK… Each line that rank 0 prints is one thing that was found.
+Usage: deferred_run.py FOLDER KIND CHECK… Each line that rank 0 prints is one thing that was found.
 Everything that communicates raises while a model is filled.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ from ckptkit.integrations.accelerate import install as install_accelerator
 from ckptkit.integrations.transformers import defer_weights, install
 from ckptkit.training import load_into
 from ckptkit.training.load.load_into import ModelLoad
+from tests.distributed.pretending.sitecustomize import pretend
 from tests.distributed.saving_run import nobody_talks
 from tests.distributed.tiny_trainers import (
     WORDS,
@@ -467,7 +470,9 @@ def main() -> None:
     logging.getLogger("ckptkit").setLevel(logging.INFO)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    pretend(accelerate.state)
     silence_fills()
+    gc.freeze()  # the Trainer collects garbage each time; what libraries hold is not looked through
     kind = sys.argv[2]
     for check in sys.argv[3:]:
         AcceleratorState._reset_state(reset_partial_state=True)

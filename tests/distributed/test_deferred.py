@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-HERE = Path(__file__).parent
-SCRIPT = HERE / "deferred_run.py"
+SCRIPT = Path(__file__).with_name("deferred_run.py")
 CHECKS = (
     "models",
     "heads",
@@ -33,13 +32,14 @@ def found(run_ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFac
     """What all checks found, by the kind of FSDP; the log is at `log`."""
     by_kind: Found = {"log": []}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{HERE / 'pretending'}:{HERE.parents[1]}")
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         for kind in KINDS:
             folder = tmp_path_factory.mktemp(kind)
-            done = run_ranks(SCRIPT, 2, folder, kind, *CHECKS, status=None)
+            # The ranks of the other kind are forks, which share what they import.
+            words, by_torchrun = (folder, kind, *CHECKS), kind == "fsdp2"
+            done = run_ranks(SCRIPT, 2, *words, status=None, torchrun=by_torchrun)
             output = f"{done.stdout}{done.stderr}"  # type: ignore[attr-defined]
             by_kind[kind] = re.findall(rf"^FOUND {kind} (.*?) *$", output, re.MULTILINE)
             by_kind["log"].append(output)

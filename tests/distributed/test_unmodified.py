@@ -9,15 +9,20 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckptkit
+from tests.ranks import RankHost, RunRanks, make_runner
 
 HERE = Path(__file__).parent
+# What scripts import, or their libraries do, except for what ckptkit patches.
+IMPORTED = ("bitsandbytes", "datasets", "deepspeed", "torchao", "torchdata.stateful_dataloader")
+# For processes that are not forks.
+PRETENDING = os.pathsep.join(filter(None, (str(HERE / "pretending"), os.environ.get("PYTHONPATH"))))
 SCRIPT = HERE / "plain_script.py"
 TOY = HERE.parents[1] / "examples/toy.py"
 # What `accelerate launch` sets for a configuration with FSDP.
@@ -32,17 +37,32 @@ TELLS = "go through ckptkit; CKPTKIT_RUN=off switches it off"
 Launch = Callable[..., Any]
 
 
+@pytest.fixture(scope="module")
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunRanks]:
+    """As that of all tests; what takes long to import is imported once."""
+    host = RankHost(*IMPORTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("home")))  # read by the imports
+        yield make_runner(host)
+    host.close()
+
+
 @pytest.fixture
-def launch(run_ranks: Launch, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Runs a script on two ranks with FSDP through `ckptkit.run`."""
-    monkeypatch.setenv("PYTHONPATH", str(HERE / "pretending"), prepend=":")
+def launch(run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Runs a script on two ranks with FSDP through `ckptkit.run`, as `torchrun` if asked."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     for name, value in FSDP2.items():
         monkeypatch.setenv(name, value)
 
-    def run(*arguments: object, wraps: str, status: int | None = 0) -> Any:
+    def run(
+        *arguments: object, wraps: str, status: int | None = 0, torchrun: bool = False
+    ) -> subprocess.CompletedProcess[str]:
         monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", wraps)
-        return run_ranks("-m", 2, "ckptkit.run", *arguments, status=status)
+        if not torchrun:
+            return run_ranks(HERE / "unmodified_run.py", 2, *arguments, status=status)
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", PRETENDING)
+            return run_ranks("-m", 2, "ckptkit.run", *arguments, status=status)
 
     return run
 
@@ -62,7 +82,7 @@ def accelerate_launch(home: Path, *arguments: object, wraps: str) -> Any:
         [*command, *map(str, arguments)],
         env={k: v for k, v in os.environ.items() if k not in FSDP2}
         | {"HF_HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        | {"PYTHONWARNINGS": "ignore"},
+        | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": PRETENDING},
         timeout=600,
         capture_output=True,
         text=True,
@@ -93,7 +113,8 @@ def test_a_script_of_accelerates_that_is_killed_goes_on_to_the_same_end(
     assert "INFO ckptkit" not in stock.stderr
     assert not (tmp_path / "stock/checkpoints/checkpoint_2/ckptkit.json").exists()
 
-    killed = launch(SCRIPT, tmp_path / "ours", "--die-at", 8, wraps="Block", status=None)
+    words = (SCRIPT, tmp_path / "ours", "--die-at", 8)
+    killed = launch(*words, wraps="Block", status=None, torchrun=True)
     assert killed.returncode == 1
     assert signal.SIGKILL.name in killed.stderr
     run = tmp_path / "ours/checkpoints"
@@ -131,7 +152,7 @@ def test_the_documented_ending_gathers_nothing_and_writes_what_it_wrote(
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_the_sft_script_of_trl_saves_its_checkpoints_through_ckptkit(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launch, tmp_path: Path
 ) -> None:
     toy = runpy.run_path(str(TOY))
     toy["model"]().save_pretrained(tmp_path / "model")
@@ -139,7 +160,6 @@ def test_the_sft_script_of_trl_saves_its_checkpoints_through_ckptkit(
     (tmp_path / "data").mkdir()
     lines = [json.dumps({"text": text}) for text in toy["TEXTS"] * 8]
     (tmp_path / "data/train.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
     done = launch(
         *("-m", "trl.scripts.sft", "--output_dir", tmp_path / "out"),
