@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,34 +16,58 @@ import ckptkit
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("stages_run.py")
 CASES = ("pipeline", "interleaved", "experts", "experts_again", "experts_ddp", "plain")
+SAMPLE = ("pipeline", "experts_again")
 
 
-@pytest.fixture(scope="module")
-def saved(run_ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+@dataclass(frozen=True)
+class Saved:
     """What four ranks saved, each case under its name in a run, and resumed from."""
-    folder = tmp_path_factory.mktemp("stages")
-    done = run_ranks(SCRIPT, 4, folder, "here")
-    assert done.stdout.count("RESUMED") == 4 * (len(CASES) + 4)  # type: ignore[attr-defined]
-    refusals = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]  # type: ignore[attr-defined]
-    assert len(refusals) == 4
+
+    folder: Path
+    cases: tuple[str, ...]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(SAMPLE, id="sample"),
+        pytest.param(CASES, id="all", marks=pytest.mark.slow),
+    ],
+)
+def saved(
+    request: pytest.FixtureRequest,
+    run_ranks: Callable[..., Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Saved:
+    folder, cases = tmp_path_factory.mktemp("stages"), request.param
+    marked = ["marked"] if cases == CASES else []
+    done = run_ranks(SCRIPT, 4, folder, "here", *cases, *marked)
+    cut_otherwise = ["pipeline", "plain", "plain"] if marked else ["pipeline"]
+    assert done.stdout.count("RESUMED") == 4 * len([*cases, *cut_otherwise, *marked])
+    refusals = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]
+    assert len(refusals) == 4 * len(marked)
     assert all("holds another part of" in line for line in refusals)
-    return folder
+    return Saved(folder, cases)
 
 
 def test_stages_and_experts_resume_bit_for_bit_on_plain_fsdp_and_with_stock_tools(
-    run_ranks: Callable[..., object], saved: Path
+    run_ranks: Callable[..., Any], saved: Saved
 ) -> None:
-    output = run_ranks(SCRIPT, 2, saved, "elsewhere").stdout  # type: ignore[attr-defined]
-    assert output.count("RESUMED") == 2 * len(CASES)
+    output = run_ranks(SCRIPT, 2, saved.folder, "elsewhere", *saved.cases).stdout
+    assert output.count("RESUMED") == 2 * len(saved.cases)
     assert output.count("STOCK") == 2
 
 
-@pytest.mark.parametrize("name", CASES)
 def test_what_stages_and_experts_saved_or_exported_is_one_model(
-    saved: Path, tmp_path: Path, name: str
+    saved: Saved, tmp_path: Path
 ) -> None:
-    ckptkit.consolidate(saved / "run" / name, tmp_path / "out")
-    weights = tmp_path / "out" / "model.safetensors"
+    for name in saved.cases:
+        is_one_model(saved.folder, name, tmp_path / name)
+
+
+def is_one_model(saved: Path, name: str, out: Path) -> None:
+    ckptkit.consolidate(saved / "run" / name, out)
+    weights = out / "model.safetensors"
     assert weights.read_bytes() == (saved / f"export_{name}" / weights.name).read_bytes()
     found = load_file(weights)
     live = {

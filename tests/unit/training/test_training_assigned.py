@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +22,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # as FSDP1 is with
 LOW = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
+class Steps:
+    """Counts the steps of all tests."""
+
+    last = 0
+
+    @classmethod
+    def next(cls) -> int:
+        cls.last += 1
+        return cls.last
+
+
+@pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     stores: Any = dist
     dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpointer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpointer]:
+    """One for all tests: starting the processes that write costs more than most of them do."""
+    with Checkpointer(tmp_path_factory.mktemp("run"), layout="dcp") as opened:
+        yield opened
 
 
 def network() -> nn.Sequential:
@@ -43,7 +60,9 @@ def by_fsdp1(model: nn.Module, **options: Any) -> Any:
     return FullyShardedDataParallel(model, device_id=device, use_orig_params=True, **options)
 
 
-def content(step: Path) -> dict[str, torch.Tensor]:
+def saved(checkpointer: Checkpointer, model: Any) -> dict[str, torch.Tensor]:
+    """Saves the next step, and returns what it holds."""
+    step = checkpointer.save(Steps.next(), {"model": model}).result(60)
     with ckptkit.open(step) as checkpoint:
         return {name: checkpoint[name].clone() for name in checkpoint.keys()}  # noqa: SIM118
 
@@ -96,7 +115,7 @@ HALVES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("how", HALVES)
 @pytest.mark.parametrize("wrapped", ["plain", "ddp", "fsdp1"])
 def test_what_a_parameter_was_given_is_saved_and_resumed(
-    tmp_path: Path, wrapped: str, how: str
+    checkpointer: Checkpointer, wrapped: str, how: str
 ) -> None:
     if wrapped == "fsdp1" and "assign" in how:
         pytest.skip("FSDP1 loads state dicts in its own way")
@@ -108,36 +127,36 @@ def test_what_a_parameter_was_given_is_saved_and_resumed(
     }
     model = wraps[wrapped](inner)
     model(torch.ones(3, 4))
-    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
-        expected = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
-        for step in (1, 2):
-            assert_equal(content(checkpointer.save(step, {"model": model}).result(60)), expected)
-        HALVES[how](inner)
-        expected = {
-            name: tensor / 2 if "running" not in name and "num" not in name else tensor
-            for name, tensor in expected.items()
-        }
-        for step in (3, 4):
-            assert_equal(content(checkpointer.save(step, {"model": model}).result(60)), expected)
-        HALVES[how](inner)
-        assert checkpointer.resume({"model": model}) == 4
-        model.eval()(torch.ones(3, 4))  # FSDP1 takes up what it finds
-        assert_equal(content(checkpointer.save(5, {"model": model}).result(60)), expected)
+    expected = {name: tensor.clone() for name, tensor in inner.state_dict().items()}
+    for _ in range(2):
+        assert_equal(saved(checkpointer, model), expected)
+    HALVES[how](inner)
+    expected = {
+        name: tensor / 2 if "running" not in name and "num" not in name else tensor
+        for name, tensor in expected.items()
+    }
+    for _ in range(2):
+        assert_equal(saved(checkpointer, model), expected)
+    HALVES[how](inner)
+    assert checkpointer.resume({"model": model}) == Steps.last
+    model.eval()(torch.ones(3, 4))  # FSDP1 takes up what it finds
+    assert_equal(saved(checkpointer, model), expected)
 
 
-def test_frozen_weights_that_were_swapped_out_are_those_of_the_step(tmp_path: Path) -> None:
+def test_frozen_weights_that_were_swapped_out_are_those_of_the_step(
+    checkpointer: Checkpointer,
+) -> None:
     inner = network()
     model = by_fsdp1(inner)
-    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
-        checkpointer.save(1, {"model": model}).result(60)
-        before = content(checkpointer.save(2, {"model": model}).result(60))
-        backup = {name: parameter.data for name, parameter in inner.named_parameters()}
-        halve_data(inner)
-        inside = content(checkpointer.save(3, {"model": model}).result(60))
-        assert torch.equal(inside["2.weight"], before["2.weight"] / 2)
-        for name, parameter in inner.named_parameters():
-            parameter.data = backup[name]
-        assert_equal(content(checkpointer.save(4, {"model": model}).result(60)), before)
+    saved(checkpointer, model)
+    before = saved(checkpointer, model)
+    backup = {name: parameter.data for name, parameter in inner.named_parameters()}
+    halve_data(inner)
+    inside = saved(checkpointer, model)
+    assert torch.equal(inside["2.weight"], before["2.weight"] / 2)
+    for name, parameter in inner.named_parameters():
+        parameter.data = backup[name]
+    assert_equal(saved(checkpointer, model), before)
 
 
 def with_buffers(dtype: torch.dtype, **options: Any) -> Any:
@@ -152,17 +171,16 @@ def with_buffers(dtype: torch.dtype, **options: Any) -> Any:
 @pytest.mark.parametrize("passes", [0, 1])
 @pytest.mark.parametrize("stored", [LOW, torch.float32])
 def test_buffers_are_resumed_from_either_dtype_before_and_after_the_first_pass(
-    tmp_path: Path, stored: torch.dtype, passes: int
+    checkpointer: Checkpointer, stored: torch.dtype, passes: int
 ) -> None:
-    saved = with_buffers(stored)  # without a wrapper, buffers are saved as they are
-    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
-        expected = content(checkpointer.save(1, {"model": saved}).result(60))
-        assert expected["1.running_mean"].dtype == stored
-        model = with_buffers(torch.float32, param_dtype=LOW, buffer_dtype=LOW)
-        for _ in range(passes):
-            model.eval()(torch.ones(3, 4))
-        checkpointer.resume({"model": model})
-        again = content(checkpointer.save(2, {"model": model}).result(60))
+    # Without a wrapper, buffers are saved as they are.
+    expected = saved(checkpointer, with_buffers(stored))
+    assert expected["1.running_mean"].dtype == stored
+    model = with_buffers(torch.float32, param_dtype=LOW, buffer_dtype=LOW)
+    for _ in range(passes):
+        model.eval()(torch.ones(3, 4))
+    assert checkpointer.resume({"model": model}) == Steps.last
+    again = saved(checkpointer, model)
     wanted = expected["1.running_mean"].to(LOW if passes else stored).float()
     assert again["1.running_mean"].dtype == torch.float32
     assert torch.equal(again["1.running_mean"], wanted)
@@ -170,23 +188,21 @@ def test_buffers_are_resumed_from_either_dtype_before_and_after_the_first_pass(
 
 @pytest.mark.parametrize("options", [{}, {"param_dtype": LOW}])
 def test_buffers_that_nothing_casts_are_never_resumed_in_another_dtype(
-    tmp_path: Path, options: dict[str, Any]
+    checkpointer: Checkpointer, options: dict[str, Any]
 ) -> None:
-    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
-        checkpointer.save(1, {"model": with_buffers(LOW)}).result(60)
-        with pytest.raises(ResumeError, match=r"running_mean: dtype bfloat16 was found"):
-            checkpointer.resume({"model": with_buffers(torch.float32, **options)})
-        odd = with_buffers(torch.float32, buffer_dtype=torch.float16)
-        with pytest.raises(ResumeError, match=r"running_mean: dtype bfloat16 was found"):
-            checkpointer.resume({"model": odd})
+    saved(checkpointer, with_buffers(LOW))
+    with pytest.raises(ResumeError, match=r"running_mean: dtype bfloat16 was found"):
+        checkpointer.resume({"model": with_buffers(torch.float32, **options)})
+    odd = with_buffers(torch.float32, buffer_dtype=torch.float16)
+    with pytest.raises(ResumeError, match=r"running_mean: dtype bfloat16 was found"):
+        checkpointer.resume({"model": odd})
 
 
-def test_fully_shard_leaves_buffers_as_they_are(tmp_path: Path) -> None:
+def test_fully_shard_leaves_buffers_as_they_are(checkpointer: Checkpointer) -> None:
     model, kind = network(), importlib.import_module("torch.distributed.fsdp")
     policy = kind.MixedPrecisionPolicy(param_dtype=LOW, output_dtype=torch.float32)
     fully_shard(model[0], mp_policy=policy)
     fully_shard(model)
     model(torch.ones(3, 4))
-    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
-        found = content(checkpointer.save(1, {"model": model}).result(60))
+    found = saved(checkpointer, model)
     assert {tensor.dtype for tensor in found.values()} == {torch.float32, torch.int64}

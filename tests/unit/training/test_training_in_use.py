@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,14 +24,22 @@ from ckptkit.training import Checkpointer
 pytestmark = pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # as FSDP1 is with one rank
 
 INPUTS = torch.arange(8.0).reshape(2, 4).requires_grad_()  # or backward hooks warn
+STEPS = itertools.count(1)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     stores: Any = dist
     dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def checkpointer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpointer]:
+    """Most tests take this one: starting the processes that write costs more than they do."""
+    with Checkpointer(tmp_path_factory.mktemp("run")) as opened:
+        yield opened
 
 
 class Network(nn.Module):
@@ -94,55 +103,54 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_save_from_a_hook_under_fsdp2_is_refused_by_name(
-    tmp_path: Path, hook: str, *, again: bool
+    checkpointer: Checkpointer, hook: str, *, again: bool
 ) -> None:
     model = by_fsdp2()
     model.again = again
     refused: list[str] = []
 
-    with Checkpointer(tmp_path) as checkpointer:
+    def call(*_: Any) -> None:
+        with pytest.raises(UsageError, match=r"(back|for)ward pass of FSDP: .* hook") as caught:
+            checkpointer.save(next(STEPS), {"model": model})
+        refused.append(caught.value.hint)
 
-        def call(*_: Any) -> None:
-            with pytest.raises(UsageError, match=r"(back|for)ward pass of FSDP: .* hook") as caught:
-                checkpointer.save(1, {"model": model})
-            refused.append(caught.value.hint)
-
-        # Of the parameters of a unit the hooks run while those of another are whole.
-        handle = HOOKS[hook](model.first, call)
-        model(INPUTS).sum().backward()
-        handle.remove()
-        assert "between two steps" in refused[0]
-        expected = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
-        model.zero_grad()
-        model(INPUTS).sum().backward()  # nothing was freed, or reduced twice
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter.grad.full_tensor(), expected[name])  # type: ignore[union-attr]
-        assert_holds(checkpointer.save(2, {"model": model}).result(60), expected_of(model))
+    # Of the parameters of a unit the hooks run while those of another are whole.
+    handle = HOOKS[hook](model.first, call)
+    model(INPUTS).sum().backward()
+    handle.remove()
+    assert "between two steps" in refused[0]
+    expected = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    model.zero_grad()
+    model(INPUTS).sum().backward()  # nothing was freed, or reduced twice
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), expected[name])  # type: ignore[union-attr]
+    assert_holds(checkpointer.save(next(STEPS), {"model": model}).result(60), expected_of(model))
 
 
 @pytest.mark.parametrize("call", ["prepare", "export", "resume"])
-def test_other_calls_from_a_hook_are_refused_as_well(tmp_path: Path, call: str) -> None:
+def test_other_calls_from_a_hook_are_refused_as_well(
+    checkpointer: Checkpointer, tmp_path: Path, call: str
+) -> None:
     model = by_fsdp2()
     state = {"model": model}
-    with Checkpointer(tmp_path / "run") as checkpointer:
-        checkpointer.save(1, state).result(60)
-        calls: dict[str, Callable[[], object]] = {
-            "prepare": lambda: checkpointer.prepare(state),
-            "export": lambda: checkpointer.export(tmp_path / "out", state=state),
-            "resume": lambda: checkpointer.resume(state),
-        }
-        refused: list[str] = []
+    checkpointer.save(next(STEPS), state).result(60)
+    calls: dict[str, Callable[[], object]] = {
+        "prepare": lambda: checkpointer.prepare(state),
+        "export": lambda: checkpointer.export(tmp_path / "out", state=state),
+        "resume": lambda: checkpointer.resume(state),
+    }
+    refused: list[str] = []
 
-        def hook(*_: Any) -> None:
-            try:
-                calls[call]()
-            except Exception as error:  # noqa: BLE001  a resume tells all ranks, by another class
-                refused.append(str(error))
+    def hook(*_: Any) -> None:
+        try:
+            calls[call]()
+        except Exception as error:  # noqa: BLE001  a resume tells all ranks, by another class
+            refused.append(str(error))
 
-        model.first.register_full_backward_hook(hook)
-        model(INPUTS).sum().backward()
-        assert len(refused) == 1
-        assert "backward pass of FSDP" in refused[0]
+    model.first.register_full_backward_hook(hook)
+    model(INPUTS).sum().backward()
+    assert len(refused) == 1
+    assert "backward pass of FSDP" in refused[0]
 
 
 def test_a_save_from_a_backward_hook_under_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
@@ -220,40 +228,42 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("before", BEFORE)
-def test_a_save_between_steps_is_not_refused(tmp_path: Path, before: str, model: str) -> None:
+def test_a_save_between_steps_is_not_refused(
+    checkpointer: Checkpointer, before: str, model: str
+) -> None:
     network = MODELS[model]()
     expected = expected_of(network)
-    with Checkpointer(tmp_path) as checkpointer:
-        BEFORE[before](network)
-        assert_holds(checkpointer.save(1, {"model": network}).result(60), expected)
+    BEFORE[before](network)
+    assert_holds(checkpointer.save(next(STEPS), {"model": network}).result(60), expected)
 
-        def from_another_call() -> Path:  # of a module that is not the one that is sharded
-            found: list[Path] = []
+    def from_another_call() -> Path:  # of a module that is not the one that is sharded
+        found: list[Path] = []
 
-            class Outer(nn.Module):
-                def forward(self) -> None:
-                    found.append(checkpointer.save(2, {"model": network}).result(60))
+        class Outer(nn.Module):
+            def forward(self) -> None:
+                found.append(checkpointer.save(next(STEPS), {"model": network}).result(60))
 
-            Outer()()
-            return found[0]
+        Outer()()
+        return found[0]
 
-        assert_holds(from_another_call(), expected)
+    assert_holds(from_another_call(), expected)
 
 
 @pytest.mark.parametrize("how", ["an attribute", "an entry of _parameters"])
-def test_a_parameter_that_fully_shard_does_not_use_is_refused(tmp_path: Path, how: str) -> None:
+def test_a_parameter_that_fully_shard_does_not_use_is_refused(
+    checkpointer: Checkpointer, how: str
+) -> None:
     model = by_fsdp2()
     other = nn.Parameter(torch.zeros_like(model.first.weight))
-    with Checkpointer(tmp_path) as checkpointer:
-        model(INPUTS)
-        if how == "an attribute":
-            model.first.weight = other
-        else:
-            model.first._parameters["weight"] = other
-        with pytest.raises(UnsupportedError, match=r"first\.weight.*fully_shard"):
-            checkpointer.save(1, {"model": model}).result(60)
-        model.load_state_dict(model.state_dict(), assign=True)
-        assert_holds(checkpointer.save(2, {"model": model}).result(60), expected_of(model))
+    model(INPUTS)
+    if how == "an attribute":
+        model.first.weight = other
+    else:
+        model.first._parameters["weight"] = other
+    with pytest.raises(UnsupportedError, match=r"first\.weight.*fully_shard"):
+        checkpointer.save(next(STEPS), {"model": model}).result(60)
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert_holds(checkpointer.save(next(STEPS), {"model": model}).result(60), expected_of(model))
 
 
 def test_a_parameter_that_is_given_before_the_first_pass_is_saved(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import ckptkit
 from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.training import Checkpointer
+from ckptkit.training.state.collect import Layout
 from ckptkit.training.state.dtensors import inner_tensors
 
 NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+LAYOUTS: tuple[Layout, ...] = ("accelerate", "dcp")
+STEPS = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +34,16 @@ def low_bit() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the import, about deprecated parts of torch
         return importlib.import_module("torchao.optim")
+
+
+@pytest.fixture(scope="module")
+def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Checkpointer]]:
+    """One for each layout: starting the processes that write costs more than most tests do."""
+    with ExitStack() as stack:
+        yield {
+            layout: stack.enter_context(Checkpointer(tmp_path_factory.mktemp("run"), layout=layout))
+            for layout in LAYOUTS
+        }
 
 
 def network() -> nn.Module:
@@ -49,15 +65,21 @@ def train(state: dict[str, Any], steps: int) -> None:
         state["optimizer"].zero_grad()
 
 
-def save(run: Path, state: dict[str, Any], **options: Any) -> Any:
-    with Checkpointer(run, **options) as checkpointer:
-        checkpointer.prepare(state)
-        return checkpointer.save(1, state).report(60)
+def save(run: Path, state: dict[str, Any]) -> Any:
+    with Checkpointer(run) as checkpointer:
+        return save_next(checkpointer, state)
 
 
-def resume(run: Path, state: dict[str, Any], **options: Any) -> int | None:
+def save_next(checkpointer: Checkpointer, state: dict[str, Any]) -> Any:
+    checkpointer.prepare(state)
+    return checkpointer.save(next(STEPS), state).report(60)
+
+
+def resume(step: Path, state: dict[str, Any], **options: Any) -> int | None:
+    """Resumes in a run of its own: the one of the step is locked while it is open."""
+    run = step.parent.with_name(f"{step.parent.name}-resumed")
     with Checkpointer(run, **options) as checkpointer:
-        return checkpointer.resume(state)
+        return checkpointer.resume(state, folder=step)
 
 
 def plain_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
@@ -66,15 +88,16 @@ def plain_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
     return [inner for tensor in tensors for _, inner in inner_tensors(tensor.detach())]
 
 
-@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_quantised_state_goes_on_bit_for_bit(
-    low_bit: Any, tmp_path: Path, name: str, layout: str
+    low_bit: Any, savers: dict[str, Checkpointer], name: str, layout: str
 ) -> None:
     state, fresh = (state_of(getattr(low_bit, name)) for _ in range(2))
     train(state, 2)
-    assert not save(tmp_path, state, layout=layout).lost
-    assert resume(tmp_path, fresh, layout=layout) == 1
+    report = save_next(savers[layout], state)
+    assert not report.lost
+    assert resume(report.path, fresh, layout=layout) == report.step
     train(state, 2)
     train(fresh, 2)
     expected, found = plain_tensors(state), plain_tensors(fresh)
@@ -83,17 +106,19 @@ def test_quantised_state_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", ["AdamW4bit", "torch"])
-def test_quantised_state_is_no_other_optimizers(low_bit: Any, tmp_path: Path, name: str) -> None:
+def test_quantised_state_is_no_other_optimizers(
+    low_bit: Any, savers: dict[str, Checkpointer], name: str
+) -> None:
     state = state_of(low_bit.AdamW8bit)
     train(state, 1)
-    save(tmp_path, state)
+    report = save_next(savers["accelerate"], state)
     other = state_of(torch.optim.AdamW if name == "torch" else getattr(low_bit, name))
     before = [tensor.clone() for tensor in plain_tensors(other)]
     with pytest.raises(ResumeError, match="OptimState8bit was saved") as caught:
-        resume(tmp_path, other)
+        resume(report.path, other)
     assert "unfit_optimizer='reset'" in str(caught.value.hint)
     assert all(map(torch.equal, before, plain_tensors(other)[: len(before)]))
-    assert resume(tmp_path, other, unfit_optimizer="reset") == 1
+    assert resume(report.path, other, unfit_optimizer="reset") == report.step
     assert not other["optimizer"].state
     pairs = zip(state["model"].parameters(), other["model"].parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
@@ -151,15 +176,15 @@ class Counting(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("stepped", [0, 2])
-@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_of_its_own_beside_that_of_parameters_goes_on(
-    tmp_path: Path, layout: str, stepped: int
+    savers: dict[str, Checkpointer], layout: str, stepped: int
 ) -> None:
     state, fresh = state_of(Counting), state_of(Counting)
     train(state, 3)
     train(fresh, stepped)
-    save(tmp_path, state, layout=layout)
-    assert resume(tmp_path, fresh, layout=layout) == 1
+    report = save_next(savers[layout], state)
+    assert resume(report.path, fresh, layout=layout) == report.step
     own: Any = fresh["optimizer"].state
     assert own["count"] == 3
     train(state, 2)
@@ -195,7 +220,9 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.1), Wrapper(others, lr=0.1)]
 
 
-def test_two_optimizers_of_one_model_one_of_them_a_wrapper_go_on(tmp_path: Path) -> None:
+def test_two_optimizers_of_one_model_one_of_them_a_wrapper_go_on(
+    savers: dict[str, Checkpointer],
+) -> None:
     models = [network(), network()]
     states = [{"model": model, "optimizer": muon_and_adamw(model)} for model in models]
 
@@ -206,8 +233,9 @@ def test_two_optimizers_of_one_model_one_of_them_a_wrapper_go_on(tmp_path: Path)
             optimizer.step()
 
     step(states[0])
-    assert not save(tmp_path, states[0]).lost
-    assert resume(tmp_path, states[1]) == 1
+    report = save_next(savers["accelerate"], states[0])
+    assert not report.lost
+    assert resume(report.path, states[1]) == report.step
     for state in states:
         step(state)
     pairs = zip(*(model.parameters() for model in models), strict=True)
@@ -248,14 +276,18 @@ class Thin(torch.optim.SGD):
         (Thin, "expected a dense tensor, found a torch.sparse_coo tensor"),
     ],
 )
-@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_optimizer_that_cannot_be_saved_does_not_cost_the_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, reason: str, layout: str
+    savers: dict[str, Checkpointer],
+    caplog: pytest.LogCaptureFixture,
+    make: Any,
+    reason: str,
+    layout: str,
 ) -> None:
     state = state_of(make)
     state["optimizer"].fails = True
     with caplog.at_level(logging.WARNING):
-        report = save(tmp_path, state, layout=layout, keep_last=1)
+        report = save_next(savers[layout], state)
     assert reason in report.lost["optimizer"]
     assert "WITHOUT optimizer" in str(report)
     assert any(
@@ -271,10 +303,10 @@ def test_an_optimizer_that_cannot_be_saved_does_not_cost_the_model(
     assert not any(path.startswith("optimizer_0") for path in manifest["files"])
     fresh = state_of(torch.optim.SGD)
     with pytest.raises(ResumeError, match="not saved with this step") as caught:
-        resume(tmp_path, fresh, layout=layout)
+        resume(report.path, fresh, layout=layout)
     assert reason in str(caught.value)
-    assert resume(tmp_path, fresh, layout=layout, unfit_optimizer="reset") == 1
-    assert resume(tmp_path, {"model": fresh["model"]}, layout=layout) == 1
+    assert resume(report.path, fresh, layout=layout, unfit_optimizer="reset") == report.step
+    assert resume(report.path, {"model": fresh["model"]}, layout=layout) == report.step
     pairs = zip(state["model"].parameters(), fresh["model"].parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 
@@ -303,17 +335,17 @@ def test_a_parameter_of_no_model_is_still_refused(tmp_path: Path) -> None:
 
 
 def test_reset_clears_the_state_and_takes_up_hyperparameters_of_its_own_kind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    savers: dict[str, Checkpointer], caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_of(torch.optim.AdamW)
     train(state, 1)
-    save(tmp_path, state)
+    report = save_next(savers["accelerate"], state)
     other = state_of(torch.optim.SGD)
     other["optimizer"].param_groups[0]["lr"] = 0.5
     with pytest.raises(ResumeError, match="another optimizer"):
-        resume(tmp_path, other)
+        resume(report.path, other)
     with caplog.at_level(logging.WARNING):
-        assert resume(tmp_path, other, unfit_optimizer="reset") == 1
+        assert resume(report.path, other, unfit_optimizer="reset") == report.step
     assert "optimizer starts anew" in caplog.text
     assert not other["optimizer"].state
     assert other["optimizer"].param_groups[0]["lr"] == 0.5
@@ -323,8 +355,9 @@ def test_reset_clears_the_state_and_takes_up_hyperparameters_of_its_own_kind(
     for parameter in model.parameters():
         alike.state[parameter]["max_exp_avg_sq"] = torch.zeros_like(parameter)
     with pytest.raises(ResumeError, match="max_exp_avg_sq"):
-        resume(tmp_path, {"model": model, "optimizer": alike})
-    assert resume(tmp_path, {"model": model, "optimizer": alike}, unfit_optimizer="reset") == 1
+        resume(report.path, {"model": model, "optimizer": alike})
+    resumed = resume(report.path, {"model": model, "optimizer": alike}, unfit_optimizer="reset")
+    assert resumed == report.step
     assert not alike.state
     assert alike.param_groups[0]["lr"] == 0.01
 
@@ -407,17 +440,17 @@ class Around(torch.optim.Optimizer):
 def test_an_optimizer_with_its_state_in_others_is_not_taken_for_one_without(tmp_path: Path) -> None:
     state = state_of(Container)
     train(state, 2)
-    lost = save(tmp_path, state).lost
-    assert (
-        "keeps its state in other optimizers, those of its attribute 'optimizers'"
-        in (lost["optimizer"])
-    )
+    report = save(tmp_path / "outer", state)
+    reason = "keeps its state in other optimizers, those of its attribute 'optimizers'"
+    assert reason in report.lost["optimizer"]
     with pytest.raises(ResumeError, match="'optimizers'"):
-        resume(tmp_path, state_of(Container))
+        resume(report.path, state_of(Container))
     inner = {"model": state["model"], "optimizer": state["optimizer"].optimizers}
-    assert not save(tmp_path / "inner", inner).lost
+    report = save(tmp_path / "inner", inner)
+    assert not report.lost
     fresh = state_of(Container)
-    assert resume(tmp_path / "inner", {**fresh, "optimizer": fresh["optimizer"].optimizers}) == 1
+    entries = {**fresh, "optimizer": fresh["optimizer"].optimizers}
+    assert resume(report.path, entries) == report.step
     moments = [
         inner.state[p]["exp_avg"]
         for made in (state, fresh)

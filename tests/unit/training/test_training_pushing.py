@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.utils import hub as transformers_hub
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.secrets import secrets_in
-from ckptkit.integrations.transformers import filter_uploads
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
 from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing
@@ -209,22 +209,38 @@ def test_a_step_with_a_secret_that_is_asked_for_is_not_pushed(
     assert not hub.has(REPO)
 
 
-def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    found: list[list[str]] = []
-    api = transformers_hub.hf_api()
+@dataclass
+class Uploads:
+    """What the trainer itself would upload, through `api`; `ignored` has what it leaves out."""
+
+    api: Any
+    filter_uploads: Any
+    ignored: list[list[str]] = field(default_factory=list)
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> Uploads:
+    """Imports transformers here: each process that collects this file would else import it."""
+    api = importlib.import_module("transformers.utils.hub").hf_api()
+    integration = importlib.import_module("ckptkit.integrations.transformers")
+    found = Uploads(api, integration.filter_uploads)
     monkeypatch.setattr(
-        api, "upload_folder", lambda **given: found.append(given["ignore_patterns"])
+        api, "upload_folder", lambda **given: found.ignored.append(given["ignore_patterns"])
     )
+    return found
+
+
+def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
+    tmp_path: Path, uploads: Uploads, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in (".env", "logs/[a]*.txt", "train.sh", "_out/x.txt", "checkpoint-1/x.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(SECRETS["wandb netrc"])
     (tmp_path / "README.md").write_text("nothing")
     (tmp_path / "tokens.gz").write_bytes(gzip.compress(TOKEN.encode()))
-    with filter_uploads():
-        api.upload_folder(folder_path=str(tmp_path), token=TOKEN, ignore_patterns="_*")
-    (patterns,) = found
+    with uploads.filter_uploads():
+        uploads.api.upload_folder(folder_path=str(tmp_path), token=TOKEN, ignore_patterns="_*")
+    (patterns,) = uploads.ignored
     names = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")]
     kept = [name for name in names if not any(fnmatchcase(name, one) for one in patterns)]
     assert sorted(kept) == ["README.md", "checkpoint-1", "logs"]
@@ -232,18 +248,13 @@ def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
 
 
 def test_a_token_of_any_form_that_the_environment_has_is_looked_for_by_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[list[str]] = []
-    api = transformers_hub.hf_api()
-    monkeypatch.setattr(
-        api, "upload_folder", lambda **given: found.append(given["ignore_patterns"])
-    )
     monkeypatch.setenv("HF_TOKEN", "company-93hf7Kq20dLw81")
     (tmp_path / "state.dat").write_bytes(b"\0\1company-93hf7Kq20dLw81\0")
-    with filter_uploads():
-        api.upload_folder(folder_path=str(tmp_path), token=None)
-    assert "state.dat" in found[0]
+    with uploads.filter_uploads():
+        uploads.api.upload_folder(folder_path=str(tmp_path), token=None)
+    assert "state.dat" in uploads.ignored[0]
 
 
 @pytest.mark.parametrize(

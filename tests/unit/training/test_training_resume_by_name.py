@@ -221,8 +221,9 @@ def test_the_log_names_steps_when_their_turn_comes_only(
     live: dict[str, Any] = {"a": {"n": 1}}
     assert load(tmp_path, live) is None
     assert "no step to resume from was found" in caplog.text
-    for step in range(1, 5):
-        save(tmp_path, {"a": {"n": step}}, step=step)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, {"a": {"n": step}}).result()
     (tmp_path / "checkpoint-2/ckptkit.json").write_text("{")
     (tmp_path / "checkpoint-3/ckptkit.json").unlink()
     caplog.clear()
