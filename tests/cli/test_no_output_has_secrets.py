@@ -201,6 +201,7 @@ def test_commands_that_read_and_write_a_store(
     assert "model/ckptkit.json" in objects_without_secrets(bucket)
 
 
+@pytest.mark.slow
 def test_commands_that_fail_at_a_store(
     bucket: Bucket, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -264,6 +265,7 @@ def hub() -> Iterator[HubServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_commands_of_the_hub(
     hub: HubServer, bucket: Bucket, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -28,7 +28,8 @@ def sharded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [1, 2])
 def test_saves_and_loads_mean_what_they_mean_in_accelerate(
     version: int, run_ranks: RunRanks, tmp_path: Path
 ) -> None:

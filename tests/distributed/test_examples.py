@@ -149,10 +149,8 @@ def kill_after_save(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "example",
-    [name if name == "fsdp2" else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("example", COMMANDS)
 def test_a_job_that_was_killed_and_started_again_ends_as_if_nothing_had_happened(
     example: str, hosts: Callable[..., Host], tmp_path: Path
 ) -> None:

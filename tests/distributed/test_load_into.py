@@ -34,9 +34,11 @@ def test_every_format_fills_tensors_that_are_cut_in_any_way_without_a_collective
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, "wrappers:one back:fsdp1_flat halves"),
+        (2, "wrappers:one"),
         (4, "wrappers:grid"),
-        pytest.param(2, "wrappers:all back:fsdp1_orig", marks=pytest.mark.slow),
+        pytest.param(
+            2, "wrappers:all back:fsdp1_flat back:fsdp1_orig halves", marks=pytest.mark.slow
+        ),
         pytest.param(
             4, "wrappers:all back:fsdp1_flat back:fsdp1_orig halves", marks=pytest.mark.slow
         ),
