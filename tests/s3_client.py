@@ -1,4 +1,4 @@
-"""A client of another make than ours, for what `ckptkit serve` serves; and quick starts for all."""
+"""A botocore client for what `ckptkit serve` serves, and what makes such clients start fast."""
 
 from __future__ import annotations
 

@@ -43,9 +43,10 @@ BOUND = {"seconds": 30, "most_bytes": 64 << 20}
 
 @pytest.fixture(scope="module", autouse=True)
 def collected() -> None:
-    """Else clients that an earlier test left may be collected, and closed, where the stack is full.
+    """Collects the clients that earlier tests left.
 
-    What closes them then fails, and they are reported as open.
+    These tests fill the stack. If a client is collected then, closing it fails, and a warning says
+    that it was left open.
     """
     gc.collect()
 
@@ -75,7 +76,7 @@ def test_one_that_is_given_up_is_named(bounded: Callable[..., Any]) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The result without an attack; what merging imports is imported here, where nobody counts."""
+    """The result without an attack. Merging here also does the imports outside of the limits."""
     merged = tmp_path_factory.mktemp("plain") / "merged"
     ckptkit.merge_adapter(ADAPTER, merged, base=BASE)
     return merged

@@ -30,7 +30,7 @@ from tests.contract.format_faults import CASES, FaultCase
 
 _FLIPS_ELSEWHERE = 6  # per checkpoint; one more for each of its files
 _THOROUGH = 2  # files in which everything is tried, where trying it in all would take long
-_MOST_FILES = 8  # of which each is cut in all ways, and gets a flipped bit among its weights
+_MOST_FILES = 8  # Each is cut in all ways, and one bit of its weights is flipped.
 _MOST_MEMORY_BYTES = 48 << 20
 _CUTS = ((0.5, 0), (1, 1), (0, 0))  # the part of a file that is left, and how many bytes less
 _MEMORY = Path("/dev/shm")  # noqa: S108  names in it are made by tempfile

@@ -1,7 +1,7 @@
 """Kills `--delete-source` before each change that it makes to its source, and runs it again.
 
-One line of JSON on standard input asks for a case: `checkpoint`, `folder` and `options`. The answer
-is a JSON object on a line: how many kills there were, and what each left, of which nothing is
+Each line of standard input is a case, as a JSON object: `checkpoint`, `folder` and `options`. The
+answer is a JSON object on a line: the number of kills, and the faults found after each. No fault is
 expected.
 """
 

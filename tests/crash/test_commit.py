@@ -1,8 +1,8 @@
 """A process is killed before every step of staging and committing; what is left must be sound.
 
-Run as a script, this file is the experiments: children are forked from it, and each is killed
-just before its n-th system call that changes something, until one gets through. One line of JSON on
-standard input asks for one: a scene, or `race`; a folder; and the kind of disk.
+Run as a script, this file does the experiments. It forks children, and kills each of them just
+before its n-th system call that changes something, until one gets through. Each line of standard
+input asks for an experiment, as a JSON list: a scene or `race`, a folder, and the kind of disk.
 """
 
 from __future__ import annotations

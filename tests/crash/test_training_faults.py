@@ -366,9 +366,9 @@ with trouble.writers():
     troubles.saved(saver, 1, state)
     with trouble.of("stuck"):
         saver.save(2, state)
-        told = troubles.Path({told!r})
-        told.write_text(str(os.getpid()))
-        told.rename(told.with_suffix(""))
+        pid_file = troubles.Path({pid_file!r})
+        pid_file.write_text(str(os.getpid()))
+        pid_file.rename(pid_file.with_suffix(""))
         time.sleep(600)
 """
 
@@ -376,15 +376,15 @@ with trouble.writers():
 def test_two_jobs_in_one_directory(
     run: Path, tmp_path: Path, log: Any, run_ranks: RunRanks, wait_for: Callable[..., None]
 ) -> None:
-    script, told = tmp_path / "job.py", tmp_path / "under_way"
+    script, pid_file = tmp_path / "job.py", tmp_path / "under_way"
     places = {"tests": Path(__file__).parent, "run": run, "file": tmp_path / "trouble"}
-    places["told"] = told.with_suffix(".new")
+    places["pid_file"] = pid_file.with_suffix(".new")
     script.write_text(OTHER_JOB.format(**{name: str(place) for name, place in places.items()}))
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(run_ranks, script, 1, status=1, limit_seconds=60)
-        wait_for(lambda: told.exists() or job.done(), seconds=60)
-        assert told.exists(), job.result()
-        process = int(told.read_text())
+        wait_for(lambda: pid_file.exists() or job.done(), seconds=60)
+        assert pid_file.exists(), job.result()
+        process = int(pid_file.read_text())
         try:
             began = time.monotonic()
             with pytest.raises(

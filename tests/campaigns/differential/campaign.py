@@ -45,7 +45,7 @@ class Campaign:
     """Draws in folders of their own, and a process that ranks are forks of."""
 
     def __init__(self, folder: Path, run_ranks: RunRanks | None = None) -> None:
-        """Takes what runs a script on ranks, whatever their status; else it starts a host."""
+        """Runs ranks with `run_ranks`, which must accept any status, or from a host of its own."""
         self._folder = folder
         self._host = RankHost()
         self._run_ranks = self._host.run if run_ranks is None else run_ranks

@@ -15,7 +15,9 @@ from ckptkit.core.errors import (
     IncompleteCheckpointError,
     UnsafePathError,
 )
-from ckptkit.writer.merge import MergedUnit, Merger
+from ckptkit.core.manifest import TRAINING, Manifest
+from ckptkit.runs.step_manifests import Findings, read_findings
+from ckptkit.writer.merge import MergedUnit, Merger, with_findings
 from ckptkit.writer.record import WrittenFile, parse_record, record_bytes
 
 Document = dict[str, Any]
@@ -209,3 +211,16 @@ def test_replicas_that_differ_are_mentioned(sums: list[int], said: str) -> None:
     notes = merger.result().notes
     assert len(notes) == bool(said)
     assert said in "".join(notes)
+    source = with_findings({"step": 3}, {}, notes)
+    assert source.keys() == ({"step", "notes"} if said else {"step"})
+    assert read_findings(manifest_of(json.loads(json.dumps(source)))) == Findings({}, notes)
+
+
+def manifest_of(source: Document) -> Manifest:
+    return Manifest(kind=TRAINING, source=source, options={}, versions={}, tensors={})
+
+
+@pytest.mark.parametrize("notes", ["text", 7, {"a": "b"}, None, [["deep"]] * 10**5])
+def test_notes_of_a_hostile_manifest_are_few_texts_or_none(notes: Any) -> None:
+    found = read_findings(manifest_of({"notes": notes})).notes
+    assert found == (("['deep']",) * 20 if isinstance(notes, list) else ())
