@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -160,6 +160,13 @@ class LocalSource(Closing):
 
     def _resolve(self, path: str) -> Path:
         check_relative(path, self.location)
+        place = str(self._resolved).rstrip("/")
+        for name in PurePath(path).parts:  # what is above them was resolved before
+            place = f"{place}/{name}"
+            if stat.S_ISLNK(os.lstat(place).st_mode):
+                break
+        else:
+            return Path(place)
         resolved = (self._resolved / path).resolve(strict=True)
         if self._is_inside(resolved):
             return resolved
