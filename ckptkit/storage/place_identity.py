@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -291,16 +291,23 @@ def read_mounts(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
     Source:
         https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
     """
-    entries = []
     with suppress(OSError):
-        text = mounts.read_text(encoding="utf-8", errors="surrogateescape")
-        for line in text.splitlines():
-            left, _, right = line.partition(" - ")
-            _, _, device, root, place, own = left.split()[:6]
-            kind, source, *further = right.split()
-            options = frozenset(",".join([own, *further]).split(","))
-            names = Path(_unescaped(root)), Path(_unescaped(place))
-            entries.append(Mount(device, *names, kind, _unescaped(source), options))
+        return _parse_mounts(mounts.read_text(encoding="utf-8", errors="surrogateescape"))
+    return ()
+
+
+@lru_cache(maxsize=2)  # a batch compares thousands of places, and mounts seldom change meanwhile
+def _parse_mounts(text: str) -> tuple[Mount, ...]:
+    entries = []
+    # Names may hold what else `str` takes for the end of a line or for a space.
+    for line in filter(None, text.split("\n")):
+        left, _, right = line.partition(" - ")
+        _, _, device, root, place, own = left.split(" ")[:6]
+        kind, source, *further = right.split(" ")
+        options = frozenset(",".join([own, *further]).split(","))
+        if "\\" in line:
+            root, place, source = _unescaped(root), _unescaped(place), _unescaped(source)
+        entries.append(Mount(device, Path(root), Path(place), kind, source, options))
     return tuple(entries)
 
 

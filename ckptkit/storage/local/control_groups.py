@@ -94,10 +94,11 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
     """
     top = root / "sys/fs/cgroup"
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        text = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return
-    for line in lines:
+    # Names may hold what else `str` takes for the end of a line.
+    for line in filter(None, text.split("\n")):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):

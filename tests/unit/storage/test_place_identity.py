@@ -178,6 +178,23 @@ def test_a_folder_that_is_mounted_twice_is_one(
     assert find_overlap(Place(mounted), Place(tmp_path / "runs")) is PlaceRelation.NONE
 
 
+@pytest.mark.parametrize("name", ["a\u00a0disk", "a\u2028disk", "a\x85disk", "\x1f", "a\\disk"])
+def test_mounts_of_any_name_are_read(name: str, tmp_path: Path) -> None:
+    """The system escapes spaces, tabs, newlines and backslashes alone."""
+    table = tmp_path / "mountinfo"
+    escaped = name.replace("\\", "\\134")
+    table.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n"
+        f"30 22 0:40 / /media/{escaped} rw - fuse  rw,user_id=0\n",  # without a source
+        encoding="utf-8",
+    )
+    first, second = place_identity.read_mounts(table)
+    assert (first.place, first.kind, first.source) == (Path("/"), "ext4", "/dev/sda1")
+    assert (second.place, second.kind, second.source) == (Path("/media", name), "fuse", "")
+    assert second.options == {"rw", "user_id=0"}
+    assert place_identity.find_mount(Path("/media", name, "run"), [first, second]) is second
+
+
 def test_of_many_places_those_that_overlap_are_found(tmp_path: Path) -> None:
     places = [
         place("s3://b/p/inner", HERE),

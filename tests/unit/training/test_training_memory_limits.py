@@ -25,6 +25,7 @@ VERSION_1 = {
 INSIDE = {
     path.replace("/job/", "/"): text for path, text in VERSION_2.items() if "step" not in path
 }
+ODD = "job\u2028\x85\udcff"  # no end of a line for the kernel, and a byte that is no text
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,10 @@ INSIDE = {
         ({}, "", None),
         (MACHINE, "0::/\n", 8_192_000),
         (MACHINE | VERSION_2, "0::/job/step\n", 123_000),
+        (
+            MACHINE | {path.replace("job", ODD): text for path, text in VERSION_2.items()},
+            *(f"0::/{ODD}/step\n", 123_000),
+        ),
         (MACHINE | INSIDE, "0::/../outside\n", 123_000),
         (MACHINE | VERSION_1, "3:cpu,cpuacct:/job\n2:memory:/job\n0::/\n", 0),
         (VERSION_1, "2:memory:/job/deep\n", 0),
@@ -45,7 +50,7 @@ def test_the_tightest_limit_counts(
     for name, text in {**files, "proc/self/cgroup": groups}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
     assert available_bytes(tmp_path) == expected
 
 
