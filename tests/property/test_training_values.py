@@ -28,6 +28,7 @@ from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.training import Checkpointer
 from ckptkit.training.state.collect import Layout
 from tests.property.examples import examples
+from tests.sampled import sampled
 
 EXAMPLES = examples(40)
 LAYOUTS: tuple[Layout, ...] = ("accelerate", "dcp", "trainer")
@@ -59,13 +60,13 @@ class Extra(nn.Module):
     def __init__(self, held: Any = 0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
-        self.held = held
+        self.extra = Holder(held)  # as an attribute, a parameter would be one of the model's
 
     def get_extra_state(self) -> Any:
-        return self.held
+        return self.extra.held
 
     def set_extra_state(self, state: Any) -> None:
-        self.held = state
+        self.extra.held = state
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs * self.weight
@@ -134,7 +135,7 @@ def values_in(state: dict[str, Any]) -> dict[str, Any]:
     group, own = state["optimizer"].param_groups[0], state["optimizer"].state
     of_parameter = own[group["params"][0]]
     return {
-        "extra": state["model"][1].held,
+        "extra": state["model"][1].extra.held,
         "group": group["k"],
         "group key": group[1],
         "state": of_parameter["k"],
@@ -161,6 +162,7 @@ def assert_same(value: Any, found: Any, where: str) -> None:  # noqa: C901, PLR0
         assert (value.dtype, value.shape) == (found.dtype, found.shape), where
         both = (t.detach().reshape(-1).view(torch.uint8) for t in (value, found) if t.numel())
         assert len({bytes(t.tolist()) for t in both}) <= 1, where
+        assert not isinstance(value, nn.Parameter) or value.requires_grad == found.requires_grad
     elif isinstance(value, np.ndarray | np.generic):
         assert (value.dtype, value.shape) == (found.dtype, found.shape), where
         assert value.tobytes() == found.tobytes(), where
@@ -229,7 +231,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 VALUES = st.recursive(LEAVES, containers, max_leaves=8)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=sampled(LAYOUTS, ["dcp"]))
 def checkpointer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Checkpointer]:
@@ -266,10 +268,12 @@ BOUNDED = settings(
 # Keys that are spelled alike, alone or with those inside, and what leaves no leaf behind.
 ODD = [{}, {1: 0.5, "1": (), None: 2, "None": []}]
 ALIKE = {"a.b": 1, "a": {"b": 2, "c": ODD}, "a.b~2": 3, True: np.bool_(True)}
+FROZEN = nn.Parameter(torch.ones(2), requires_grad=False)
 
 
 @BOUNDED
 @example(values=dict.fromkeys(PLACES, ALIKE), other=dict.fromkeys(PLACES, 1))
+@example(values=dict.fromkeys(PLACES, FROZEN), other=dict.fromkeys(PLACES, 1))
 @given(
     values=st.fixed_dictionaries(dict.fromkeys(PLACES, VALUES)),
     other=st.fixed_dictionaries(dict.fromkeys(PLACES, VALUES)),

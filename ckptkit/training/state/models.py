@@ -22,6 +22,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.index import KeyPath
+from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training.state.dtensors import (
     Copies,
     DTensor,
@@ -340,6 +341,11 @@ class ModelView:
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
                 take(name, value)
+            elif type(value) is nn.Parameter and name.endswith(EXTRA_STATE) and not self.values.own:
+                unit, path = structure.places.of(name)
+                self.structures.append(
+                    Structure(unit, path, (("parameter", (), value.requires_grad),))
+                )
 
     def _take_unit(self, unit: FlatUnit) -> Iterator[tuple[str, nn.Parameter]]:
         """Adds a flat parameter, and yields what holds each of its original ones."""
