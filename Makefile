@@ -41,7 +41,7 @@ test: $(VENV)/.dev ## Run the tests but the slow ones (PYTEST_ARGS="-n 3 --dist 
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 .PHONY: test-slow
-test-slow: $(VENV)/.dev ## Run the slow tests: trainers, and kills one after another
+test-slow: $(VENV)/.dev ## Run the slow tests: trainers, kills, and all cases of which `make test` has a sample
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 .PHONY: old-torch

@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import certifi
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 from ckptkit.conversion import naming_program
@@ -188,6 +189,7 @@ def check_left_open() -> None:
     assert not left, f"this test or an earlier one left files open: {left}"
 
 
+@pytest.hookimpl(trylast=True)  # once those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts files with slow tests first: what is quick then fills the gaps to the end.
 
@@ -205,6 +207,17 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leaves out what holds no tests; a search for doctests would import every program."""
     is_program = collection_path.suffix == ".py" and not collection_path.name.startswith("test_")
     return is_program or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path,
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Looks for doctests in the package alone: in each module of tests it takes long."""
+    found = yield
+    if not file_path.is_relative_to(ROOT / "tests"):
+        return found
+    return [one for one in found if not isinstance(one, DoctestModule)]
 
 
 def pytest_collection_finish() -> None:

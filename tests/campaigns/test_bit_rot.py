@@ -21,7 +21,7 @@ SAMPLE = (
 )
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", [pytest.param(SAMPLE[0], marks=pytest.mark.slow), *SAMPLE[1:]])
 def test_no_fault_passes_in_silence(name: str, tmp_path: Path) -> None:
     count = run_case(name, tmp_path / "trial", seed=3, flips=12)
     assert count.missed == []

@@ -6,7 +6,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,12 +90,21 @@ def survives(scene: Scene, folder: Path, most: int) -> None:
     assert played.verified >= sum(played.faults.values())
 
 
-def test_faults_in_the_processes_of_a_save_lose_no_step(memory_disk: Path) -> None:
+@pytest.mark.parametrize(
+    ("scene", "most"),
+    [
+        pytest.param(writers.Saving, 1, id="save"),
+        pytest.param(writers.Saving, 2, id="save, more of it", marks=pytest.mark.slow),
+        pytest.param(writers.Keeping, 1, id="keep"),
+        pytest.param(writers.Draining, 2, id="drain", marks=pytest.mark.slow),
+    ],
+)
+def test_faults_in_the_processes_of_a_save_lose_no_step(
+    scene: Callable[[Path], Scene], most: int, memory_disk: Path
+) -> None:
     stage = memory_disk / "stage"
     stage.mkdir()
-    survives(writers.Saving(memory_disk / "model"), stage, 2)
-    survives(writers.Keeping(memory_disk / "nodes"), stage, 1)
-    survives(writers.Draining(memory_disk / "nodes"), stage, 2)
+    survives(scene(memory_disk / "of the scene"), stage, most)
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +116,9 @@ def host() -> Iterator[commands.CommandHost]:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(0, id="consolidate"),
+        pytest.param(0, id="consolidate", marks=pytest.mark.slow),
         pytest.param(-2, id="prune"),
-        pytest.param(-1, id="delete the source"),
+        pytest.param(-1, id="delete the source", marks=pytest.mark.slow),
     ],
 )
 def test_faults_in_commands_leave_whole_outputs(

@@ -44,13 +44,12 @@ FOUND = (GROUPS_OF_ONE, PADDING_ALONE)
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draws",
     [
         pytest.param(FOUND, id="found"),
-        pytest.param(
-            [make_draw(SEED, number) for number in NUMBERS], id="drawn", marks=pytest.mark.slow
-        ),
+        pytest.param([make_draw(SEED, number) for number in NUMBERS], id="drawn"),
     ],
 )
 def test_what_is_read_is_what_was_alive(

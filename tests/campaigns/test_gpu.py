@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,18 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.campaigns.gpu import __main__ as campaign
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--width", "32", "--gigabytes", "0.005", "--rounds", "1")
 
 
-def run(words: Sequence[str], **environment: str) -> str:
+def run(words: Sequence[str]) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "tests.campaigns.gpu", *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout
@@ -44,8 +44,10 @@ def test_the_checks_that_import_much_run_as_well() -> None:
     assert report.count("| right |") == len(checks)
 
 
-def test_without_a_device_it_says_so_and_ends_well() -> None:
-    assert run([], CUDA_VISIBLE_DEVICES="") == "no CUDA device is here: nothing was run\n"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_device_it_says_so_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert campaign.main([]) == 0
+    assert capsys.readouterr().out == "no CUDA device is here: nothing was run\n"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

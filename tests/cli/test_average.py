@@ -215,7 +215,7 @@ REAL = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["keep", "float32"])
+@pytest.mark.parametrize("dtype", ["keep", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", REAL)
 def test_two_copies_of_a_real_step_have_the_step_as_their_mean(
     name: str, dtype: str, tmp_path: Path
@@ -527,6 +527,7 @@ def test_other_weights_are_another_plan(small_shards: list[Path], tmp_path: Path
     assert len(prints) == 3
 
 
+@pytest.mark.slow
 def test_the_memory_does_not_grow_with_the_number_of_sources(tmp_path: Path) -> None:
     values = np.ones(3_000_000, np.float32)
     for step in range(1, 11):

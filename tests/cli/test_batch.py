@@ -131,6 +131,7 @@ def test_a_batch_is_run_again_for_what_is_missing(tmp_path: Path, out: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_terminated_takes_its_jobs_along(tmp_path: Path) -> None:
     jobs = [
         {"command": "verify", "path": str(LLAMA), "src_option": ["secret=never-to-be-seen"]}
@@ -365,6 +366,7 @@ def test_a_job_waits_for_those_that_write_or_remove_what_it_reads(tmp_path: Path
     assert after == {1: set(), 2: {1}, 3: {1}, 4: set(), 5: {4}, 6: {5}, 7: set()}
 
 
+@pytest.mark.slow
 def test_jobs_that_depend_on_one_another_run_in_order(tmp_path: Path) -> None:
     a, b, c = (str(tmp_path / name) for name in "abc")
     jobs = [job(LLAMA, a), job(a, b), job(b, c), {"command": "verify", "path": c}]

@@ -35,6 +35,7 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_succeeds(here: Path) -> None:
     lines = [line for block in blocks("console") for line in block.splitlines()]
     assert len(lines) > 5

@@ -191,6 +191,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_all_tensors_in_any_order(many: Path) -> None:
     piped = run_command("inspect", many, "--tensors", "*").stdout
     assert piped.count("weight") == 10_000
@@ -246,6 +247,7 @@ def test_offline_the_reason_is_said_in_one_line(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_watch_that_can_do_nothing_says_so(tmp_path: Path) -> None:
     save_stock_step(tmp_path / "run", 2)
     watch = ["watch", tmp_path, "--push", "me/model", "--once"]

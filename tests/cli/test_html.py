@@ -150,6 +150,7 @@ ROWS = (
 FOUND = "return document.querySelector('#tensors .tools .hint').textContent"
 
 
+@pytest.mark.slow
 def test_10_000_tensors_are_searched_and_sorted(browser: Browser, tmp_path: Path) -> None:
     browser.open(made_up_page(tmp_path, 61, 54))
     browser.press("/")

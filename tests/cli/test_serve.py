@@ -62,6 +62,7 @@ def keys_of(client: Any) -> list[str]:
     return [entry["Key"] for entry in listed]
 
 
+@pytest.mark.slow
 def test_what_is_shown_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckptkit_cli", "serve", str(STEP), "--name", "llama"]
     command += ["--access-key", "A+b=", "--secret-key", 'it\'s a $(secret); "quoted"']
@@ -87,7 +88,10 @@ def test_what_is_shown_can_be_pasted_into_a_shell(tmp_path: Path) -> None:
     assert len(list((tmp_path / "copy").iterdir())) == 6
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_ends_it_at_once(number: int, status: int) -> None:
     with running(STEP) as (process, events):
         assert keys_of(client_of(events["serving"]["environment"]))
@@ -123,7 +127,7 @@ def peft_folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("has_base", [True, False])
+@pytest.mark.parametrize("has_base", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_adapter_is_served_merged(tmp_path: Path, has_base: bool) -> None:
     words: list[object] = [ADAPTER, "--dtype", "bfloat16"]
     if has_base:

@@ -202,6 +202,7 @@ def test_an_option_that_is_wrong_is_named(
     )
 
 
+@pytest.mark.slow
 def test_the_map_of_names_is_that_of_the_command_line(hub: HubServer, run: Path) -> None:
     megatron = STEP.parents[3] / "fixtures/megatron_model_llama_tp2_pp2"
     shutil.copytree(megatron / "checkpoint", run)

@@ -27,6 +27,7 @@ from tests.contract.fault_bench import (
     with_pickle,
 )
 from tests.contract.format_faults import CASES, FaultCase
+from tests.sampled import sampled
 
 _FLIPS_ELSEWHERE = 6  # per checkpoint; one more for each of its files
 _THOROUGH = 2  # files in which everything is tried, where trying it in all would take long
@@ -35,18 +36,41 @@ _MOST_MEMORY_BYTES = 48 << 20
 _CUTS = ((0.5, 0), (1, 1), (0, 0))  # the part of a file that is left, and how many bytes less
 _MEMORY = Path("/dev/shm")  # noqa: S108  names in it are made by tempfile
 _TRACE = "trace"
+_SAMPLE = (  # of each format and kind of file one; all others are in `make test-slow`
+    *("fsdp2_hsdp", "dcp_hf_pretrained", "dcp_images_fsdp2", "torchtitan_steps"),
+    *("zero1_bf16", "universal_small_zero3", "rank_files_torch_2_4", "fairscale_apart"),
+    *("torch_bin_sharded", "torch_nested", "torch_legacy_training", "hf_sharded"),
+    *("torchsnapshot_dtensor", "torch_experimental", "torch_checkpointing_safetensors"),
+    *("megatron_ranks_qwen2_moe_tp2_ep2", "meta_llama_3"),
+)
+_OF_MANY_FILES = "nanotron_llama_tp2_pp2"
+_FOR_EACH_FILE = (
+    "test_a_lost_file_is_noticed_or_of_no_matter",
+    "test_a_file_cut_short_is_noticed_or_of_no_matter",
+    "test_beside_another_format_the_right_one_is_read_and_the_other_named",
+)
 
 
 def _name(case: FaultCase) -> str:
     return f"of {case.fixture}"
 
 
-@pytest.fixture(scope="module", params=CASES, ids=_name)
+@pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     """A checkpoint in memory, where there is a place for it: thousands of outputs are synced."""
     place = _MEMORY if _MEMORY.is_dir() else None
     with TemporaryDirectory(prefix="ckptkit-faults-", dir=place) as folder:
         yield Bench(request.param, Path(folder))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tries each test on the sample of `make test`, and on all other checkpoints when slow."""
+    if "bench" not in metafunc.fixturenames:
+        return
+    every = metafunc.function.__name__ in _FOR_EACH_FILE
+    quick = _SAMPLE if every else (*_SAMPLE, _OF_MANY_FILES)
+    cases = sampled(CASES, quick, lambda case: case.fixture)
+    metafunc.parametrize("bench", cases, ids=_name, indirect=True, scope="module")
 
 
 def _is_refused(outcome: str) -> bool:

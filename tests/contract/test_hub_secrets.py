@@ -21,10 +21,14 @@ from ckptkit.hub.watch.watched_steps import BranchSettings
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 STEP = Path(__file__).parents[2] / "fixtures/peft_trl_fsdp2_ckptkit/checkpoint/checkpoint-2"
 REPO = "org/secrets"
+QUICK = (  # files of each kind; the others are in `make test-slow`
+    *(".env", "notes.gz", "notes.ipynb", "wide.txt", "notes.npy", "logs/deep/er/out.txt"),
+)
 HARMLESS = {
     "notes.md": b"nothing to hide",
     "events.out.tfevents.7": b"\x00\x01" * 99,
@@ -143,7 +147,7 @@ def test_files_that_are_asked_for_go_with_a_step(hub: HubServer, run: Path, watc
     assert not [path for path in there if "training_args" in path]
 
 
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("path", sampled(FILES, QUICK))
 def test_a_secret_is_refused_though_its_file_is_asked_for(
     hub: HubServer, run: Path, watch: Watch, path: str, tmp_path: Path
 ) -> None:
@@ -164,17 +168,20 @@ def test_a_secret_is_refused_though_its_file_is_asked_for(
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "trainer_state.json",
-        "scheduler.pt",
-        "rng_state_0.pth",
-        "ckptkit/config.json",
-        "README.md",
-        "tokenizer.json",
-        "optimizer_0/__9_0.distcp",
-        "pytorch_model_fsdp_0/random_states_0.pkl",
-        "zero_to_fp32.py",
-    ],
+    sampled(
+        [
+            "trainer_state.json",
+            "scheduler.pt",
+            "rng_state_0.pth",
+            "ckptkit/config.json",
+            "README.md",
+            "tokenizer.json",
+            "optimizer_0/__9_0.distcp",
+            "pytorch_model_fsdp_0/random_states_0.pkl",
+            "zero_to_fp32.py",
+        ],
+        ["trainer_state.json", "scheduler.pt", "optimizer_0/__9_0.distcp"],
+    ),
 )
 def test_files_that_a_step_is_made_of_are_searched_too(
     hub: HubServer, run: Path, watch: Watch, path: str

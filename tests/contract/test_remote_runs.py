@@ -147,7 +147,9 @@ def test_a_reader_that_comes_during_a_removal_is_told(
 
 
 # The manifest goes with the first deletion, then the index, the rest, and the note of it all.
-@pytest.mark.parametrize(("before", "begun"), [(1, True), (3, False)])
+@pytest.mark.parametrize(
+    ("before", "begun"), [pytest.param(1, True, marks=pytest.mark.slow), (3, False)]
+)
 def test_a_kill_never_leaves_a_step_that_looks_whole(
     bucket: Bucket, run: Place, object_store: ObjectStore, before: int, begun: bool
 ) -> None:

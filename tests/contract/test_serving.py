@@ -37,6 +37,7 @@ from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
 from tests.object_store import Bucket, ObjectStore
 from tests.s3_client import client_of
+from tests.sampled import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -219,6 +220,7 @@ def stream(serving: Serving, urls: list[str], **more: str) -> dict[str, Any]:
 
 
 # Each starts a process with torch. The bytes of all cases are compared with other clients.
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["several files", "odd, cast"], indirect=True)
 def test_a_model_streamer_loads_what_was_written(served: Served) -> None:
     pytest.importorskip("runai_model_streamer")
@@ -310,6 +312,9 @@ def objects(served: Served) -> tuple[Any, dict[str, bytes]]:
     return client_of(served[0].environment), content(served[1])
 
 
+@pytest.mark.parametrize(
+    "served", sampled(CASES, ["several files", "zero", "odd", "merged DoRA"]), indirect=True
+)
 @given(data=st.data())
 def test_any_range_is_that_of_the_written_file(
     objects: tuple[Any, dict[str, bytes]], data: st.DataObject
@@ -462,6 +467,7 @@ def test_another_configuration_of_an_adapter_is_another_version(tmp_path: Path) 
     assert len(etags) == 2
 
 
+@pytest.mark.slow
 def test_a_copy_is_brought_up_to_date_by_the_aws_command_line(tmp_path: Path) -> None:
     """It compares sizes and times; other options give other bytes of the same size."""
     pytest.importorskip("awscli")
@@ -577,6 +583,7 @@ def test_a_source_at_a_url_is_served(bucket: Bucket, one: Served) -> None:
             assert client.get_object(Bucket="ckptkit", Key=f"m/{name}")["Body"].read() == data
 
 
+@pytest.mark.slow
 def test_a_run_at_a_url_is_followed(bucket: Bucket) -> None:
     source = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
     url = bucket.put_tree(source, "steps/checkpoint-1").rpartition("/")[0]

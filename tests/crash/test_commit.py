@@ -209,7 +209,9 @@ def run(ask: Ask, tmp_path: Path, record_property: Record) -> Run:
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["native", pytest.param("no_exchange", marks=pytest.mark.slow), "portable"]
+)
 def test_a_kill_leaves_no_output_or_a_whole_one(kind: str, run: Run) -> None:
     seen = run("fresh", kind)
     assert seen["partial"] == seen["old"] == 0
@@ -224,7 +226,7 @@ def test_a_kill_while_overwriting_leaves_the_old_output_or_the_new(run: Run) -> 
     assert seen["new"] > 1
 
 
-@pytest.mark.parametrize("kind", ["no_exchange", "portable"])
+@pytest.mark.parametrize("kind", [pytest.param("no_exchange", marks=pytest.mark.slow), "portable"])
 def test_a_kill_while_overwriting_in_two_steps_never_leaves_a_mixture(kind: str, run: Run) -> None:
     seen = run("overwrite", kind)
     assert seen["partial"] == 0
@@ -233,6 +235,7 @@ def test_a_kill_while_overwriting_in_two_steps_never_leaves_a_mixture(kind: str,
     assert seen["new"] > 1
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(
     tmp_path: Path, run: Run
 ) -> None:

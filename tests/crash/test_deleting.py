@@ -368,14 +368,22 @@ def kill_everywhere() -> Iterator[Callable[..., dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        (SEPARATE, {"select": "pytorch_model_fsdp_0"}),
-        (TOGETHER, {"to": "dcp", "optimizer": True}),
         ("dcp_hf_fsdp2", {}),
-        ("deepspeed_0_17_zero3", {"to": "dcp", "optimizer": True, "dtype": "float32"}),
-        ("verl_fsdp1", {}),
-        ("hf_sharded", {}),
         ("torch_bin_sharded", {}),
-        ("accelerate_ddp_bin", {"to": "dcp", "optimizer": True}),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (
+                (SEPARATE, {"select": "pytorch_model_fsdp_0"}),
+                (TOGETHER, {"to": "dcp", "optimizer": True}),
+                (
+                    "deepspeed_0_17_zero3",
+                    {"to": "dcp", "optimizer": True, "dtype": "float32"},
+                ),
+                ("verl_fsdp1", {}),
+                ("hf_sharded", {}),
+                ("accelerate_ddp_bin", {"to": "dcp", "optimizer": True}),
+            )
+        ),
     ],
 )
 def test_a_removal_that_is_killed_is_finished_by_the_same_command(

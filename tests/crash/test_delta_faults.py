@@ -156,8 +156,15 @@ def flipped(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-@pytest.mark.parametrize("has_manifest", [True, False], ids=["manifest", "bare"])
+@pytest.mark.parametrize(
+    ("has_manifest", "encoding"),
+    [
+        pytest.param(True, "overwrite", id="manifest-overwrite"),
+        pytest.param(False, "xor", id="bare-xor"),
+        pytest.param(True, "xor", id="manifest-xor", marks=pytest.mark.slow),
+        pytest.param(False, "overwrite", id="bare-overwrite", marks=pytest.mark.slow),
+    ],
+)
 def test_no_flipped_bit_of_a_delta_leads_to_another_model(
     encoding: Any, has_manifest: bool, tmp_path: Path
 ) -> None:
@@ -569,7 +576,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["create_delta", "apply_delta"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_run_that_is_stopped_leaves_no_output_and_does_not_disturb_the_next(
     name: str, number: signal.Signals, large: Path, tmp_path: Path
 ) -> None:

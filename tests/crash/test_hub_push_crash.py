@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptkit.hub import push
+from tests import command_line
 from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = """
-import sys
-from ckptkit.hub import push
-push(sys.argv[1], "me/model", tag="step-30", token=sys.argv[2], endpoint=sys.argv[3])
-"""
+
+def kill_command() -> None:
+    """Kills the command that runs, the only child of the process that commands are forks of."""
+    host = command_line._HOST._process
+    assert host is not None
+    (child,) = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
+    os.kill(int(child), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,11 @@ def test_a_push_killed_anywhere_is_completed_by_the_next(
     record_property("kills", 1)
     hub.clear()
     model = consolidated(tmp_path, seed=len(request_))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "0"}
-    child = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(model), TOKEN, hub.url], env=environment
-    )
-    hub.before.append((re.compile(request_), child.kill))
-    assert child.wait(timeout=120) == -9
+    environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    hub.before.append((re.compile(request_), kill_command))
+    words = ("push", model, "me/model", "--tag", "step-30")
+    killed = command_line.run_command(*words, **environment)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     hub.before.clear()
     sent = hub.sent_bytes()
     pushed = push(model, "me/model", tag="step-30", token=TOKEN, endpoint=hub.url)

@@ -118,7 +118,9 @@ def is_whole(bucket: Bucket, weights: bytes) -> bool:
     )
 
 
-@pytest.mark.parametrize("layout", ["hf", "torch", "dcp"])
+@pytest.mark.parametrize(
+    "layout", ["hf", *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "dcp"))]
+)
 def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
     bucket: Bucket, tmp_path: Path, layout: Layout
 ) -> None:
@@ -143,6 +145,7 @@ def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
         slice_of(bucket, 1, 3, layout=layout)
 
 
+@pytest.mark.slow
 def test_more_slices_than_parts_are_fine(bucket: Bucket, weights: bytes) -> None:
     done = [slice_of(bucket, number, 4) for number in range(4)]
     assert [one.manifest is not None for one in done] == [False] * 3 + [True]
@@ -186,6 +189,7 @@ def until(holds: object) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_of_processes_that_run_at_a_time_one_commits(
     bucket: Bucket, weights: bytes, forks: ForkedCommands, tmp_path: Path
 ) -> None:
@@ -211,6 +215,7 @@ def test_a_killed_slice_sends_its_parts_again_and_others_do_not(
     assert bucket.unfinished_uploads() == []
 
 
+@pytest.mark.slow
 def test_a_slice_killed_while_it_commits_finishes_when_it_is_run_again(
     bucket: Bucket, weights: bytes, forks: ForkedCommands, tmp_path: Path
 ) -> None:
@@ -227,6 +232,7 @@ def test_a_slice_killed_while_it_commits_finishes_when_it_is_run_again(
     assert is_whole(bucket, weights)
 
 
+@pytest.mark.slow
 def test_slices_of_another_plan_are_refused_until_the_first_are_given_up(
     bucket: Bucket, weights: bytes
 ) -> None:
@@ -277,6 +283,7 @@ def test_a_source_that_changes_before_the_commit_leaves_nothing(
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []
 
 
+@pytest.mark.slow
 def test_what_is_replaced_goes_with_the_commit(bucket: Bucket, weights: bytes) -> None:
     for path in ("old.safetensors", MANIFEST):
         bucket.put(f"out/{path}", b"{}")

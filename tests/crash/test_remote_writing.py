@@ -91,7 +91,7 @@ def local_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
-@pytest.mark.parametrize("layout", ["hf", "dcp"])
+@pytest.mark.parametrize("layout", ["hf", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_what_a_store_copies_is_what_would_have_been_written_here(
     bucket: Bucket, checkpoint: Path, tmp_path: Path, layout: Layout
 ) -> None:
@@ -117,7 +117,7 @@ def test_what_a_store_copies_is_what_would_have_been_written_here(
     assert SECRET not in told
 
 
-@pytest.mark.parametrize("further", [APART, ALSO_APART])
+@pytest.mark.parametrize("further", [APART, pytest.param(ALSO_APART, marks=pytest.mark.slow)])
 def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
     bucket: Bucket, checkpoint: Path, tmp_path: Path, further: dict[str, object]
 ) -> None:
@@ -131,7 +131,9 @@ def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
     assert bucket.store.proxy.received["PUT"] <= 1.01 * sum(map(len, found.values()))
 
 
-@pytest.mark.parametrize("further", [{}, APART, ALSO_APART])
+@pytest.mark.parametrize(
+    "further", [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in (APART, ALSO_APART))]
+)
 def test_a_damaged_chunk_is_found_whoever_copies_it_and_nothing_stays(
     bucket: Bucket, further: dict[str, object]
 ) -> None:
@@ -143,7 +145,7 @@ def test_a_damaged_chunk_is_found_whoever_copies_it_and_nothing_stays(
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []
 
 
-@pytest.mark.parametrize("target", ["copies", "sends"])
+@pytest.mark.parametrize("target", ["copies", pytest.param("sends", marks=pytest.mark.slow)])
 def test_a_store_that_fails_now_and_then_makes_no_difference(
     bucket: Bucket, checkpoint: Path, tmp_path: Path, target: str
 ) -> None:
@@ -323,6 +325,7 @@ def _stuck(bucket: Bucket) -> Fault:
     return bucket.store.proxy.add(gate)
 
 
+@pytest.mark.slow
 def test_a_signal_removes_what_was_sent(bucket: Bucket) -> None:
     gate = _stuck(bucket)
     with started(bucket) as process:

@@ -338,6 +338,7 @@ def started(source: Path, out: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_of_three_runs_at_once_one_wins_and_the_others_leave_nothing(
     source: Path, tmp_path: Path, *, dies: bool

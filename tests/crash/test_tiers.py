@@ -272,6 +272,7 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_close_that_is_interrupted_in_a_drain_can_go_on_and_an_exit_leaves_it(
     tmp_path: Path,
 ) -> None:

@@ -69,8 +69,17 @@ saver.save(5, {"model": model})
 """
 
 
-def test_a_script_that_ends_without_close_loses_no_save(run: Path) -> None:
-    subprocess.run([sys.executable, "-c", UNCLOSED, str(run)], check=True, timeout=60)
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_script_that_ends_without_close_loses_no_save(
+    run: Path, tmp_path: Path, run_ranks: RunRanks, *, forked: bool
+) -> None:
+    """At the end of an interpreter, and of a fork, which ends as one does and starts at once."""
+    script = tmp_path / "unclosed.py"
+    script.write_text(UNCLOSED)
+    if forked:
+        run_ranks(script, 1, run, limit_seconds=60)
+    else:
+        subprocess.run([sys.executable, str(script), str(run)], check=True, timeout=60)
     assert ckptkit.verify(run / "checkpoint-5").ok
     assert not list((run / ".ckptkit").glob("[0-9a-f]*"))
 

@@ -187,6 +187,7 @@ def test_a_writer_that_hangs(run: Path, log: Any) -> None:
     assert len(log.lines(logging.ERROR)) == 2
 
 
+@pytest.mark.slow
 def test_storage_that_hangs_under_a_writer_that_lives(run: Path, trouble: Any) -> None:
     with Checkpointer(run, timeout_seconds=3.0) as saver:
         drill = Drill(saver, run)
@@ -195,6 +196,7 @@ def test_storage_that_hangs_under_a_writer_that_lives(run: Path, trouble: Any) -
         drill.recovers()
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_waited_for_while_steps_go_on(run: Path, trouble: Any, log: Any) -> None:
     with Checkpointer(run, stall_seconds=2.0, timeout_seconds=3.0) as saver:
         state = fresh()

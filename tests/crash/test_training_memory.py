@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import RunRanks
 
 LIMIT_FILES = ("memory.max", "memory.limit_in_bytes")
 PROGRAM = """
@@ -46,12 +46,11 @@ def limited_group() -> Iterator[Path]:
         group.rmdir()
 
 
-def test_more_memory_than_the_group_may_use_is_an_error_and_no_kill(limited_group: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(group=str(limited_group))],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+def test_more_memory_than_the_group_may_use_is_an_error_and_no_kill(
+    limited_group: Path, tmp_path: Path, run_ranks: RunRanks
+) -> None:
+    script = tmp_path / "reserve.py"
+    script.write_text(PROGRAM.format(group=str(limited_group)))
+    done = run_ranks(script, 1)
     assert "3,221 MB of memory are needed for staging" in done.stdout
     assert "staging_limit" in done.stdout

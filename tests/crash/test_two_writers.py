@@ -234,7 +234,7 @@ class _Held:
             self.opened.wait(60)
 
 
-@pytest.mark.parametrize("where", ["directory", "bucket"])
+@pytest.mark.parametrize("where", ["directory", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_slices_do_not_replace_what_other_slices_put_there_after_the_first_of_them_began(
     bucket: Bucket, tmp_path: Path, where: str
 ) -> None:
@@ -284,6 +284,7 @@ def test_a_slice_does_not_replace_what_one_process_put_in_a_directory_meanwhile(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_leave_one_output(
     bucket: Bucket,
     known: dict[str, dict[str, bytes]],

@@ -143,6 +143,7 @@ def resumes_partly(checkpointer: Checkpointer, model: Partly, bucket: Bucket) ->
     assert checkpointer.resume(Partly().state(), folder=f"{bucket.url}/{RUN}/best") == 0
 
 
+@pytest.mark.slow
 def test_errors_that_pass_cost_no_step_and_a_killed_uploader_one_save(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -188,6 +189,7 @@ def saved(checkpointer: Checkpointer, step: int, state: Mapping[str, Any]) -> di
     return truth
 
 
+@pytest.mark.slow
 def test_what_could_not_be_uploaded_fails_loudly_and_is_uploaded_by_the_next_job(
     bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -298,8 +298,10 @@ def test_versions_are_published_to_a_store(
 @pytest.mark.parametrize(
     "file",
     [
-        *("weight_v000001/model.safetensors", "weight_v000001/ckptkit.json"),
-        *("weight_v000002/model.safetensors.index.json", "weight_v000002/ckptkit.json"),
+        pytest.param("weight_v000001/model.safetensors", marks=pytest.mark.slow),
+        "weight_v000001/ckptkit.json",
+        pytest.param("weight_v000002/model.safetensors.index.json", marks=pytest.mark.slow),
+        pytest.param("weight_v000002/ckptkit.json", marks=pytest.mark.slow),
     ],
 )
 def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
@@ -324,6 +326,7 @@ def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
     check_chain(pulled, run, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_place_that_another_machine_may_still_write_to_is_waited_for(
     object_store: ObjectStore, forks: ForkedCommands, run: Path, tmp_path: Path
 ) -> None:

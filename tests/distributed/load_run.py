@@ -15,11 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -253,40 +251,20 @@ def stages(folder: Path, _: str) -> None:
     check(model, {f"layer{rank}.weight": whole[f"layer{rank}.weight"]})
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(
-        vocab_size=67,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        vocab_size=67,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=8,
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(
-        vocab_size=67,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=67, n_embd=16, n_layer=2, n_head=2, n_positions=32
-    ),
-}
+def config_of(kind: str) -> Any:
+    # Imported by those cases only that have use for it, which the host of their ranks imports.
+    import transformers
+
+    few = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    few["num_attention_heads"] = 2
+    if kind == "llama":
+        return transformers.LlamaConfig(**few, tie_word_embeddings=True)
+    if kind == "qwen3_moe":
+        experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+        return transformers.Qwen3MoeConfig(**few, **experts, num_key_value_heads=2, head_dim=8)
+    if kind == "mixtral":
+        return transformers.MixtralConfig(**few, num_key_value_heads=2, num_local_experts=4)
+    return transformers.GPT2Config(vocab_size=67, n_embd=16, n_layer=2, n_head=2, n_positions=32)
 
 
 def sharded(model: Any) -> Any:
@@ -300,8 +278,10 @@ def sharded(model: Any) -> Any:
 
 def saved_by_transformers(folder: Path, kind: str) -> tuple[Path, Any]:
     """Returns a folder that `save_pretrained` wrote, and the model that it holds."""
+    import transformers
+
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -314,8 +294,11 @@ def saved_by_transformers(folder: Path, kind: str) -> tuple[Path, Any]:
 
 def from_pretrained(folder: Path, kind: str) -> None:
     """As `from_pretrained` loads it: fused experts, ties, prefixes, casts; from the meta device."""
+    import peft
+    import transformers
+
     source, expected = saved_by_transformers(folder, kind)
-    auto, config = transformers.AutoModelForCausalLM, CONFIGS[kind]()
+    auto, config = transformers.AutoModelForCausalLM, config_of(kind)
     truth = expected.state_dict()
     with torch.device("meta"):
         model = auto.from_config(config)
@@ -355,10 +338,12 @@ def from_pretrained(folder: Path, kind: str) -> None:
 
 def resumed(folder: Path, _: str) -> None:
     """A folder that is no step is loaded by `resume`: the model alone."""
+    from transformers import AutoModelForCausalLM
+
     source, expected = saved_by_transformers(folder, "qwen3_moe")
     truth = expected.state_dict()
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"]())
+        model = AutoModelForCausalLM.from_config(config_of("qwen3_moe"))
     model = sharded(model)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "progress": {"tokens": 3}}
@@ -373,9 +358,7 @@ def resumed(folder: Path, _: str) -> None:
             local(model.lm_head.weight), part_of(truth["lm_head.weight"], model.lm_head.weight)
         )
         checkpointer.save(1, state).result(60)
-        other = {
-            "model": sharded(transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()))
-        }
+        other = {"model": sharded(AutoModelForCausalLM.from_config(config_of("llama")))}
         before = {name: local(value).clone() for name, value in other["model"].state_dict().items()}
         with pytest.raises(LoadError, match="Unexpected key"):
             checkpointer.resume(other, folder=source)
@@ -429,14 +412,14 @@ def shared_record(folder: Path) -> None:
 
 def dies(folder: Path, _: str) -> None:
     """A rank that is killed is not waited for; that has to be the last case."""
-    source, expected = saved_by_transformers(folder, "llama")
-    model = sharded(transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]()))
+    truth = made(folder, "fsdp2")
+    model = wrapped("fsdp2")
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the others get, as one has failed
-    load(model, source)
-    check(model, expected.state_dict())
+    load(model, folder / "hf")
+    check(model, truth)
     (folder / f"filled_{dist.get_rank()}").touch()
 
 

@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "fixtures" / "generators"))
 import megatron_models as models
+from megatron.core import dist_checkpointing, parallel_state
 from megatron_families import laid_out
+from safetensors.torch import save_file
 
 
 def load(case: str, source: str, out: str, **sizes: int) -> None:
-    from megatron.core import dist_checkpointing, parallel_state
-    from safetensors.torch import save_file
-
     setup = replace(models.CASES[case], **sizes)
     models.initialize_parallel(setup)
     (model,) = models.build(setup)

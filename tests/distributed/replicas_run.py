@@ -1,6 +1,7 @@
 """Runs under torchrun on four ranks: saves models whose replicas are equal, or are not.
 
-Usage: replicas_run.py FOLDER. Rank 0 prints one line for each save: its name, and what was logged.
+Usage: replicas_run.py FOLDER SAVED... `ddp 0` is saved without options, `ddp 1` with one. Rank 0
+prints one line for each save: its name, and what was logged.
 """
 
 from __future__ import annotations
@@ -87,11 +88,9 @@ def main() -> None:
     log = Log()
     logging.getLogger("ckptkit").addHandler(log)
     folder = Path(sys.argv[1])
-    for kind, options in (
-        ("ddp", {}),
-        ("ddp", {"staging_limit": LIMIT_BYTES}),
-        ("hsdp", {}),
-    ):
+    for saved in sys.argv[2:]:
+        kind, count = saved.split()
+        options: dict[str, Any] = {"staging_limit": LIMIT_BYTES} if int(count) else {}
         for name in saves(kind, folder, **options):
             if dist.get_rank() == 0:
                 sys.stdout.write(f"{kind} {len(options)} {name}: {log.read()}\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs  # noqa: F401  imported once, for all ranks
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file

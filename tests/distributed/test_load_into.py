@@ -16,8 +16,8 @@ MODELS = ("llama", "mixtral", "gpt2", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
-def run_ranks() -> Iterator[RunRanks]:
-    """As that of all tests; PEFT and Transformers are imported once, and not by each run."""
+def run_with_models() -> Iterator[RunRanks]:
+    """As `run_ranks`; PEFT and Transformers are imported once, and not by each run."""
     host = RankHost("peft", *(f"transformers.models.{m}.modeling_{m}" for m in MODELS), "deepspeed")
     yield make_runner(host)
     host.close()
@@ -26,16 +26,16 @@ def run_ranks() -> Iterator[RunRanks]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "half"), [(2, 0), (4, 1)])
 def test_every_format_fills_tensors_that_are_cut_in_any_way_without_a_collective(
-    ranks: int, half: int, run_ranks: Callable[..., Any], tmp_path: Path
+    ranks: int, half: int, run_with_models: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, ranks, tmp_path, f"fixtures:{half}")
+    run_with_models(SCRIPT, ranks, tmp_path, f"fixtures:{half}")
 
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
         (2, "wrappers:one"),
-        (4, "wrappers:grid"),
+        pytest.param(4, "wrappers:grid", marks=pytest.mark.slow),
         pytest.param(
             2, "wrappers:all back:fsdp1_flat back:fsdp1_orig halves", marks=pytest.mark.slow
         ),
@@ -50,24 +50,19 @@ def test_every_wrapper_is_filled_from_shards_and_from_what_was_made_of_them(
     run_ranks(SCRIPT, ranks, tmp_path, *cases.split())
 
 
-@pytest.mark.parametrize(
-    ("kinds", "ranks"),
-    [
-        ("llama", 2),
-        pytest.param("mixtral gpt2", 2, marks=pytest.mark.slow),
-        ("qwen3_moe", 4),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kinds", "ranks"), [("llama", 2), ("mixtral gpt2", 2), ("qwen3_moe", 4)])
 def test_a_model_is_filled_as_from_pretrained_would(
-    kinds: str, ranks: int, run_ranks: Callable[..., Any], tmp_path: Path
+    kinds: str, ranks: int, run_with_models: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, ranks, tmp_path, *(f"pretrained:{kind}" for kind in kinds.split()))
+    run_with_models(SCRIPT, ranks, tmp_path, *(f"pretrained:{kind}" for kind in kinds.split()))
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_step_is_resumed_from_as_a_model_alone(
-    run_ranks: Callable[..., Any], tmp_path: Path
+    run_with_models: Callable[..., Any], tmp_path: Path
 ) -> None:
-    done = run_ranks(SCRIPT, 2, tmp_path, "resumed")
+    done = run_with_models(SCRIPT, 2, tmp_path, "resumed")
     assert "only the model was loaded; as before: optimizer, progress" in done.stderr
 
 

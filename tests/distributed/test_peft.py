@@ -16,7 +16,7 @@ from ckptkit_cli.inspect import InspectArguments, next_step
 peft = pytest.importorskip("peft", minversion="0.21")
 from tests.peft_methods import NEEDED_ELSEWHERE  # noqa: E402
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("peft_run.py")
 ALL = [one.value for one in peft.PeftType if one.value not in NEEDED_ELSEWHERE]
 # Of the names and the parts there are of a tensor, FSDP1 differs for all methods alike.
@@ -24,39 +24,18 @@ BY_FSDP1 = ["ADAPTION_PROMPT", "IA3", LORA, "LN_TUNING", "OFT", "PROMPT_TUNING",
 CASES = [("fsdp2", method) for method in ALL] + [("fsdp1", method) for method in BY_FSDP1]
 
 
-SAMPLE = [
-    *(("fsdp2", LORA), ("fsdp2", "IA3"), ("fsdp2", "PROMPT_TUNING")),
-    *(("fsdp1", LORA), ("fsdp1", "PROMPT_TUNING")),
-]
-REST = [case for case in CASES if case not in SAMPLE]
-
-
-def save(run_ranks: Callable[..., Any], folder: Path, cases: list[tuple[str, str]]) -> Path:
-    run_ranks(SCRIPT, 2, folder, *(f"{version}:{method}" for version, method in cases))
+@pytest.fixture(scope="module")
+def steps(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    run_ranks(SCRIPT, 2, folder, *(f"{version}:{method}" for version, method in CASES))
     return folder
 
 
-@pytest.fixture(scope="module")
-def sample(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(run_ranks, tmp_path_factory.mktemp("sample"), SAMPLE)
-
-
-@pytest.fixture(scope="module")
-def rest(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(run_ranks, tmp_path_factory.mktemp("rest"), REST)
-
-
-@pytest.mark.parametrize(
-    ("steps", "version", "method"),
-    [
-        *(("sample", *case) for case in SAMPLE),
-        *(pytest.param("rest", *case, marks=pytest.mark.slow) for case in REST),
-    ],
-)
+@pytest.mark.parametrize(("version", "method"), CASES)
 def test_a_sharded_adapter_is_called_what_it_is_and_never_becomes_a_model(
-    steps: str, version: str, method: str, request: pytest.FixtureRequest, tmp_path: Path
+    version: str, method: str, steps: Path, tmp_path: Path
 ) -> None:
-    step, out = request.getfixturevalue(steps) / version / method, tmp_path / "out"
+    step, out = steps / version / method, tmp_path / "out"
     inspection = ckptkit.inspect(step)
     proposed = next_step(inspection, InspectArguments(str(step)))
     assert inspection.peft is not None

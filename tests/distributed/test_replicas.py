@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from tests.command_line import run_command
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("replicas_run.py")
-SAVED = ("ddp 0", "ddp 1", "hsdp 0")
+QUICK, SLOW = "hsdp 0", ("ddp 0", "ddp 1")
+SAVED = [QUICK, *(pytest.param(saved, marks=pytest.mark.slow) for saved in SLOW)]
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +24,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def logged(run_ranks: Callable[..., Any], runs: Path) -> dict[str, str]:
-    done = run_ranks(SCRIPT, 4, runs)
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+def log_of(run_ranks: Callable[..., Any], runs: Path) -> Callable[..., dict[str, str]]:
+    """Runs some saves once, when they are first asked for."""
+
+    @cache
+    def run(*saved: str) -> dict[str, str]:
+        done = run_ranks(SCRIPT, 4, runs, *saved)
+        return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+
+    return run
+
+
+@pytest.fixture
+def logged(log_of: Callable[..., dict[str, str]], saved: str) -> dict[str, str]:
+    return log_of(saved) if saved == QUICK else log_of(*SLOW)
 
 
 @pytest.mark.parametrize("saved", SAVED)
@@ -60,8 +73,9 @@ def test_a_resume_from_such_a_step_says_so_again(logged: dict[str, str], saved: 
     assert text.startswith("the step that is resumed: ranks 0 and 2 held different values of model")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("logged")
-@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("saved", [QUICK, *SLOW])
 def test_every_command_says_so_again(runs: Path, tmp_path: Path, saved: str) -> None:
     run = runs / saved.replace(" ", "/")
     for step in ("checkpoint-1", "checkpoint-3"):

@@ -35,6 +35,7 @@ def saved(launch: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_fsdp2_resumes_bit_for_bit_on_other_ranks_and_strategies(launch: Run, saved: Path) -> None:
     output = launch(3, saved, "resume", "fsdp2", "fsdp2_meta", "fsdp1_orig", "plain")
     assert output.count("RESUMED") == 12
@@ -43,11 +44,13 @@ def test_fsdp2_resumes_bit_for_bit_on_other_ranks_and_strategies(launch: Run, sa
     assert "seeded anew" not in output
 
 
+@pytest.mark.slow
 def test_fsdp1_resumes_on_fsdp2_and_back(launch: Run, tmp_path: Path) -> None:
     launch(3, tmp_path, "save", "fsdp1_flat")
     launch(2, tmp_path, "resume", "fsdp2_one", "fsdp1_flat", "fsdp1_orig_one", "plain_one")
 
 
+@pytest.mark.slow
 def test_hsdp_resumes_on_fewer_ranks(launch: Run, tmp_path: Path) -> None:
     launch(4, tmp_path, "save", "hsdp")
     launch(3, tmp_path, "resume", "fsdp2_meta", "fsdp1_orig")

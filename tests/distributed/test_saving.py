@@ -19,8 +19,7 @@ BY_TWO = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp")
 @pytest.fixture(scope="module")
 def saved_by_two(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("two")
-    cases = [f"save:{kind}" for kind in BY_TWO]
-    run_ranks(SCRIPT, 2, folder, *cases, "waves", "retention", "skipping", "mistakes")
+    run_ranks(SCRIPT, 2, folder, *(f"save:{kind}" for kind in BY_TWO))
     return folder
 
 
@@ -45,6 +44,14 @@ def test_a_save_without_any_collective_consolidates_to_the_live_model(
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_saves_in_parts_kept_skipped_and_mistaken_are_what_all_ranks_take_them_for(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 2, tmp_path, "waves", "retention", "skipping", "mistakes")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_a_save_returns_while_another_rank_is_stopped_for_a_minute(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -62,6 +69,7 @@ def test_a_save_on_a_grid_of_ranks_consolidates_to_the_live_model(
     same_as_live(case / "run", case / "truth.safetensors", tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_name_different_places_hear_of_it_at_once(
     run_ranks: Callable[..., Any], tmp_path: Path

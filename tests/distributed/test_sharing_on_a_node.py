@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,12 @@ from safetensors.torch import save_file
 
 from tests.distributed.share_run import LAYERS, make_model
 from tests.object_store import Bucket, Fault, ObjectStore
-from tests.ranks import RankHost, RunRanks, make_runner
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("share_run.py")
 KEY = "model/model.safetensors"
 READS = rf"^GET /[^?]*/{KEY}"
 Results = dict[int, dict[str, float]]
-
-
-@pytest.fixture(scope="module")
-def run_ranks() -> Iterator[RunRanks]:
-    """As that of all tests; what speaks to a bucket is imported once, and not by each rank."""
-    host = RankHost("pytest", "s3fs")
-    yield make_runner(host)
-    host.close()
 
 
 @pytest.fixture
@@ -96,7 +87,10 @@ def _nothing_is_left() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize(
+    "kind",
+    ["safetensors", *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "dcp"))],
+)
 def test_replicas_download_a_model_once_together(
     kind: str, bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -112,6 +106,7 @@ def test_replicas_download_a_model_once_together(
     assert all(one["read"] + one["shared"] > 0.99 * size for one in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hsdp", "tp", "fsdp"])
 def test_each_byte_is_downloaded_once_however_a_model_is_cut(
     kind: str, bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
@@ -150,6 +145,7 @@ def end_the_stopped_one(folder: Path) -> None:
     os.kill(int((folder / "pid_1").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_waited_for_in_vain_once(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -172,6 +168,7 @@ def test_a_rank_that_is_stopped_is_waited_for_in_vain_once(
     assert max(one["seconds"] for one in found.values()) < 30
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_takes_what_is_still_downloaded(
     bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def killed(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
     return folder / "killed"
 
 
+@pytest.mark.slow
 def test_a_step_that_is_durable_on_the_nodes_only_survives_there_and_is_lost_with_one_of_them(
     run_ranks: Callable[..., Any], killed: Path, tmp_path: Path
 ) -> None:

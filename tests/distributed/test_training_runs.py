@@ -15,7 +15,11 @@ from tests.ranks import RunRanks
 
 SCRIPT = Path(__file__).with_name("training_run.py")
 KINDS_BY_PROCESSES = {2: ("fsdp2", "fsdp1_flat"), 4: ("hsdp", "layouts")}
-CASES = [(number, kind) for number, kinds in KINDS_BY_PROCESSES.items() for kind in kinds]
+CASES = [
+    pytest.param(number, kind, marks=[pytest.mark.slow] if number > 2 else [])
+    for number, kinds in KINDS_BY_PROCESSES.items()
+    for kind in kinds
+]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("values_run.py")
 
 
-@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+@pytest.mark.parametrize("layout", ["accelerate", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_values_beside_sharded_tensors_come_back_on_two_ranks(
     run_ranks: Callable[..., object], tmp_path: Path, layout: str
 ) -> None:

@@ -29,7 +29,7 @@ from tests.object_store import ObjectStore
 from tests.page_runs import PageRun, environment_of, make_programs, make_world
 from tests.page_worlds import make_home
 
-HOW_TO = ["check-before-a-run", "disk-space", "evaluate", "reports", "slurm", "troubleshooting"]
+HOW_TO = ["check-before-a-run", "evaluate", "reports", "slurm", "troubleshooting"]
 REFERENCE = ("adapters", "consolidate", "several-steps", "training")
 PAGES = (
     "index.md",
@@ -37,7 +37,10 @@ PAGES = (
     *(f"reference/{name}.md" for name in REFERENCE),
     "explanation/guarantees.md",
 )
-SLOW_PAGES = tuple(f"reference/{name}.md" for name in ("hub", "runs", "storage"))
+SLOW_PAGES = (
+    "how-to/disk-space.md",
+    *(f"reference/{name}.md" for name in ("hub", "runs", "storage")),
+)
 TRAINERS = (
     *("how-to/accelerate-fsdp.md", "how-to/deepspeed.md", "how-to/hub.md", "how-to/megatron.md"),
     *("how-to/other-world-size.md", "how-to/qlora.md", "how-to/ray.md", "how-to/s3.md"),

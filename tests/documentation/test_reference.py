@@ -82,6 +82,7 @@ def test_every_public_name_of_an_integration_has_its_place(name: str) -> None:
     assert names - documented() == set()
 
 
+@pytest.mark.slow
 def test_every_type_of_a_result_or_of_a_field_has_its_place() -> None:
     modules = [importlib.import_module(module) for module in MODULES if module != "ckptkit.readers"]
     modules += [importlib.import_module(f"ckptkit.integrations.{name}") for name in INTEGRATIONS]

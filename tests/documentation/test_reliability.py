@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.pages import DOCS, ROOT
 
 PAGE = DOCS / "explanation" / "reliability.md"
@@ -60,6 +62,7 @@ def test_fuzzed_inputs_are_those_of_the_table() -> None:
     assert f"{sum(inputs) / 1e6:.1f} million inputs to {len(inputs)} parsers" in summary("fuzzing")
 
 
+@pytest.mark.slow
 def test_attacks_are_those_that_are_tried() -> None:
     (rows,) = tables_of("Attacks")
     listed = sum(number(row["tests"]) for row in rows)

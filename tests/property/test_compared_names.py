@@ -84,6 +84,7 @@ def reported(family: str, folder: Path) -> bool:
     return any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -52,6 +52,7 @@ CLASSES = {
     ),
     "GPT2ForSequenceClassification": ("SEQ_CLS", GPT2Config, GPT2, ["c_attn"], ["ln_f"]),
 }
+QUICK = ("LlamaForSequenceClassification", "GPT2ForSequenceClassification")
 LAYERS = {
     "linear and embedding": ["embedding", "linear"],
     "convolutions": ["conv1", "conv2", "conv3"],
@@ -113,7 +114,9 @@ def model_cases() -> Iterator[Any]:
                 options |= {"target_modules": targets}
                 options |= {"modules_to_save": modules, "fan_in_fan_out": config is GPT2Config}
                 label = f"{name}-{bias}-{modules}"
-                yield pytest.param(name, config, sizes, options, id=label)
+                is_quick = name in QUICK or (bias, modules) == ("all", whole)
+                marks = () if is_quick else pytest.mark.slow
+                yield pytest.param(name, config, sizes, options, id=label, marks=marks)
 
 
 @pytest.mark.parametrize(("name", "config", "sizes", "options"), list(model_cases()))
@@ -125,7 +128,9 @@ def test_heads_and_biases_are_those_that_peft_saves(
     check(trained(base, r=4, **options), tmp_path)
 
 
-@pytest.mark.parametrize("modules", [None, ["classifier"]], ids=str)
+@pytest.mark.parametrize(
+    "modules", [None, pytest.param(["classifier"], marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("bias", ["none", "all", "lora_only"])
 @pytest.mark.parametrize("layers", LAYERS)
 def test_all_kinds_of_layers_are_those_that_peft_saves(

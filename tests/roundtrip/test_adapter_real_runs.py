@@ -33,6 +33,7 @@ from ckptkit.integrations.checkpointers import export_into
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.training import Checkpointer
 from ckptkit_cli.inspect import InspectArguments, next_step
+from tests.sampled import sampled
 
 pytestmark = [
     pytest.mark.xdist_group("adapter_real_runs"),
@@ -102,7 +103,11 @@ CASES = (
     Case("peft_qlora_fsdp2"),
     Case("peft_qdora_fsdp2_ckptkit", is_ours=True),
 )
-cases = pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = (  # one of each kind, the others are in `make test-slow`
+    *("peft_fsdp2_dora_bf16", "peft_fsdp2_modules_and_tokens", "peft_fsdp2_two_adapters-second"),
+    *("peft_fsdp2_adapter_bin", "peft_fsdp1_flat", "peft_checkpointer-default"),
+    *("peft_trl_fsdp2", "peft_qlora_fsdp2"),
+)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -124,7 +129,7 @@ def config_in(path: Path) -> dict[str, Any]:
     return found | {"target_modules": sorted(found["target_modules"])}
 
 
-@cases
+@pytest.mark.parametrize("case", sampled(CASES, QUICK, str), ids=str)
 def test_what_is_extracted_is_what_peft_would_have_saved_and_loads_in_it(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +187,7 @@ def test_the_bytes_of_the_base_are_not_read(case: Case, tmp_path: Path) -> None:
 
 
 ADVISED = [case for case in CASES if case.adapter in {"", DEFAULT}]  # the first one is named
+ADVISED_QUICKLY = ("peft_fsdp1_flat", "peft_checkpointer-default", "peft_qlora_fsdp2")
 
 
 def typed(command: str, case: Case, out: Path) -> list[str]:
@@ -204,7 +210,7 @@ def advice_of_consolidate(case: Case) -> set[str]:
     return set(re.findall("`(.*?)`", caught.value.hint))
 
 
-@pytest.mark.parametrize("case", ADVISED, ids=str)
+@pytest.mark.parametrize("case", sampled(ADVISED, ADVISED_QUICKLY, str), ids=str)
 def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("torch")
 from tests.all_model_types import PAGE, equal_classes, try_class  # noqa: E402
+from tests.sampled import sampled  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of models, about their own defaults
 
@@ -20,6 +21,7 @@ FIXED = (
     *("DiffusionGemmaForBlockDiffusion", "NemotronHForCausalLM", "OpenAIGPTDoubleHeadsModel"),
     *("SamModel", "UnlimitedOcrTextModel", "Zamba2ForCausalLM"),
 )
+QUICK = ("BarkFineModel", "BlipTextLMHeadModel", "OpenAIGPTDoubleHeadsModel", "SamModel")
 RANDOM = 1  # `make differential` draws more, with random configurations
 
 
@@ -28,7 +30,7 @@ def sample() -> list[str]:
     return [*FIXED, *drawn]
 
 
-@pytest.mark.parametrize("name", sample())
+@pytest.mark.parametrize("name", sampled(sample(), QUICK))
 def test_a_class_is_written_as_save_pretrained_writes_it(name: str, tmp_path: Path) -> None:
     result = try_class(name, tmp_path)
     assert (result.outcome, result.reason) == ("ok", "")

@@ -526,6 +526,7 @@ def test_commands_ask_the_program_and_keep_its_answer(tmp_path: Path) -> None:
     loaded(tmp_path / "yes", model)
 
 
+@pytest.mark.slow
 def test_names_are_compared_where_no_file_may_be_written(tmp_path: Path) -> None:
     fixtures = Path(__file__).resolve().parents[2] / "fixtures"
     source = fixtures / "accelerate_fsdp2_tied_with_config" / "checkpoint"

@@ -238,6 +238,7 @@ def test_models_and_deltas_are_read_from_a_store_and_written_there(
     assert model_bytes(tmp_path / "copy") == bytes_of(steps[1])
 
 
+@pytest.mark.slow
 def test_a_chain_of_ten_reads_the_base_once(tmp_path: Path) -> None:
     models = [make_model()]
     write_model(tmp_path / "s0", models[0])
@@ -354,6 +355,7 @@ def test_a_delta_is_no_model(tmp_path: Path, steps: list[Model]) -> None:
         ckptkit.inspect_delta(tmp_path / "s1")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_one_large_tensor(tmp_path: Path) -> None:
     size = 300 << 20  # above the limit: one copy of the tensor would be too much
     header = {"w": {"dtype": "BF16", "shape": [size // 2], "data_offsets": [0, size]}}

@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from ckptkit.hub_names.transformers.answers import answer_names  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
 from ckptkit.training.export.output_plan import ExportNames  # noqa: E402
+from tests.sampled import sampled  # noqa: E402
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "fsdp2_mixtral"
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
@@ -211,6 +212,11 @@ CASES = [
     ),
 ]
 BY_MODEL = {case.model: case for case in CASES}
+QUICK = (  # families of each kind, the others are in `make test-slow`
+    *("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+    *("Qwen2VLForConditionalGeneration", "BertForSequenceClassification"),
+    *("Mamba2ForCausalLM", "Dinov2Model", "NemotronHForCausalLM"),
+)
 
 
 @pytest.fixture
@@ -268,7 +274,9 @@ def config_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+@pytest.mark.parametrize(
+    "case", sampled(CASES, QUICK, lambda case: case.model), ids=lambda case: case.model
+)
 def test_a_model_is_written_as_save_pretrained_writes_it(
     case: Case,
     made: Callable[[Case], tuple[Any, Path, Path]],
@@ -290,7 +298,10 @@ def test_a_model_is_written_as_save_pretrained_writes_it(
     assert not any(loading.values()), loading
 
 
-@pytest.mark.parametrize("model", [case.model for case in CASES if case.differs])
+@pytest.mark.parametrize(
+    "model",
+    sampled((case.model for case in CASES if case.differs), ["MixtralForCausalLM", "Dinov2Model"]),
+)
 def test_a_configuration_without_a_class_leads_to_the_same_names(
     model: str,
     made: Callable[[Case], tuple[Any, Path, Path]],
@@ -700,7 +711,11 @@ def test_the_table_agrees_with_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["LlamaForCausalLM", *(case.model for case in CASES if case.differs)]
+    "model",
+    sampled(
+        ["LlamaForCausalLM", *(case.model for case in CASES if case.differs)],
+        ["LlamaForCausalLM", "MixtralForCausalLM", "Dinov2Model"],
+    ),
 )
 def test_an_export_has_the_names_of_save_pretrained_too(model: str, tmp_path: Path) -> None:
     built = BY_MODEL[model].build()

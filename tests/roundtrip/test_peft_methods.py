@@ -125,8 +125,14 @@ def test_methods_that_are_not_built_here_are_those_that_need_more(
 
 
 OF_LIVE = {put_live_dcp, put_live_torch, put_live_safetensors, put_trained, put_step}
+IN_EVERY_FORM = ("IA3", "PROMPT_TUNING")  # of `EVERY_FORM`, in `make test`
 CASES = [
-    pytest.param(method, form, id=f"{method}-{form.__name__}")
+    pytest.param(
+        method,
+        form,
+        id=f"{method}-{form.__name__}",
+        marks=() if form is put_folder or method in IN_EVERY_FORM else pytest.mark.slow,
+    )
     for method in OTHERS
     for form in FORMS
     if method in EVERY_FORM or form in {put_folder, put_own_torch, put_live_dcp}

@@ -29,6 +29,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.formats.ranks import rank_tensors
+from tests.sampled import sampled
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = (
@@ -38,6 +39,11 @@ CASES = (
     *("rank_files_torch_2_1", "rank_files_torch_2_4", "rank_files_torch_2_6"),
     "rank_files_torch_2_9",
     *("fairscale_fairseq", "fairscale_pair", "fairscale_apart"),
+)
+QUICK = (  # of each kind; the others are in `make test-slow`
+    *("verl_fsdp1_sharded", "verl_one_rank", "rank_files_tensor_parallel", "rank_files_placements"),
+    *("rank_files_accelerate_fsdp2", "rank_files_local_orig", "rank_files_torch_2_1"),
+    *("rank_files_torch_2_9", "fairscale_fairseq", "fairscale_apart"),
 )
 Tensors = Mapping[str, torch.Tensor]
 
@@ -71,7 +77,7 @@ def rank_files(folder: Path, kind: str = "") -> list[Path]:
     return sorted(path for path in files if path.name.startswith(kind) and path.name != "data.pt")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, QUICK))
 def test_the_files_of_all_ranks_are_bit_equal_to_the_live_model(case: str, tmp_path: Path) -> None:
     source = FIXTURES / case / "checkpoint"
     live = truth(case)
@@ -163,7 +169,7 @@ def test_states_of_flat_parameters_are_told_of_and_keep_nothing_from_being_read(
     assert any("optimizer states are left alone" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("case", [*CASES, "rank_files_local_flat"])
+@pytest.mark.parametrize("case", sampled([*CASES, "rank_files_local_flat"], QUICK))
 def test_each_rank_missing_in_turn_is_refused(case: str, tmp_path: Path) -> None:
     source = copied(case, tmp_path)
     files = rank_files(source)

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from transformers.modeling_utils import remove_tied_weights_from_state_dict  # noqa: E402
 
+from tests.sampled import sampled  # noqa: E402
 from tests.small_models import class_named, on_meta, small_model_config  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of models, about their own defaults
@@ -50,6 +51,11 @@ TIED_BY_PATTERNS: dict[str, list[dict[str, Any]]] = {
     "ZambaForCausalLM": [{"tie_word_embeddings": False}],
 }
 
+QUICK = (  # ties by patterns, by modules and by layers; the others are in `make test-slow`
+    *("DabDetrForObjectDetection", "DeformableDetrForObjectDetection", "SamModel"),
+    *("UdopEncoderModel", "Zamba2Model", "ZambaForCausalLM", "DiffusionGemmaForBlockDiffusion"),
+)
+
 
 @functools.cache
 def found_config(name: str) -> Any:
@@ -59,7 +65,11 @@ def found_config(name: str) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [(name, fields) for name, more in TIED_BY_PATTERNS.items() for fields in [{}, *more]],
+    [
+        pytest.param(name, fields, marks=() if name in QUICK else pytest.mark.slow)
+        for name, more in TIED_BY_PATTERNS.items()
+        for fields in [{}, *more]
+    ],
 )
 def test_names_that_save_pretrained_leaves_out_are_known_without_it(
     name: str, fields: dict[str, Any]
@@ -80,7 +90,11 @@ def test_names_that_save_pretrained_leaves_out_are_known_without_it(
 
 
 @pytest.mark.parametrize(
-    "name", ["GroundingDinoForObjectDetection", "SamModel", "Zamba2ForCausalLM"]
+    "name",
+    sampled(
+        ["GroundingDinoForObjectDetection", "SamModel", "Zamba2ForCausalLM"],
+        ["SamModel", "Zamba2ForCausalLM"],
+    ),
 )
 def test_a_sharded_checkpoint_holds_every_tied_name(name: str, tmp_path: Path) -> None:
     model_class = class_named(name)

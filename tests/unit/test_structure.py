@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
+import pytest
+
 from tests.source_trees import parse_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,6 +166,7 @@ def _lines_of(node: ast.expr | ast.Expr) -> set[int]:
     return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
+@pytest.mark.slow
 def test_functions_hold_whole_steps_and_comments_give_reasons() -> None:
     counts = [lines_of_code_and_comments(name) for name in modules()]
     code, comments = (sum(column) for column in zip(*counts, strict=True))
@@ -176,6 +179,7 @@ def test_functions_hold_whole_steps_and_comments_give_reasons() -> None:
     assert comments / code * 1000 >= FEWEST_COMMENTS_PER_1000_LINES
 
 
+@pytest.mark.slow
 def test_no_figure_of_the_structure_is_over_its_limit() -> None:
     figures = {
         "modules": len(modules()),
@@ -198,6 +202,7 @@ def test_a_folder_is_small_enough_to_be_read_at_a_glance() -> None:
     assert {f: n for f, n in folders.items() if n > MOST_MODULES_IN_A_FOLDER} == {}
 
 
+@pytest.mark.slow
 def test_the_measures_see_what_they_measure() -> None:
     assert "ckptkit.core.text" in imports()["ckptkit.core.errors"]
     assert "ckptkit.training.checkpointer" in imports()["ckptkit.training"]

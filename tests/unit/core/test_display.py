@@ -160,7 +160,7 @@ def test_a_slice_reads_the_rows_that_are_asked_for(monkeypatch: pytest.MonkeyPat
     assert rows > 4
 
 
-def test_errors_options_and_packages_are_reached_from_the_top() -> None:
+def test_errors_and_options_are_reached_from_the_top() -> None:
     kinds = {
         name
         for name, kind in inspect.getmembers(errors, inspect.isclass)
@@ -169,6 +169,10 @@ def test_errors_options_and_packages_are_reached_from_the_top() -> None:
     assert kinds <= set(ckptkit.__all__)
     assert all(getattr(ckptkit, name) is getattr(errors, name) for name in kinds)
     assert ckptkit.Options.__annotations__.keys() >= {"dtype", "base"}
+
+
+@pytest.mark.slow
+def test_packages_are_imported_once_they_are_asked_for() -> None:
     code = (
         "import sys, ckptkit\n"
         "assert 'ckptkit.hub' not in sys.modules and 'huggingface_hub' not in sys.modules\n"

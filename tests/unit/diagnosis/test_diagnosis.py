@@ -590,8 +590,8 @@ def test_merge_keys_do_not_expand_without_end(tmp_path: Path) -> None:
     wide = f"b: &b {{{', '.join(f'k{n}: 1' for n in range(1_000))}}}\n"
     for bomb in (
         f"a0: &a0 {{x: 1, y: 2}}\n{eight}",
-        f"{wide}c: {{<<: [{', '.join(['*b'] * 20_000)}]}}\n",
-        f"a: &a {{}}\nc: {{{', '.join(['<<: *a'] * 50_000)}}}\n",
+        f"{wide}c: {{<<: [{', '.join(['*b'] * 2_000)}]}}\n",
+        f"a: &a {{}}\nc: {{{', '.join(['<<: *a'] * 12_000)}}}\n",
     ):
         file.write_text(f"output_dir: x\n{bomb}")
         with pytest.raises(FormatError, match="merges more than 10,000 settings"):

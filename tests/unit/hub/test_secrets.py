@@ -79,6 +79,7 @@ def test_a_file_is_searched_while_it_is_sent_and_the_block_with_the_secret_is_no
     assert sum(map(len, sent)) <= LEAF_BYTES
 
 
+@pytest.mark.slow
 def test_ordinary_files_hold_no_secret() -> None:
     places = ("fixtures", "docs", "examples", "benchmarks", "ckptkit/hub/watch/watch.py")
     paths = [path for place in places for path in [ROOT / place, *(ROOT / place).rglob("*")]]

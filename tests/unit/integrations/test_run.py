@@ -265,6 +265,7 @@ def test_help_is_shown(run: Run) -> None:
     assert "CKPTKIT_RUN=off" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_at_the_end_is_told_and_changes_the_exit_status(
     run: Run, tmp_path: Path
 ) -> None:

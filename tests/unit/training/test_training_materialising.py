@@ -226,7 +226,11 @@ def test_a_module_with_parameters_computes_its_masks_and_changes_nothing_else() 
 
 @pytest.mark.parametrize(
     "name",
-    ["FalconH1ForCausalLM", "CsmForConditionalGeneration", "AyaVisionForConditionalGeneration"],
+    [
+        "FalconH1ForCausalLM",
+        pytest.param("CsmForConditionalGeneration", marks=pytest.mark.slow),
+        "AyaVisionForConditionalGeneration",
+    ],
 )
 def test_buffers_are_computed_by_inner_models_and_by_parents(name: str) -> None:
     small_models = pytest.importorskip("tests.small_models")

@@ -138,7 +138,15 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 WORST = ("inference_mode", "default device meta", "a dispatch mode")
-CASES = [(mode, model) for mode in MODES for model in MODELS if model == "fsdp2" or mode in WORST]
+QUICK = (*WORST, "bfloat16 by default", "autocast", "a function mode")
+CASES = [
+    pytest.param(
+        *(mode, model), marks=() if mode in QUICK and model == "fsdp2" else pytest.mark.slow
+    )
+    for mode in MODES
+    for model in MODELS
+    if model == "fsdp2" or mode in WORST
+]
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,7 @@ def test_every_save_is_pushed_once_though_the_process_is_killed_and_steps_are_re
     assert TOKEN not in (run / WATCH_FOLDER / "log").read_text()
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_raised_by_the_handle_and_at_the_close(
     hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,6 +127,7 @@ def test_a_hub_that_is_down_holds_the_close_up_no_longer_than_it_may(
     assert not hub.log
 
 
+@pytest.mark.slow
 def test_a_step_that_is_passed_over_is_an_error_of_its_handle_and_of_the_close(
     hub: HubServer, tmp_path: Path
 ) -> None:
@@ -179,7 +181,14 @@ def test_a_strategy_says_what_is_pushed_and_the_token_is_in_no_text() -> None:
     assert TOKEN not in f"{whole!r} {whole.shared()}"
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("every_save", marks=pytest.mark.slow),
+        "checkpoint",
+        pytest.param("all_checkpoints", marks=pytest.mark.slow),
+    ],
+)
 def test_no_secret_that_lies_in_a_step_is_pushed(
     hub: HubServer, tmp_path: Path, strategy: HubStrategy
 ) -> None:

@@ -117,7 +117,13 @@ def rates(state: dict[str, Any], first: int, count: int) -> list[list[float]]:
     return found
 
 
-@pytest.fixture(scope="module", params=["accelerate", "dcp", "trainer"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "accelerate",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("dcp", "trainer")),
+    ],
+)
 def checkpointer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Checkpointer]:

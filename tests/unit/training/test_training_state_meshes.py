@@ -117,7 +117,15 @@ _COUNTS = {
 }
 
 
-@pytest.mark.parametrize("build", _COUNTS)
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(in_three_dimensions, marks=pytest.mark.slow),
+        in_stages,
+        pytest.param(in_stages_of_one_rank, marks=pytest.mark.slow),
+        in_stages_of_ddp,
+    ],
+)
 def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
     counts: dict[str, torch.Tensor] = {}
     for pieces in owned_by_all(build, 8):
