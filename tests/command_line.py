@@ -58,6 +58,7 @@ class _CommandHost:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self.command = 0  # the number of its process, once one was started
 
     def run(self, command: dict[str, Any], given: str) -> Result:
         with self._lock:
@@ -96,7 +97,7 @@ class _CommandHost:
             asker.close()
             for descriptor in (stdin, stdout, stderr):
                 os.close(descriptor)
-        process = int(self._answers.readline())
+        process = self.command = int(self._answers.readline())
         with ThreadPoolExecutor(4) as pool:
             pool.submit(_answer_questions, questions)
             pool.submit(_write, to_stdin, given)
@@ -168,6 +169,11 @@ def run_command(*words: object, given: str = "", **environment: str) -> Result:
         "folder": str(Path.cwd()),
     }
     return _HOST.run(command, given)
+
+
+def kill_command() -> None:
+    """Kills the command that another thread runs."""
+    os.kill(_HOST.command, signal.SIGKILL)
 
 
 def close_host() -> None:

@@ -299,7 +299,7 @@ def read_mounts(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
 @lru_cache(maxsize=2)  # a batch compares thousands of places, and mounts seldom change meanwhile
 def _parse_mounts(text: str) -> tuple[Mount, ...]:
     entries = []
-    # Names may hold what else `str` takes for the end of a line or for a space.
+    # The kernel escapes spaces and newlines, but not all at which `splitlines` and `split()` cut.
     for line in filter(None, text.split("\n")):
         left, _, right = line.partition(" - ")
         _, _, device, root, place, own = left.split(" ")[:6]

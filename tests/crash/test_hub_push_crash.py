@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -11,17 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.hub import push
-from tests import command_line
+from tests.command_line import kill_command, run_command
 from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
-
-
-def kill_command() -> None:
-    """Kills the command that runs, the only child of the process that commands are forks of."""
-    host = command_line._HOST._process
-    assert host is not None
-    (child,) = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
-    os.kill(int(child), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +37,7 @@ def test_a_push_killed_anywhere_is_completed_by_the_next(
     environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
     hub.before.append((re.compile(request_), kill_command))
     words = ("push", model, "me/model", "--tag", "step-30")
-    killed = command_line.run_command(*words, **environment)
+    killed = run_command(*words, **environment)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     hub.before.clear()
     sent = hub.sent_bytes()

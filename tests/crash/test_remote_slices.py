@@ -23,6 +23,7 @@ from ckptkit.storage.remote.errors import call_with_retries
 from ckptkit.storage.remote.s3 import S3Uploads
 from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.object_store import KEY, SECRET, Bucket, Fault
+from tests.sampled import sampled
 from tests.sharded import write_sharded
 
 MANIFEST = "ckptkit.json"
@@ -118,9 +119,7 @@ def is_whole(bucket: Bucket, weights: bytes) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "layout", ["hf", *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "dcp"))]
-)
+@pytest.mark.parametrize("layout", sampled(["hf", "torch", "dcp"], ["hf"]))
 def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
     bucket: Bucket, tmp_path: Path, layout: Layout
 ) -> None:

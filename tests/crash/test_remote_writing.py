@@ -30,6 +30,7 @@ from ckptkit.options import FRAMEWORKS_BY_LAYOUT, Layout
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote.errors import call_with_retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
+from tests.sampled import sampled
 from tests.sharded import write_sharded
 
 MANIFEST = "ckptkit.json"
@@ -131,9 +132,7 @@ def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
     assert bucket.store.proxy.received["PUT"] <= 1.01 * sum(map(len, found.values()))
 
 
-@pytest.mark.parametrize(
-    "further", [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in (APART, ALSO_APART))]
-)
+@pytest.mark.parametrize("further", sampled([{}, APART, ALSO_APART], [{}]))
 def test_a_damaged_chunk_is_found_whoever_copies_it_and_nothing_stays(
     bucket: Bucket, further: dict[str, object]
 ) -> None:

@@ -19,6 +19,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, FileRecord, Manifest
 from tests.command_line import run_command
 from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.object_store import Bucket, Fault, ObjectStore
+from tests.sampled import sampled
 from tests.sharded import write_sharded
 from tests.small_deltas import model_bytes
 
@@ -297,12 +298,13 @@ def test_versions_are_published_to_a_store(
 
 @pytest.mark.parametrize(
     "file",
-    [
-        pytest.param("weight_v000001/model.safetensors", marks=pytest.mark.slow),
-        "weight_v000001/ckptkit.json",
-        pytest.param("weight_v000002/model.safetensors.index.json", marks=pytest.mark.slow),
-        pytest.param("weight_v000002/ckptkit.json", marks=pytest.mark.slow),
-    ],
+    sampled(
+        [
+            *("weight_v000001/model.safetensors", "weight_v000001/ckptkit.json"),
+            *("weight_v000002/model.safetensors.index.json", "weight_v000002/ckptkit.json"),
+        ],
+        ["weight_v000001/ckptkit.json"],
+    ),
 )
 def test_a_watch_that_is_killed_while_a_store_shows_its_files_goes_on(
     file: str, object_store: ObjectStore, forks: ForkedCommands, run: Path, tmp_path: Path

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.command_line import run_command
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("replicas_run.py")
 QUICK, SLOW = "hsdp 0", ("ddp 0", "ddp 1")
-SAVED = [QUICK, *(pytest.param(saved, marks=pytest.mark.slow) for saved in SLOW)]
+SAVED = sampled([QUICK, *SLOW], [QUICK])
 
 
 @pytest.fixture(scope="module")

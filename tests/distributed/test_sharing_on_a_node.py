@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from tests.distributed.share_run import LAYERS, make_model
 from tests.object_store import Bucket, Fault, ObjectStore
+from tests.sampled import sampled
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("share_run.py")
@@ -87,10 +88,7 @@ def _nothing_is_left() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(
-    "kind",
-    ["safetensors", *(pytest.param(one, marks=pytest.mark.slow) for one in ("torch", "dcp"))],
-)
+@pytest.mark.parametrize("kind", sampled(["safetensors", "torch", "dcp"], ["safetensors"]))
 def test_replicas_download_a_model_once_together(
     kind: str, bucket: Bucket, run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:

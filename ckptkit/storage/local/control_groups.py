@@ -97,7 +97,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
         text = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return
-    # Names may hold what else `str` takes for the end of a line.
+    # Names may contain other characters at which `splitlines` cuts.
     for line in filter(None, text.split("\n")):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -25,6 +25,7 @@ from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
 from ckptkit.formats.dcp.reader import BlobRef
+from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training import step_names
 from ckptkit.training.resume.load_pieces import list_first, load_pieces
 from ckptkit.training.resume.stored_step import StoredStep
@@ -42,7 +43,6 @@ from ckptkit.training.step_names import clean_fqn, parallel_prefixes
 logger = logging.getLogger(__name__)
 
 Apply = Callable[[], object]
-_EXTRA = "_extra_state"  # as `nn.Module.state_dict` calls it
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
@@ -351,7 +351,7 @@ def extra_state_changes(
         if kind.set_extra_state is nn.Module.set_extra_state:
             continue
         prefix = clean_fqn(raw, parallel)
-        name = f"{prefix}.{_EXTRA}" if prefix else _EXTRA
+        name = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
         path = (*model.path, name)
         stored_paths = {other for other in left if other[: len(path)] == path}
         left -= stored_paths
@@ -412,7 +412,7 @@ def _copied(model: nn.Module) -> list[str]:
         for name, value in model.state_dict(keep_vars=True).items()
         if type(value) in _PLAIN and value.numel() and _memory(value) not in own
     }
-    strange = {name: v for name, v in strange.items() if name.rpartition(".")[2] != _EXTRA}
+    strange = {name: v for name, v in strange.items() if name.rpartition(".")[2] != EXTRA_STATE}
     again: Mapping[str, Any] = model.state_dict(keep_vars=True) if strange else {}
     return [
         name
@@ -430,4 +430,4 @@ def is_extra(path: KeyPath, model: KeyPath) -> bool:
     """Whether a key path of a model is that of an extra state, or of something in it."""
     if path[: len(model)] != model or len(path) == len(model):
         return False
-    return str(path[len(model)]).rpartition(".")[2] == _EXTRA
+    return str(path[len(model)]).rpartition(".")[2] == EXTRA_STATE

@@ -293,7 +293,8 @@ class ModelView:
     Attributes:
         pieces: Parameters and persistent buffers.
         objects: What modules save besides tensors, on the rank that writes it.
-        structures: Of the objects, where these do not follow from their leaves.
+        structures: Of the objects, where these do not follow from their leaves, and of extra
+            states that are parameters.
         slots: By the identity of the object that an optimizer has as a parameter: the original
             parameters that it stands for, several for a flat parameter of FSDP1.
         meshes: The device meshes of the model.
@@ -341,11 +342,11 @@ class ModelView:
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
                 take(name, value)
-            elif type(value) is nn.Parameter and name.endswith(EXTRA_STATE) and not self.values.own:
-                unit, path = structure.places.of(name)
-                self.structures.append(
-                    Structure(unit, path, (("parameter", (), value.requires_grad),))
-                )
+            elif type(value) is nn.Parameter and name.rpartition(".")[2] == EXTRA_STATE:
+                # It is stored as a tensor; only its structure has that it is a parameter.
+                node = ("parameter", (), value.requires_grad)
+                if self.values.own == 0:
+                    self.structures.append(Structure(*structure.places.of(name), (node,)))
 
     def _take_unit(self, unit: FlatUnit) -> Iterator[tuple[str, nn.Parameter]]:
         """Adds a flat parameter, and yields what holds each of its original ones."""

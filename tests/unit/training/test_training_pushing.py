@@ -26,6 +26,7 @@ from ckptkit.training.settings import check_options
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import SECRETS
+from tests.sampled import sampled
 
 REPO = "org/trained"
 WAIT = 120
@@ -182,12 +183,7 @@ def test_a_strategy_says_what_is_pushed_and_the_token_is_in_no_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param("every_save", marks=pytest.mark.slow),
-        "checkpoint",
-        pytest.param("all_checkpoints", marks=pytest.mark.slow),
-    ],
+    "strategy", sampled(["every_save", "checkpoint", "all_checkpoints"], ["checkpoint"])
 )
 def test_no_secret_that_lies_in_a_step_is_pushed(
     hub: HubServer, tmp_path: Path, strategy: HubStrategy

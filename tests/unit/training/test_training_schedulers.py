@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from ckptkit.training import Checkpointer
+from tests.sampled import sampled
 
 Make = Callable[[Any], Any]
 DONE, NEXT = 5, 20
@@ -117,13 +118,7 @@ def rates(state: dict[str, Any], first: int, count: int) -> list[list[float]]:
     return found
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "accelerate",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("dcp", "trainer")),
-    ],
-)
+@pytest.fixture(scope="module", params=sampled(["accelerate", "dcp", "trainer"], ["accelerate"]))
 def checkpointer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Checkpointer]:

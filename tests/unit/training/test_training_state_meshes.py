@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.training.state.collect import bind
 from ckptkit.training.state.pieces import Piece, select_owned
+from tests.sampled import sampled
 
 NAMES = ("rep", "shard", "tp")
 
@@ -117,15 +118,7 @@ _COUNTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(in_three_dimensions, marks=pytest.mark.slow),
-        in_stages,
-        pytest.param(in_stages_of_one_rank, marks=pytest.mark.slow),
-        in_stages_of_ddp,
-    ],
-)
+@pytest.mark.parametrize("build", sampled(_COUNTS, [in_stages, in_stages_of_ddp]))
 def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
     counts: dict[str, torch.Tensor] = {}
     for pieces in owned_by_all(build, 8):
