@@ -155,7 +155,7 @@ def values_in(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def assert_same(value: Any, found: Any, where: str) -> None:  # noqa: C901, PLR0912  a branch for each kind
+def assert_same(value: Any, found: Any, where: str) -> None:
     """Compares types, keys, items and bits, in code of its own."""
     assert type(value) is type(found), where
     if isinstance(value, torch.Tensor):

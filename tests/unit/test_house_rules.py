@@ -10,8 +10,6 @@ from pathlib import Path
 from tests.source_trees import parse_source
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_LINES_IN_A_FILE = 600
-MOST_LINES_IN_A_FUNCTION = 50
 READ_THE_ENVIRONMENT = (
     # Keeps the libraries of its process off the network.
     ROOT / "ckptkit/hub_names/transformers/program.py",
@@ -88,27 +86,6 @@ def _ends_with(decorator: ast.expr, names: set[str]) -> bool:
 
 def test_there_is_source_to_check() -> None:
     assert {ROOT / "ckptkit/api.py", ROOT / "cli/ckptkit_cli/main.py"} <= set(SOURCES)
-
-
-def test_files_are_short() -> None:
-    def lines(path: Path) -> int:
-        count = len(_text(path).splitlines())
-        return count if count > MOST_LINES_IN_A_FILE else 0
-
-    assert not _breaches(lines, SOURCES)
-
-
-def test_functions_are_short() -> None:
-    def long(path: Path) -> dict[str, int]:
-        return {
-            node.name: lines
-            for node in ast.walk(parse_source(path))
-            if isinstance(node, FUNCTIONS)
-            and (lines := (node.end_lineno or node.lineno) - node.lineno + 1)
-            > MOST_LINES_IN_A_FUNCTION
-        }
-
-    assert not _breaches(long, SOURCES)
 
 
 def test_modules_have_telling_names() -> None:
