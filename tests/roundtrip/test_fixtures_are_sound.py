@@ -23,6 +23,7 @@ DIRECTORIES = sorted(
     for path in FIXTURES.rglob(".metadata")
     if not path.parent.name.startswith("optimizer")
     # Other names: test_megatron_fixtures_are_sound.py, test_torchtitan.py.
+    and not path.is_relative_to(FIXTURES / "reports")
     and not path.relative_to(FIXTURES)
     .parts[0]
     .startswith(("megatron_model_", "megatron_fsdp_", "torchtitan_fam"))
