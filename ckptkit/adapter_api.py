@@ -22,6 +22,8 @@ class AdapterOptions(TypedDict, total=False):
     Attributes:
         adapter: Its name, where there are several.
         adapter_config: The run's `adapter_config.json`, where the checkpoint has none.
+        base: The model that was trained on, whose configuration converts the names of another
+            framework, such as Megatron-Core or torchtune.
         lora_alpha: The run's alpha, where no configuration is at hand.
         use_rslora: Whether the scaling was alpha / sqrt(rank), where none is at hand.
         fan_in_fan_out: Whether weights are stored as [in, out], where none is at hand.
@@ -37,6 +39,7 @@ class AdapterOptions(TypedDict, total=False):
 
     adapter: str | None
     adapter_config: PathLike | None
+    base: PathLike | None
     lora_alpha: float | None
     use_rslora: bool | None
     fan_in_fan_out: bool | None

@@ -48,7 +48,6 @@ from ckptkit.plan.weight_kinds import (
     find_adapter,
     looks_packed,
     own_adapters,
-    title_of,
 )
 from ckptkit.storage.places import PathLike, place_of
 
@@ -383,7 +382,7 @@ def _refuse_quantized(
 ) -> None:
     sign = find_adapter((entry.name for entry in entries), own_adapters(config))
     packed = (e.name for e in entries if looks_packed(e.name, e.shape, e.dtype.name))
-    name, what = (sign.name, title_of(sign.method)) if sign else (next(packed, ""), PACKED_WEIGHT)
+    name, what = (sign.name, sign.title) if sign else (next(packed, ""), PACKED_WEIGHT)
     if name:
         raise RefusedError(
             f"tensor {name!r} belongs to {what}, expected the weights of a whole model",

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
+from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
 from ckptkit.conversion.source.adapters import ADAPTER_CONFIG
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -97,6 +98,8 @@ def prepare_extraction(
     """
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
+        if found.converted is not None:
+            refuse_without_peft_form(found.converted)
         own = found.adapter.tensors
         tensors = {**own, **{name: own[first] for name, first in found.twice.items()}}
         products = [
@@ -130,6 +133,7 @@ def prepare_extraction(
                     "config": found.config_path,
                     **make_base_record(found).facts(),
                 },
+                versions=found.opened.maps,
             ),
             found,
         )

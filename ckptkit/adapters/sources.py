@@ -15,18 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
+from ckptkit.conversion.mapped_adapters import ConvertedAdapter, convert_adapter
 from ckptkit.conversion.source.adapters import (
     AdapterRecord,
     Choice,
     choose_adapter,
     find_base,
+    find_copies,
     find_record,
+    find_values,
     list_recorded,
+    list_trees,
+    read_config,
     read_record,
     sort_trees,
 )
-from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.named_models import find_local
+from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, read_config_in
 from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
@@ -34,6 +41,7 @@ from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
 from ckptkit.lora.config import Adapter, LoraSettings
 from ckptkit.lora.dialects import (
+    DEFAULT,
     TOKENS,
     SortedTensors,
     find_second_name,
@@ -42,9 +50,19 @@ from ckptkit.lora.dialects import (
     make_plain_name,
     rename_plainly,
     select_adapter_tensors,
+    sort_entries,
 )
-from ckptkit.lora.inference import fits_target, infer_config
+from ckptkit.lora.foreign import ForeignAdapter, find_foreign
+from ckptkit.lora.inference import (
+    RSLORA,
+    TASK,
+    fits_target,
+    infer_config,
+    is_of_all_layers,
+    move_config,
+)
 from ckptkit.lora.layers import LoraLayer, build_table
+from ckptkit.name_maps.apply import Extent
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
@@ -62,6 +80,7 @@ class AdapterRequest:
         config: An `adapter_config.json` to use instead of the checkpoint's own, or None.
         overrides: Options that tensors do not show, by the keys of `adapter_config.json`; only
             for checkpoints without a configuration.
+        base: A model whose configuration converts the names of another framework, or None.
         select: Which state dict to use if there are several, or None.
         also: Further directories of the checkpoint.
         allow_untrained: Whether to accept an adapter that changes nothing.
@@ -71,6 +90,7 @@ class AdapterRequest:
     adapter: str | None = None
     config: PathLike | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    base: PathLike | None = None
     select: str | None = None
     also: Sequence[PathLike] = ()
     allow_untrained: bool = False
@@ -95,6 +115,7 @@ class AdapterRequest:
             adapter=adapter,
             config=options["adapter_config"],
             overrides=overrides,
+            base=options.get("model_config") or options.get("base"),
             select=options.get("select"),
             also=options["also"],
             allow_untrained=options.get("allow_untrained", False),
@@ -122,6 +143,7 @@ class OpenedAdapter:
         norms: By module, the Frobenius norm of what its factors add to the weight.
         notes: Messages for the user.
         twice: Second names that tensors have in PEFT's file, each with the first name.
+        converted: How the names of another framework were converted; None for those of PEFT.
     """
 
     opened: OpenedCheckpoint
@@ -133,6 +155,7 @@ class OpenedAdapter:
     norms: Mapping[str, float]
     notes: tuple[str, ...]
     twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
+    converted: ConvertedAdapter | None = None
 
 
 def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
@@ -166,25 +189,32 @@ class _Opening:
         self._notes: list[str] = []
 
     def run(self) -> OpenedAdapter:
-        checkpoint, request = self._checkpoint, self._request
+        converted = self._convert_names()
         trees, choice, record = self._choose()
-        if record is not None:
-            for key, value in request.overrides.items():
-                if record.document.get(key) != value:
-                    raise RefusedError(
-                        f"{key} {value!r} was given against"
-                        f" {record.document.get(key)!r:.200} in {record.path}",
-                        where=checkpoint.path,
-                        hint="leave the option out, or pass another file with --adapter-config",
-                    )
+        checkpoint, request = self._checkpoint, self._request
+        foreign = None if converted is None else converted.foreign
+        known = find_values(checkpoint, self._folders, foreign)
+        self._refuse_contradictions(record, known.values, known.path)
+        if converted is not None and record is not None:
+            moved = move_config(record.document, converted.origins, where=record.path)
+            record = replace(record, document=moved)
+        if record is not None and not record.document.get(TASK) and TASK in known.values:
+            document = {**record.document, TASK: known.values[TASK]}
+            record = replace(record, document=document)
         tree = trees.get(choice.tree)
         if tree is None:
             return self._open_empty(choice, record)
         base = rename_plainly(find_base(choice.tree, trees))
         if record is None:
             table = build_table(select_adapter_tensors(tree, choice.name, None))
-            inferred = infer_config(table, base, request.overrides, where=checkpoint.path)
+            values = {**known.values, **request.overrides}
+            inferred = infer_config(table, base, values, where=checkpoint.path)
             self._notes += inferred.notes
+            if known.path and RSLORA not in request.overrides:
+                self._notes.append(
+                    f"{known.path} does not say whether the scaling is rsLoRA's: alpha / rank is"
+                    " assumed"
+                )
             settings = LoraSettings.parse(inferred.document, where=checkpoint.path)
         else:
             settings = LoraSettings.parse(record.document, where=record.path)
@@ -201,14 +231,112 @@ class _Opening:
         adapter = self._drop_repetitions(adapter, origin)
         rows = account(adapter, base, is_own_record=record is not None and record.is_own)
         self._notes += note_old_alphas(settings, rows)
-        values = AdapterValues(origin, adapter)
-        twice = _find_second_names(adapter, tree, values)
-        norms = values.check(rows, allow_untrained=request.allow_untrained)
-        config_path = "" if record is None else record.path
-        notes = (*checkpoint.notes, *self._notes)
+        values_of = AdapterValues(origin, adapter)
+        twice = _find_second_names(adapter, tree, values_of)
+        self._compare_with_copy(choice, adapter, values_of)
+        norms = values_of.check(rows, allow_untrained=request.allow_untrained)
         return OpenedAdapter(
-            checkpoint, self._folders, adapter, base, config_path, rows, norms, notes, twice
+            opened=checkpoint,
+            folders=self._folders,
+            adapter=adapter,
+            base=base,
+            config_path=known.path if record is None else record.path,
+            rows=rows,
+            norms=norms,
+            notes=(*checkpoint.notes, *self._notes),
+            twice=twice,
+            converted=converted,
         )
+
+    def _convert_names(self) -> ConvertedAdapter | None:
+        """Gives an adapter of another framework the names of PEFT, if it is one."""
+        checkpoint, request = self._checkpoint, self._request
+        found = [
+            (entries, foreign)
+            for entries in list_trees(checkpoint).values()
+            if (foreign := find_foreign(entries)) is not None
+        ]
+        if len(found) != 1:
+            return None  # of several, the user chooses one first
+        entries, foreign = found[0]
+        name = request.adapter or DEFAULT
+        record = None if request.config is None else read_record(request.config)
+        record = record or find_record(self._folders, name, is_only_one=True)
+        extent: Extent = "layers"
+        if record is not None and is_of_all_layers(record.document):
+            extent = "modules"
+        config = self._read_model_config(record, foreign)
+        converted = convert_adapter(checkpoint, entries, foreign, config, extent)
+        self._checkpoint = converted.checkpoint
+        return converted
+
+    def _read_model_config(
+        self, record: AdapterRecord | None, foreign: ForeignAdapter
+    ) -> Mapping[str, Any] | None:
+        """Returns the configuration of the model, by which names of a framework are converted."""
+        if not foreign.framework:
+            return None
+        if self._request.base is not None:
+            return read_config_in(self._request.base, "--base")
+        config = read_config(self._folders)
+        named = None if record is None else record.document.get("base_model_name_or_path")
+        place = find_local(named) if isinstance(named, str) and "\0" not in named else None
+        if config is None and place is not None:
+            config = read_config_in(place, "base_model_name_or_path")
+        if config is None:
+            raise RefusedError(
+                f"holds {foreign.title}: its factors are converted by the sizes of the model, and"
+                " no configuration has them",
+                where=self._checkpoint.path,
+                hint="pass the model that the adapter was trained on with --base;"
+                f" {foreign.own_tool}",
+            )
+        return config
+
+    def _refuse_contradictions(
+        self, record: AdapterRecord | None, known: Mapping[str, Any], path: str
+    ) -> None:
+        """Refuses options, and records of the run, that say different things."""
+        said = known if record is None else record.document
+        for key, value in self._request.overrides.items():
+            is_said = key in said and key != RSLORA  # which only a configuration says
+            if (record is not None or is_said) and said.get(key) != value:
+                raise RefusedError(
+                    f"{key} {value!r} was given against {said.get(key)!r:.200} in"
+                    f" {path if record is None else record.path}",
+                    where=self._checkpoint.path,
+                    hint="leave the option out, or pass another file with --adapter-config",
+                )
+        for key in ("r", "lora_alpha") if record is not None and path else ():
+            if record is not None and key in known and record.document.get(key) != known[key]:
+                raise AdapterError(
+                    f"{key} is {record.document.get(key)!r:.200} in {record.path}, and"
+                    f" {known[key]!r} in {path}",
+                    where=self._checkpoint.path,
+                    hint="pass the configuration that the run used with --adapter-config",
+                )
+
+    def _compare_with_copy(self, choice: Choice, adapter: Adapter, values: AdapterValues) -> None:
+        """Refuses an adapter whose gathered copy in the checkpoint has other factors."""
+        label = find_copies(self._checkpoint).get(choice.tree)
+        if label is None:
+            return
+        entries = [e for e in self._checkpoint.index.of_part("model") if e.tree == label]
+        refuse_problems(self._checkpoint.index, entries, self._checkpoint.path)
+        copy = sort_entries(entries).stripped
+        differing = next(iter(sorted(adapter.tensors.keys() ^ copy.keys())), None)
+        if differing is None:
+            differing = next(
+                (n for n in copy if not values.are_alike(adapter.tensors[n], copy[n])), None
+            )
+        if differing is not None:
+            raise AdapterError(
+                f"{choice.tree!r} and {label!r} are one adapter, and {differing!r} is not the same"
+                " in both",
+                where=self._checkpoint.path,
+                hint=f"take one of them with --select {choice.tree}, or --select {label}",
+            )
+        self._notes.append(f"{label} has the same factors as {choice.tree}")
 
     def _open_empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
         """Returns an adapter that was saved without tensors."""
@@ -376,6 +504,17 @@ class AdapterValues:
         return all(
             np.array_equal(a.view(np.uint8), b.view(np.uint8))
             for a, b in zip(self._blocks(first), self._blocks(second), strict=True)
+        )
+
+    def are_alike(self, first: TensorEntry, second: TensorEntry) -> bool:
+        """Returns whether two tensors have the same numbers in the smaller of their types."""
+        if first.dtype == second.dtype or first.shape != second.shape:
+            return self.are_equal(first, second)
+        narrow = numpy_dtype(min(first.dtype, second.dtype, key=lambda dtype: dtype.itemsize))
+        pairs = zip(self._blocks(first), self._blocks(second), strict=True)
+        return all(
+            np.array_equal(a.astype(narrow).view(np.uint8), b.astype(narrow).view(np.uint8))
+            for a, b in pairs
         )
 
     def _measure(self, layer: LoraLayer, row: ModuleRow) -> tuple[float, bool]:

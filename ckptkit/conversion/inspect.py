@@ -174,7 +174,10 @@ class Inspection(Displayed):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
-        plain = asdict(replace(self, shards=None, tensors=()))
+        peft = None if self.peft is None else replace(self.peft, foreign=None)
+        plain = asdict(replace(self, shards=None, tensors=(), peft=peft))
+        if peft is not None:  # `adapter` has what there is to know of it
+            del plain["peft"]["foreign"]
         document = {n: value for n, value in plain.items() if n not in {"shards", "tensors"}}
         document["tensors"] = [
             {
@@ -220,8 +223,11 @@ def run_inspection(
         folders = SideFolders(stack, checkpoint, base)
         config = read_config(folders)
         report = _report(checkpoint, config or {}, _ties(checkpoint, config), shards=shards)
-        report = _add_map(report, checkpoint, config, choice)
         peft = find_peft(checkpoint, folders)
+        if peft is None or peft.foreign is None:
+            report = _add_map(report, checkpoint, config, choice)
+        else:  # a map of the model converts adapters otherwise than models
+            report = replace(report, framework=peft.foreign.framework)
         return replace(
             report,
             adapter=describe_adapters(checkpoint, folders),

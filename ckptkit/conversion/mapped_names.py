@@ -241,14 +241,7 @@ def map_names(
     Raises:
         RefusedError: If the configuration, or the map, is for another model than the checkpoint.
     """
-    where, settings = checkpoint.path, dict(checkpoint.index.run.settings)
-    name_map = (
-        find_map(framework, config, where=where, settings=settings)
-        if choice == "auto"
-        else load_map(choice)
-    )
-    refuse_contradiction(name_map, settings, where=where)
-    _refuse_other_model(config or {}, settings, where)
+    where, name_map = checkpoint.path, choose_map(choice, framework, config, checkpoint)
     left = {name for name in tensors if matches(name, exclude) and not name_map.takes_any([name])}
     kept = {name: spec for name, spec in tensors.items() if name not in left}
     names = apply_map(name_map, config or {}, kept, where=where)
@@ -257,6 +250,21 @@ def map_names(
         kept = {name: spec for name, spec in kept.items() if name not in further}
         names = apply_map(name_map, config or {}, kept, where=where)
     return MappedModel(name_map, names, tensors)
+
+
+def choose_map(
+    choice: str, framework: str, config: Mapping[str, Any] | None, checkpoint: OpenedCheckpoint
+) -> NameMap:
+    """Returns the map for a model; arguments and errors as for `map_names`."""
+    where, settings = checkpoint.path, dict(checkpoint.index.run.settings)
+    name_map = (
+        find_map(framework, config, where=where, settings=settings)
+        if choice == "auto"
+        else load_map(choice)
+    )
+    refuse_contradiction(name_map, settings, where=where)
+    _refuse_other_model(config or {}, settings, where)
+    return name_map
 
 
 def _refuse_other_model(config: Mapping[str, Any], settings: Mapping[str, int], where: str) -> None:

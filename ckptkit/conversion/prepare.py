@@ -227,7 +227,8 @@ def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: S
     chosen = build_selection_options(job.request.select, job.also)
     source = os.fspath(job.src) if chosen else checkpoint.path
     extract = facts.extract(source, out, chosen=chosen)
-    alone = "" if facts.is_ready else f", for the adapter alone `{extract}`"
+    is_alone = facts.is_ready or not facts.is_extractable
+    alone = "" if is_alone else f", for the adapter alone `{extract}`"
     remark = f" ({facts.remark})" if facts.remark else ""
     return f"for the merged model run `{facts.merge(source, out, chosen=chosen)}`{alone}{remark}"
 

@@ -401,7 +401,8 @@ class RunFacts:
         mesh: The dimensions of the device mesh, each with its name (empty where it has none) and
             its size; empty where the checkpoint does not have it.
         settings: What the checkpoint itself says of its model and what decides how the elements of
-            its tensors are laid out, by the keys of Transformers' configurations.
+            its tensors are laid out, by the keys of Transformers' configurations; of an adapter,
+            rank and alpha by those of PEFT's.
         notes: Further facts for `inspect`, such as what was ignored.
         warnings: What the save itself found and users of the step should know.
     """

@@ -396,7 +396,8 @@ class _Resolver:
         }
         if run:
             return self._choose_newest(run, None)
-        for unit in units:
+        # A folder of a unit can be in that of another one.
+        for unit in sorted(units, key=lambda unit: -len(unit.label)):
             rest = _rest(select, unit.label)
             if rest is None:
                 continue

@@ -194,6 +194,28 @@ def _sizes(config: Mapping[str, Any], request: LoadRequest) -> Iterator[Mismatch
             yield Mismatch(name, str(list(shape)), str(list(wanted)))
 
 
+# Layers that predict further tokens, where they have names of their own.
+_PREDICTORS = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
+_TOWER = re.compile(r"vis|audio|image|encoder")
+
+
+def is_left_out(name: str, config: Mapping[str, Any]) -> bool:
+    """Returns whether the class of a model ignores a tensor of its files when it loads them.
+
+    These are layers that predict further tokens: `mtp`, and those after the last one that the
+    configuration counts.
+
+    Source: `_keys_to_ignore_on_load_unexpected` of the classes of transformers 5.23.
+    """
+    if _PREDICTORS.search(name) is not None:
+        return True
+    text = config.get("text_config")
+    count = _number(text if isinstance(text, Mapping) else config, _LAYERS)
+    found = _LAYER.match(name)
+    is_of_text = found is not None and _TOWER.search(found[1]) is None
+    return count is not None and is_of_text and found is not None and int(found[2]) >= count
+
+
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
@@ -247,8 +269,15 @@ FRAMEWORKS = {
     "torchtitan": re.compile(
         r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$"
     ),
+    "torchtune": re.compile(r"^layers\.\d+\.sa_norm\.scale$"),
 }
 """Frameworks with names of their own, each by a part of a name that only its models have."""
+# The same by modules that are adapted; models of users may have such names, too.
+_MODULES = {
+    "Megatron-Core": re.compile(r"^decoder\.layers\.(?:\d+\.)?(?:self_attention|mlp)\."),
+    "torchtitan": re.compile(r"^layers\.\d+\.(?:attention|feed_forward|moe)\."),
+    "torchtune": re.compile(r"^layers\.\d+\.(?:attn\.(?:[qkv]|output)_proj|mlp\.w[123])$"),
+}
 
 
 def recognise_framework(names: Iterable[str]) -> str:
@@ -258,3 +287,10 @@ def recognise_framework(names: Iterable[str]) -> str:
         if any(map(pattern.search, listed)):
             return framework
     return ""
+
+
+def recognise_framework_of(modules: Iterable[str]) -> str:
+    """Returns the framework that calls the modules of an adapter so; empty where none is known."""
+    listed = list(modules)
+    found = (name for name, pattern in _MODULES.items() if any(map(pattern.search, listed)))
+    return next(found, "")

@@ -73,7 +73,7 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
     rest: dict[Fqn, TensorEntry] = {}
     cut, listed = False, list(entries)
     for entry in listed:
-        parts = _clean(entry.name, keep_module=keep_module)
+        parts = cut_wrappers(entry.name, keep_module=keep_module)
         holder = next((at for at, part in enumerate(parts) if part in _HOLDERS), -1)
         if holder < 0:
             _add(rest, parts, entry)
@@ -147,7 +147,7 @@ def find_second_name(name: str, *, keep_module: bool) -> Fqn | None:
 
     Source: peft 0.21, `_get_learnable_bias_state_dict` and `_remove_adapter_name_from_key`.
     """
-    parts = _clean(name, keep_module=keep_module)
+    parts = cut_wrappers(name, keep_module=keep_module)
     if _MODULES_TO_SAVE not in parts or parts[-1] != "bias":
         return None
     at = parts.index(_MODULES_TO_SAVE)
@@ -185,7 +185,7 @@ def _with_prefix(name: Fqn) -> Fqn:
     return name if name.startswith(PEFT_PREFIX) else Fqn(PEFT_PREFIX + name)
 
 
-def _clean(name: str, *, keep_module: bool) -> list[str]:
+def cut_wrappers(name: str, *, keep_module: bool = False) -> list[str]:
     """Splits a name into segments from PEFT's prefix on, without those of wrappers."""
     wrappers = _WRAPPERS if keep_module else _WRAPPERS | {_MODULE}
     parts = name.split(".")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.errors import AdapterError, CannotPlanError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.lora.config import ALL_LINEAR, LoraSettings
 from ckptkit.lora.dialects import BASE_LAYER, make_plain_name
@@ -96,6 +96,7 @@ def _last(path: str) -> str:
 
 ALPHA = "lora_alpha"
 RSLORA = "use_rslora"
+RANK, TASK = "r", "task_type"
 FAN_IN = "fan_in_fan_out"
 TOKEN_ROWS = "trainable_token_indices"  # noqa: S105  no secret
 MAKE_CONFIG = 'the training script makes one: model.peft_config["default"].save_pretrained(DIR)'
@@ -106,6 +107,9 @@ _GIVE = {
     TOKEN_ROWS: "--token-indices I,J,...",
 }
 _DEFAULT_RANK = 8
+# Options that choose among layers, and those whose values have paths of modules.
+_CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")
+_BY_PATH = frozenset({*_CHOOSING, "target_modules", "rank_pattern", "alpha_pattern"})
 _LISTED = 7
 # Model types with Transformers' Conv1D, which stores [in, out], and what such modules are called.
 _CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
@@ -145,6 +149,12 @@ def infer_config(
     parameters = infer_parameters(table.layers, base, where=where)
     ranks = {**modules, **parameters}
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else _DEFAULT_RANK
+    if overrides.get(RANK, usual) != usual:
+        raise AdapterError(
+            f"LoRA's factors have rank {usual} against {overrides[RANK]} in the records of the run",
+            where=where,
+            hint="pass the configuration that the run used with --adapter-config",
+        )
     is_stored_as_in_out = overrides.get(FAN_IN, _fan_in(table, base))
     lone = [name for name in table.whole if _is_lone_bias(name, table)]
     is_own = all(name.endswith(f".{BASE_LAYER}.bias") for name in lone)
@@ -153,7 +163,7 @@ def infer_config(
     saved = sorted({make_plain_name(name).rpartition(".")[0] for name in whole})
     document: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": overrides.get(TASK),
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": usual,
@@ -253,6 +263,42 @@ def _notes(document: Mapping[str, Any]) -> tuple[str, ...]:
         " assumed to be frozen"
     )
     return (what, frozen)
+
+
+def move_config(
+    document: Mapping[str, Any], origins: Mapping[str, str], *, where: str
+) -> Mapping[str, Any]:
+    """Returns a configuration for modules that have other names than in training.
+
+    Args:
+        document: The configuration of the run.
+        origins: By the path of each module with factors, the path that it had.
+        where: The file, for errors.
+    """
+    settings = LoraSettings.parse(document, where=where)
+    targets = settings.target_modules
+    is_listed = not (isinstance(targets, str) and targets.lower() == ALL_LINEAR)
+    if is_listed and all(is_target(settings, module) for module in origins):
+        return document
+    if not all(is_target(settings, origin) for origin in origins.values()):
+        return document  # which is refused where tensors are accounted for
+    ranks = {module: settings.rank(origin) for module, origin in origins.items()}
+    alphas = {module: settings.alpha(origin) for module, origin in origins.items()}
+    moved = {key: value for key, value in document.items() if key not in _BY_PATH}
+    moved["target_modules"] = sorted(origins)
+    if rank_pattern := {m: rank for m, rank in ranks.items() if rank != settings.r}:
+        moved["rank_pattern"] = rank_pattern
+    if alpha_pattern := {m: a for m, a in alphas.items() if a != settings.lora_alpha}:
+        moved["alpha_pattern"] = alpha_pattern
+    return moved
+
+
+def is_of_all_layers(document: Mapping[str, Any]) -> bool:
+    """Returns whether a configuration names modules of every layer, and none by its path."""
+    targets = document.get("target_modules")
+    names = targets if isinstance(targets, list) else ["."]
+    chosen = any(document.get(key) not in (None, []) for key in _CHOOSING)
+    return not chosen and not any("." in str(name) for name in names)
 
 
 def is_target(settings: LoraSettings, module: str) -> bool:

@@ -13,9 +13,11 @@ classes that use `Conv1D` and `is_transposed` experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any, NamedTuple, TypeVar
 
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
@@ -29,10 +31,12 @@ from ckptkit.lora.changes import (
     TokenRowsChange,
 )
 from ckptkit.lora.config import EXPERTS_BY_CLASS, Adapter, parse_version
-from ckptkit.lora.dialects import is_frozen_name, make_plain_name
+from ckptkit.lora.dialects import is_frozen_name, is_input_embedding, make_plain_name
 from ckptkit.lora.inference import find_target_parameters, fits_target, is_conv1d, is_saved
 from ckptkit.lora.layers import LoraLayer, build_table
+from ckptkit.plan.vocabulary import is_head
 
+_Value = TypeVar("_Value")
 Shapes = Mapping[Fqn, Shape]
 _ATTENTION = "in_proj_weight"  # the target in torch's MultiheadAttention
 _LISTED = 5
@@ -49,6 +53,67 @@ class BaseShapes:
 
     shapes: Shapes
     model_types: frozenset[str] = frozenset()
+
+
+class Renaming(NamedTuple):
+    """What names of an adapter begin with, and the same names in its base; often both empty."""
+
+    own: str = ""
+    base: str = ""
+
+    def to_base(self, name: str) -> Fqn:
+        """Returns a name of the adapter as the base has it."""
+        inside = name.startswith(self.own)
+        return Fqn(self.base + name.removeprefix(self.own) if inside else name)
+
+    def to_adapter(self, names: Mapping[Fqn, _Value]) -> dict[Fqn, _Value]:
+        """Returns values by names of the base under those of the adapter, and no others."""
+        begun = {name: value for name, value in names.items() if name.startswith(self.base)}
+        moved = {Fqn(self.own + n.removeprefix(self.base)): v for n, v in begun.items()}
+        outside = (n for n in names if n not in begun and not n.startswith(self.own))
+        return {n: names[n] for n in outside if is_head(n)} | moved
+
+
+SAME_NAMES = Renaming()
+
+
+def list_owners(names: Iterable[str]) -> set[str]:
+    """Returns the modules that tensors belong to."""
+    return {name.rpartition(".")[0] for name in names}
+
+
+def find_text_model(
+    modules: Collection[str], owners: Collection[str], config: Mapping[str, Any] | None
+) -> Renaming | None:
+    """Finds the text model of a multimodal base for an adapter that was trained on it alone.
+
+    It is the one with the input embedding: towers for images may have layers of the same names.
+
+    Args:
+        modules: The modules of the adapter.
+        owners: The modules of the base that have tensors.
+        config: The configuration of the base, or None.
+
+    Returns:
+        None where there is no such model, or where more than one fits.
+    """
+    if not isinstance((config or {}).get("text_config"), Mapping):
+        return None
+    missing = [module for module in modules if module not in owners]
+    homes = {owner.rpartition(".")[0] for owner in owners if is_input_embedding(owner)}
+    fitting = {
+        Renaming(own, f"{home}.")
+        for home in filter(None, homes)
+        for own in _list_prefixes(missing[0] if missing else "")
+    }
+    found = [r for r in fitting if all(m.startswith(r.own) for m in missing)]
+    found = [r for r in found if all(r.to_base(module) in owners for module in missing)]
+    return found[0] if len(found) == 1 else None
+
+
+def _list_prefixes(module: str) -> Iterator[str]:
+    for match in re.finditer(r"^|\.", module):
+        yield module[: match.end()]
 
 
 def find_changes(

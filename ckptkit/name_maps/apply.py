@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CannotPlanError, FormatError, IncompleteCheckpointError, UsageError
@@ -28,6 +28,8 @@ from ckptkit.plan.plan import StackedPart
 Numbers = tuple[tuple[str, int], ...]
 """The numbers of captures, by name."""
 Specs = Mapping[Fqn, tuple[DType, Shape]]
+Extent = Literal["model", "modules", "layers"]
+"""Whether tensors are those of a whole model, of some modules in all layers, or of some layers."""
 _SHOWN = 3
 
 
@@ -74,6 +76,7 @@ def apply_map(
     *,
     where: str,
     in_parts: bool = False,
+    extent: Extent = "model",
 ) -> MappedNames:
     """Applies a map.
 
@@ -83,6 +86,7 @@ def apply_map(
         tensors: Element types and shapes by the names of the source.
         where: The checkpoint, for messages.
         in_parts: Whether stacked tensors are made in parts, and optional captures stacked too.
+        extent: What the tensors are those of.
 
     Raises:
         CannotPlanError: If a tensor is taken by no rule or by two, or a rule takes none.
@@ -93,6 +97,7 @@ def apply_map(
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
     sizes = Sizes(name_map.sizes, settings, f"map {name_map.name}")
     taken, dropped, same = _take_tensors(name_map, sizes, tensors, where)
+    _check_counts(taken, sizes, where, extent)
     absent = _find_stacked(name_map, taken, sizes) if in_parts else frozenset[str]()
     made: dict[Fqn, tuple[StackedPart, Made, HubTensor]] = {}
     made_by: dict[Fqn, Rule] = {}
@@ -215,7 +220,6 @@ def _take_tensors(
                 )
             taken[number].sets[key][position] = made
             taken[number].names[key][position] = name
-    _check_counts(taken, sizes, where)
     return taken, dropped, same
 
 
@@ -342,9 +346,10 @@ def _group_numbers(taken: _Taken, capture: str) -> Mapping[Numbers, set[int]]:
     return groups
 
 
-def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
+def _check_counts(taken: list[_Taken], sizes: Sizes, where: str, extent: Extent) -> None:
     """Refuses rules that took nothing, and numbers that are missing or too large."""
-    for one in taken:
+    is_whole, may_lack = extent == "model", extent == "layers"
+    for one in taken if is_whole else ():
         if not one.sets and not one.rule.is_optional and not one.rule.drop:
             raise CannotPlanError(
                 f"has no tensor for {one.rule.where}: {one.rule.sources[0].text!r}",
@@ -352,7 +357,7 @@ def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
                 hint="name the map of the model's family with --map; a rule that may match nothing"
                 " says optional = true",
             )
-    if not any(one.sets for one in taken):
+    if is_whole and not any(one.sets for one in taken):
         raise CannotPlanError(
             "no rule of the map makes a tensor: all are left out",
             where=where,
@@ -367,19 +372,26 @@ def _check_counts(taken: list[_Taken], sizes: Sizes, where: str) -> None:
             for others, numbers in _group_numbers(one, capture).items():
                 seen[capture] |= numbers
                 if capture not in rule.partial:
-                    _check_numbers(capture, numbers, sizes, f"{where}, {rule.where}", others)
+                    place = f"{where}, {rule.where}"
+                    _check_numbers(capture, numbers, sizes, place, others, may_lack=may_lack)
     for capture, numbers in seen.items():
-        _check_numbers(capture, numbers, sizes, where, ())
+        _check_numbers(capture, numbers, sizes, where, (), may_lack=may_lack)
 
 
 def _check_numbers(
-    capture: str, numbers: set[int], sizes: Sizes, place: str, others: Numbers
+    capture: str,
+    numbers: set[int],
+    sizes: Sizes,
+    place: str,
+    others: Numbers,
+    *,
+    may_lack: bool,
 ) -> None:
     count = sizes.count(capture) if sizes.has(capture) else max(numbers) + 1
     missing = list(islice((n for n in range(count) if n not in numbers), _SHOWN + 1))
     further = sorted(n for n in numbers if n >= count)
     at = f" of {_named(others)}" if others else ""
-    if missing:
+    if missing and not may_lack:
         listed = ", ".join(map(str, missing[:_SHOWN])) + (" ..." if missing[_SHOWN:] else "")
         raise IncompleteCheckpointError(
             f"{capture} {listed}{at} is missing; expected 0 to {count - 1}",

@@ -21,7 +21,6 @@ from ckptkit.plan.weight_kinds import (
     explain_lost_adapter,
     find_adapter,
     is_quantized,
-    title_of,
 )
 
 CastFactory = Callable[[str, Key, DType, DType], Kernel]
@@ -105,10 +104,7 @@ def _advise_on_peft(index: TensorIndex) -> str:
     if sign is None:
         return ""
     if sign.method not in {"", LORA}:
-        return (
-            f"tensor {sign.name!r} belongs to {title_of(sign.method)}: choose the model with"
-            " --select"
-        )
+        return f"tensor {sign.name!r} belongs to {sign.title}: choose the model with --select"
     return (
         "they are a base and what PEFT trained on it: `ckptkit adapter merge` makes one model of"
         " them, `ckptkit adapter extract` takes the adapter out; --select takes one of the"

@@ -8,7 +8,9 @@ A state dict with packed weights, or with the tensors of an adapter, loads witho
 model with random weights. Such state dicts are refused unless their raw form is wanted.
 
 Source: peft 0.21, `tuners/*/layer.py` and `model.py` (`adapter_layer_names`, `other_param_names`)
-for the segments, `peft_model.py` and `utils/save_and_load.py` for those of prompts.
+for the segments, `peft_model.py` and `utils/save_and_load.py` for those of prompts; torchtune 0.6,
+`modules/peft/lora.py` and `dora.py`; Megatron-Bridge 0.5, `peft/lora_layers.py`, `dora_layers.py`
+and `canonical_lora.py`, as NeMo 2 before it; mlx-lm, `tuner/lora.py`.
 """
 
 from __future__ import annotations
@@ -47,11 +49,39 @@ class AdapterSign:
     Attributes:
         name: The first tensor that does.
         method: The key of the method; empty where names do not show it.
+        form: Whose names the factors have, a key of `FACTORS`.
     """
 
     name: str
     method: str
+    form: str = "PEFT"
 
+    @property
+    def title(self) -> str:
+        """What it belongs to, with the article."""
+        if self.form != PEFT:
+            return f"a LoRA adapter in {self.form}'s form"
+        return title_of(self.method)
+
+
+PEFT, TORCHTUNE, MEGATRON_BRIDGE, MLX = "PEFT", "torchtune", "Megatron-Bridge", "MLX"
+FACTORS: Mapping[str, re.Pattern[str]] = {
+    PEFT: re.compile(
+        r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_magnitude_vector)"
+        r"(?:\.(?!weight$)(?P<adapter>[^.]+))?(?:\.weight)?"
+    ),
+    # torchtitan has the same names in its own modules.
+    TORCHTUNE: re.compile(
+        r"(?P<module>.+)\.(?P<part>lora_a|lora_b|magnitude)(?:(?<=\.magnitude)|\.weight)"
+    ),
+    MEGATRON_BRIDGE: re.compile(
+        r"(?P<module>.+)\.adapter\.(?:adapter_(?P<branch>[a-z]+)\.)?"
+        r"(?P<part>linear_in|linear_out|weight_magnitude)(?:(?<=_magnitude)|\.weight)"
+    ),
+    MLX: re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b)"),
+}
+"""The names of LoRA's tensors, by the framework that calls them so."""
+_OTHER_FACTORS = {"lora_a", "lora_b", "linear_in", "linear_out"}
 
 LORA, ADALORA, XLORA = "LORA", "ADALORA", "XLORA"
 _MULTITASK = "MULTITASK_PROMPT_TUNING"
@@ -213,6 +243,7 @@ _WORDS = frozenset(
         *_BY_SEGMENT,
         *_PROMPT_FILE,
         *("base_model", "base_layer", "modules_to_save", "original_module", "prompt_encoder"),
+        *_OTHER_FACTORS,
     }
 )
 
@@ -229,7 +260,9 @@ def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign
 
     Example:
         >>> find_adapter(["base_model.model.norm.weight", "base_model.model.q_proj.ia3_l"])
-        AdapterSign(name='base_model.model.q_proj.ia3_l', method='IA3')
+        AdapterSign(name='base_model.model.q_proj.ia3_l', method='IA3', form='PEFT')
+        >>> find_adapter(["layers.0.attn.q_proj.lora_a.weight"])
+        AdapterSign(name='layers.0.attn.q_proj.lora_a.weight', method='LORA', form='torchtune')
         >>> find_adapter(["prompt_encoder.shared_embedding.positional_embedding"]) is None
         True
     """
@@ -251,6 +284,11 @@ def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign
     if methods:
         method = next(method for method in METHODS if method in methods)
         return AdapterSign(methods[method], method)
+    for name in held:
+        if not _OTHER_FACTORS.isdisjoint(name.split(".")):
+            for form, pattern in FACTORS.items():
+                if pattern.fullmatch(name) is not None:
+                    return AdapterSign(name, LORA, form)
     found = (name for part in _AROUND for name in held if part.search(name) is not None)
     around = next(found, "")
     return AdapterSign(around or held[0], "") if around or _are_wrapped(held) else None
@@ -406,7 +444,7 @@ def explain_random_weights(
     rows = list(tensors)
     sign = find_adapter((name for name, _, _ in rows), own_adapters(config))
     if sign is not None:
-        return random_weights_message(sign.name, title_of(sign.method))
+        return random_weights_message(sign.name, sign.title)
     return _explain_packed(rows)
 
 

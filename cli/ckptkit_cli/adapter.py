@@ -54,6 +54,13 @@ _REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
     options.ALSO,
     options.ADAPTER,
     options.ADAPTER_CONFIG,
+    Option(
+        "--base",
+        READ,
+        "The model that the adapter was trained on: a folder, a URL, or its id on the Hub. Its"
+        " configuration converts the names of another framework.",
+        "MODEL",
+    ),
     options.ALLOW_UNTRAINED,
     *options.ADAPTER_HINTS,
     options.DRY_RUN,

@@ -262,9 +262,20 @@ def _of_framework(inspection: Inspection, path: str, typed: InspectArguments) ->
 
 def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> NextStep:
     chosen = build_selection_options(typed.select, typed.also)
+    adapter = adapter if typed.base is None else replace(adapter, base=typed.base)
     merge = escaped(adapter.merge(path, chosen=chosen))
     extract = escaped(adapter.extract(path, chosen=chosen))
     remark = f"; {escaped(adapter.remark)}" if adapter.remark else ""
+    if adapter.lost:
+        text = f"{counted(len(adapter.lost), 'module')}, such as {adapter.lost[0]!r}"
+        return NextStep(
+            "",
+            f"PEFT would leave out {escaped(text)}, which the base does not have: pass the base"
+            " that the adapter was trained on with --base",
+        )
+    if not adapter.is_extractable:
+        what = f"this is LoRA in {escaped(adapter.form)}'s form, which PEFT does not load"
+        return NextStep(merge, f"{what}{remark}")
     if adapter.is_ready:
         return NextStep(merge, f"PEFT loads this folder as it is{remark}")
     if adapter.holds_base:

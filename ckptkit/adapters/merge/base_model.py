@@ -11,7 +11,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
@@ -35,6 +35,7 @@ from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.layers import build_table
+from ckptkit.lora.pairing import SAME_NAMES, Renaming, find_text_model, list_owners
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
@@ -76,7 +77,7 @@ class Alignment:
     Attributes:
         placed: The tensors to be written.
         shapes: Shapes of live tensors that the base's own headers do not show.
-        adapter_prefix: A prefix for the modules of adapters.
+        renaming: How names of adapters differ.
         called: The names of live tensors in the output, where they differ.
         notes: Messages for the user.
         versions: The versions of libraries that gave names.
@@ -84,7 +85,7 @@ class Alignment:
 
     placed: Sequence[PlacedTensor]
     shapes: Mapping[Fqn, Shape]
-    adapter_prefix: str = ""
+    renaming: Renaming = SAME_NAMES
     called: Mapping[Fqn, Fqn] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] | None = None
@@ -200,9 +201,32 @@ def align(
 ) -> Alignment:
     """Finds how the base's tensors correspond to the adapters' modules, and to the output.
 
-    Where names differ, a prefix may be missing, or Transformers has other tensors in memory than on
-    disk. `folder` is a model folder with the names on disk.
+    Where names differ, a prefix may be missing, Transformers may have other tensors in memory than
+    on disk, or the adapters may be of the text model in a multimodal base. `folder` is a model
+    folder with the names on disk.
     """
+    alignment = _align(base, modules, config, folder=folder)
+    live = [name for placed in alignment.placed for name in placed.live]
+    owners = list_owners([*live, *find_absent_tied_names(config, live)])
+    if any(alignment.renaming) or owners.issuperset(modules):
+        return alignment
+    renaming = find_text_model(modules, owners, config)
+    if renaming is None:
+        return alignment
+    note = (
+        f"the adapter was trained on the text model alone: its {renaming.own!r} is"
+        f" {renaming.base!r} in the base"
+    )
+    return replace(alignment, renaming=renaming, notes=(*alignment.notes, note))
+
+
+def _align(
+    base: BaseSource,
+    modules: Collection[str],
+    config: Mapping[str, Any] | None,
+    *,
+    folder: str | None,
+) -> Alignment:
     names = base.entries.keys()
     if base.is_live:
         specs = {name: (entry.dtype, entry.shape) for name, entry in base.entries.items()}
@@ -210,9 +234,10 @@ def align(
     for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
         renamed = [Fqn(before_base + name) for name in names]
         names_with_tied = [*renamed, *find_absent_tied_names(config, renamed)]
-        owners = {name.rpartition(".")[0] for name in names_with_tied}
+        owners = list_owners(names_with_tied)
         if all(before_adapter + module in owners for module in modules):
-            return Alignment(place_as_stored(names, before_base), {}, before_adapter)
+            placed = place_as_stored(names, before_base)
+            return Alignment(placed, {}, Renaming("", before_adapter))
     # An untied model has names for all tensors that a merge may have to write.
     untied = None if config is None else untie_config(config)
     found = find_disk_names(untied, None, base=folder)
@@ -348,7 +373,7 @@ def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str
 
     Both are empty where the names agree, or where no prefix helps.
     """
-    owners = {name.rpartition(".")[0] for name in names}
+    owners = list_owners(names)
     missing = [module for module in modules if module not in owners]
     best = ("", "")
     fewest = len(missing)
@@ -367,17 +392,6 @@ def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str
         if any(best):
             break
     return best
-
-
-def add_prefix(adapter: Adapter, prefix: str) -> Adapter:
-    """Adds a prefix to the modules of an adapter."""
-    if not prefix:
-        return adapter
-    tensors = {
-        Fqn(f"{PEFT_PREFIX}{prefix}{name.removeprefix(PEFT_PREFIX)}"): entry
-        for name, entry in adapter.tensors.items()
-    }
-    return Adapter(adapter.name, adapter.settings, adapter.origin, tensors)
 
 
 def place_as_stored(names: Iterable[Fqn], prefix: str = "") -> list[PlacedTensor]:

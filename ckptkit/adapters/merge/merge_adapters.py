@@ -119,7 +119,9 @@ def list_choices(
         AdapterChoice(path=src, request=replace(first, adapter=name), weight=weight)
         for name, weight in named
     ]
-    others = AdapterRequest(allow_untrained=first.allow_untrained, limit_bytes=first.limit_bytes)
+    others = AdapterRequest(
+        base=first.base, allow_untrained=first.allow_untrained, limit_bytes=first.limit_bytes
+    )
     return [
         *(chosen or [AdapterChoice(path=src, request=first)]),
         *(

@@ -12,7 +12,6 @@ from ckptkit.adapters.base_identity import BaseChecks, refuse_rewritten_bases
 from ckptkit.adapters.merge.base_model import (
     Alignment,
     BaseSource,
-    add_prefix,
     align,
     find_folder,
     find_live_shapes,
@@ -46,6 +45,7 @@ from ckptkit.conversion.write import PlannedOutput, choose_settings, estimate_pl
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.engine.segment_reader import Inputs
+from ckptkit.hub_names.known_models import is_left_out
 from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
     Change,
@@ -154,7 +154,8 @@ class MergePreparation:
         self._checks = BaseChecks(stack, adapters, given, allowed=request.allow_other_base)
         refuse_rewritten_bases(adapters, given)
         first = adapters[0]
-        folder = None if given is None else find_folder(given)
+        # A base in the adapter's own checkpoint has the names of a framework, and no configuration.
+        folder = request.model_config if given is None else find_folder(given)
         self._folders = SideFolders(stack, first.found.opened, folder)
         self._side, self._side_notes = self._folders.choose(allow_code=request.allow_code)
         self._config = self._folders.config(self._side)
@@ -216,7 +217,8 @@ class MergePreparation:
     def _plan_quantized(self, alignment: Alignment) -> QuantizedBase:
         shapes: dict[str, Shape] = {}
         for source in self._adapters:
-            shapes |= find_linear_shapes(source.found.adapter)
+            for name, shape in find_linear_shapes(source.found.adapter).items():
+                shapes[alignment.renaming.to_base(name)] = shape
         given = None if self._given is None else take_plain_weights(self._given, alignment)
         record = None if given is None else self._find_packings()
         choice = self._request.qlora_base
@@ -258,24 +260,36 @@ class MergePreparation:
     def _find_changes(
         self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[TiedPair]
     ) -> dict[Fqn, list[Change]]:
-        base = BaseShapes(shapes, find_model_types(self._config))
-        entries = {
-            placed.live[0]: self._base.entries[placed.stored[0]]
-            for placed in alignment.placed
-            if placed.part is None and not _EXPERT.search(placed.live[0])
-        }
+        renaming = alignment.renaming
+        base = BaseShapes(renaming.to_adapter(shapes), find_model_types(self._config))
+        entries = renaming.to_adapter(
+            {
+                placed.live[0]: self._base.entries[placed.stored[0]]
+                for placed in alignment.placed
+                if placed.part is None and not _EXPERT.search(placed.live[0])
+                if not is_left_out(placed.live[0], self._config or {})
+            }
+        )
         all_changes = []
         for source in self._adapters:
-            adapter = add_prefix(source.found.adapter, alignment.adapter_prefix)
-            changes = find_changes(adapter, base, source.source, weight=source.weight)
-            check_used_once(adapter.tensors, changes, where=source.source.where)
+            adapter, where = source.found.adapter, source.source.where
+            try:
+                changes = find_changes(adapter, base, source.source, weight=source.weight)
+            except RefusedError as error:
+                if source.found.converted is None:
+                    raise
+                raise error.hinted(
+                    f"{error.hint}; {source.found.converted.foreign.own_tool}"
+                ) from None
+            check_used_once(adapter.tensors, changes, where=where)
             if self._given is not None and adapter.tensors:  # without tensors it changes nothing
                 try:
                     refuse_targets_without_tensors(
                         build_table(adapter.tensors), adapter.settings, entries, is_own_record=True
                     )
                 except AdapterError as error:
-                    raise error.located(source.source.where) from error
+                    raise error.located(where) from error
+            changes = [replace(c, weight=renaming.to_base(c.weight)) for c in changes]
             all_changes.append(changes)
         combined = combine_changes(all_changes, [source.weight for source in self._adapters])
         tying = {

@@ -6,13 +6,19 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.conversion.source.named_models import names_model
-from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, is_folder, make_absolute
+from ckptkit.conversion.source.named_models import find_local, names_model
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    check_path,
+    is_folder,
+    make_absolute,
+    read_config_in,
+)
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -28,17 +34,20 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
-from ckptkit.lora.config import PEFT_PREFIX
+from ckptkit.lora.config import PEFT_PREFIX, is_dimension, is_finite
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
-from ckptkit.lora.inference import MAKE_CONFIG
+from ckptkit.lora.foreign import ForeignAdapter, find_foreign
+from ckptkit.lora.inference import ALPHA, MAKE_CONFIG, RANK, RSLORA, TASK
+from ckptkit.lora.layers import build_table
 from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.plan.weight_kinds import (
     LORA,
+    PEFT,
+    AdapterSign,
     advice_on,
     find_adapter,
     own_adapters,
     random_weights_message,
-    title_of,
 )
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.manifests import read_manifest
@@ -71,7 +80,16 @@ class Choice:
 def sort_trees(
     checkpoint: OpenedCheckpoint, *, keep_module: bool = False
 ) -> dict[str, SortedTensors]:
-    """Separates adapters from bases in every model of a checkpoint."""
+    """Separates adapters from bases in every model of a checkpoint, but for copies of adapters."""
+    by_tree = list_trees(checkpoint)
+    for first, copy in find_copies(checkpoint).items():
+        if first in by_tree:
+            by_tree.pop(copy, None)
+    return {tree: _sorted(entries, keep_module=keep_module) for tree, entries in by_tree.items()}
+
+
+def list_trees(checkpoint: OpenedCheckpoint) -> dict[str, list[TensorEntry]]:
+    """Returns the tensors of the models of a checkpoint, or of the selected one, by model."""
     by_tree: dict[str, list[TensorEntry]] = {}
     for entry in checkpoint.index.of_part("model"):
         by_tree.setdefault(entry.tree, []).append(entry)
@@ -83,7 +101,26 @@ def sort_trees(
                 hint="leave --select out, or see `ckptkit inspect` for the names",
             )
         by_tree = {checkpoint.select: by_tree[checkpoint.select]}
-    return {tree: _sorted(entries, keep_module=keep_module) for tree, entries in by_tree.items()}
+    return by_tree
+
+
+_GATHERED = "lora_adapter"
+
+
+def find_copies(checkpoint: OpenedCheckpoint) -> dict[str, str]:
+    """Returns the models whose adapter is stored a second time, with the model that is the copy.
+
+    Source: verl up to 0.5, `FSDPCheckpointManager`, and its model merger: `lora_adapter` beside the
+    files of the ranks has the adapter of these, gathered, in PEFT's form.
+    """
+    folders = {u.candidate.folder: u.label for u in checkpoint.units if not u.is_optimizer}
+    trees = {entry.tree for entry in checkpoint.index.of_part("model")}
+    pairs = {
+        label: folders[gathered]
+        for folder, label in folders.items()
+        if (gathered := posixpath.join(folder, _GATHERED)) in folders
+    }
+    return {first: copy for first, copy in pairs.items() if {first, copy} <= trees}
 
 
 def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> SortedTensors:
@@ -254,10 +291,15 @@ class AdapterFacts:
         holds_base: Whether the checkpoint has the weights of the base, with all that is needed to
             read them.
         configured: Whether there is a configuration of the first adapter.
-        is_ready: Whether the checkpoint is a folder that PEFT loads as it is.
+        is_ready: Whether the checkpoint is a folder that PEFT loads as it is: its names are those
+            of PEFT's files, and the base has its modules where the base is known.
         packing: How the base was packed in training, if a folder of the adapter has a record.
         base: The model that it was trained on, as the configuration names it: a folder that is
             there, or an id on the Hub; else empty.
+        form: Whose form the factors have; see `ForeignAdapter`.
+        framework: Whose names the modules have; empty for those of Transformers.
+        is_extractable: Whether PEFT has a form of it.
+        lost: Its modules that the base does not have, which PEFT leaves out.
     """
 
     names: tuple[str, ...]
@@ -266,6 +308,10 @@ class AdapterFacts:
     is_ready: bool = False
     packing: Quantization | None = None
     base: str = ""
+    form: str = PEFT
+    framework: str = ""
+    is_extractable: bool = True
+    lost: tuple[str, ...] = ()
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that takes the first adapter out.
@@ -275,11 +321,15 @@ class AdapterFacts:
             out: The output.
             chosen: Options with which the user chose the checkpoint.
         """
-        return shlex.join(["ckptkit", "adapter", "extract", source, out, *self._options(chosen)])
+        base = ["--base", self.base or SOME_MODEL] if self.framework else []
+        options = [*base, *self._options(chosen)]
+        return shlex.join(["ckptkit", "adapter", "extract", source, out, *options])
 
     def merge(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that merges the first adapter; arguments as for `extract`."""
         base = [] if self.holds_base else ["--base", self.base or SOME_MODEL]
+        if self.holds_base and self.framework:
+            base = ["--model-config", self.base or SOME_MODEL]
         if self.packing is not None and not self.packing.can_be_repeated:
             base += ["--qlora-base", "original"]
         elif self.packing is not None and self.packing.leaves_scales_open:
@@ -291,7 +341,12 @@ class AdapterFacts:
     def remark(self) -> str:
         """An explanation of the placeholders in the commands, or nothing."""
         missing = []
-        if not (self.holds_base or self.base):
+        if self.framework and not self.base:
+            missing.append(
+                f"{SOME_MODEL} is the model that the adapter was trained on: its id on the Hub, or"
+                f" a folder, whose sizes the conversion of {self.framework}'s names needs"
+            )
+        elif not (self.holds_base or self.base):
             missing.append(
                 f"{SOME_MODEL} is the model that the adapter was trained on: its id on the Hub, or"
                 " a folder"
@@ -301,7 +356,9 @@ class AdapterFacts:
             missing.append(f"the adapter was trained on packed weights{where}")
         elif self.packing is not None and self.packing.leaves_scales_open:
             missing.append("--no-double-quant where the run did not set bnb_4bit_use_double_quant")
-        if not self.configured:
+        if not self.configured and self.form != PEFT:
+            missing.append("N is the alpha of the run, which the checkpoint lacks")
+        elif not self.configured:
             missing.append(
                 f"FILE is its {ADAPTER_CONFIG}, which the checkpoint lacks ({MAKE_CONFIG});"
                 " --lora-alpha N may do"
@@ -312,7 +369,9 @@ class AdapterFacts:
 
     def _options(self, chosen: Sequence[str]) -> list[str]:
         name = ["--adapter", self.names[0]] if len(self.names) > 1 else []
-        config = [] if self.configured else ["--adapter-config", "FILE"]
+        config: list[str] = []
+        if not self.configured:
+            config = ["--adapter-config", "FILE"] if self.form == PEFT else ["--lora-alpha", "N"]
         return [*name, *config, *chosen]
 
 
@@ -324,11 +383,13 @@ class PeftFinding:
         method: Its `peft_type`; empty where it is not known.
         tensor: A tensor of it; empty where only PEFT's files show it.
         folder: The folder that PEFT wrote; empty for other checkpoints.
+        foreign: What is not PEFT's about its names; None where nothing is.
     """
 
     method: str
     tensor: str
     folder: str
+    foreign: ForeignAdapter | None = None
 
     @property
     def is_of_lora(self) -> bool:
@@ -336,11 +397,15 @@ class PeftFinding:
 
     @property
     def title(self) -> str:
-        return title_of(self.method)
+        if self.foreign is not None:
+            return self.foreign.title
+        return AdapterSign(self.tensor, self.method).title
 
     @property
     def advice(self) -> str:
         """What to do with it, where `ckptkit adapter` does not handle it; empty where it does."""
+        if self.foreign is not None and not self.foreign.is_handled:
+            return f"`ckptkit adapter` does not handle this form: {self.foreign.own_tool}"
         if self.method == LORA:
             return ""
         return f"`ckptkit adapter` handles LoRA alone: {advice_on(self.method, self.folder)}"
@@ -384,10 +449,14 @@ def find_peft(
     if sign is None and not is_beside:
         return None
     method = "" if sign is None else sign.method
+    own = (e for e in checkpoint.index.of_part("model") if select in {None, e.tree})
+    foreign = find_foreign(list(own)) if method == LORA else None
+    is_peft_sign = sign is None or sign.form == PEFT
     return PeftFinding(
-        method if method not in {"", LORA} else recorded or method,
+        method if method not in {"", LORA} or not is_peft_sign else recorded or method,
         "" if sign is None else sign.name,
         folder if is_beside else "",
+        foreign,
     )
 
 
@@ -417,37 +486,125 @@ def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Ada
 
     Args:
         checkpoint: The checkpoint.
-        folders: Its side folders.
+        folders: Its side folders, with the base where the user named one.
     """
     peft = find_peft(checkpoint, folders)
-    if peft is None or not peft.is_of_lora:
+    if peft is None or not peft.is_of_lora or peft.advice:
         return None
     try:
-        trees = sort_trees(checkpoint)
-        adapters = list_adapters(trees, list_recorded(folders))
-        names = sorted({choice.name for choice in adapters}, key=lambda n: (n != DEFAULT, n))
-        holders = {adapter.tree for adapter in adapters}
-        own = {tree.replace(_MODEL, _BASE_UNIT, 1) for tree in holders if tree.startswith(_MODEL)}
-        # A model that neither has an adapter nor is the base of one is not handled.
-        if not names or len(names) < len(adapters) or not (holders | own).issuperset(trees):
-            return None
-        record = find_record(folders, names[0], is_only_one=len(names) == 1)
-        packing = read_record_of_base(checkpoint).quantization
+        if peft.foreign is not None:
+            return _describe_foreign(checkpoint, folders, peft.foreign)
+        return _describe_own(checkpoint, folders)
     except CkptkitError:
         return None  # the commands report the error
-    units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
+
+
+def _describe_foreign(
+    checkpoint: OpenedCheckpoint, folders: SideFolders, foreign: ForeignAdapter
+) -> AdapterFacts | None:
+    if len(list_trees(checkpoint)) > 1:
+        return None
+    names = sorted(foreign.adapters, key=lambda name: (name != DEFAULT, name))
+    record = find_record(folders, names[0], is_only_one=len(names) == 1)
+    values = find_values(checkpoint, folders, foreign).values
+    return AdapterFacts(
+        tuple(names),
+        holds_base=bool(foreign.rest),
+        configured=record is not None or values.keys() >= {ALPHA, RSLORA},
+        base=_named_base(record),
+        form=foreign.form,
+        framework=foreign.framework,
+        is_extractable=foreign.has_peft_form,
+    )
+
+
+def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> AdapterFacts | None:
+    trees = sort_trees(checkpoint)
+    adapters = list_adapters(trees, list_recorded(folders))
+    names = sorted({choice.name for choice in adapters}, key=lambda n: (n != DEFAULT, n))
+    holders = {adapter.tree for adapter in adapters}
+    own = {tree.replace(_MODEL, _BASE_UNIT, 1) for tree in holders if tree.startswith(_MODEL)}
+    # A model that neither has an adapter nor is the base of one is not handled.
+    if not names or len(names) < len(adapters) or not (holders | own).issuperset(trees):
+        return None
+    record = find_record(folders, names[0], is_only_one=len(names) == 1)
+    values = find_values(checkpoint, folders, None).values
+    base = _named_base(record)
     rest = {name: entry for tree in trees.values() for name, entry in tree.rest.items()}
     weights = [entry for name, entry in rest.items() if name.endswith(f"{BASE_LAYER}.weight")]
     packed = any(entry.shape[1:] == (1,) for entry in weights)
     scales = any(name.endswith(_SCALES) for name in rest)
+    units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
+    is_ready = record is not None and all(map(_OF_PEFT.fullmatch, units))
+    is_ready = is_ready and all(map(_is_as_peft, trees.values()))
+    modules = [module for tree in trees.values() for module in _list_modules(tree)]
+    lost = _find_lost(modules, folders, base) if is_ready else ()
     return AdapterFacts(
         tuple(names),
         holds_base=bool(rest) and (scales or not packed),
-        configured=record is not None,
-        is_ready=record is not None and all(map(_OF_PEFT.fullmatch, units)),
-        packing=packing,
-        base=_named_base(record),
+        configured=record is not None or values.keys() >= {ALPHA, RSLORA},
+        is_ready=is_ready and lost is not None,
+        packing=read_record_of_base(checkpoint).quantization,
+        base=base,
+        lost=lost or (),
     )
+
+
+def _is_as_peft(contents: SortedTensors) -> bool:
+    """Returns whether tensors have the names that PEFT reads in a file, and its forms."""
+    build_table(contents.stripped)
+    return not contents.live and all(n == entry.name for n, entry in contents.stripped.items())
+
+
+def _list_modules(contents: SortedTensors) -> list[str]:
+    table = build_table(contents.stripped)
+    return [*(layer.module for layer in table.layers), *table.tokens]
+
+
+def _find_lost(modules: Sequence[str], folders: SideFolders, named: str) -> tuple[str, ...] | None:
+    """Returns modules of an adapter that its base lacks; None where that cannot be said.
+
+    The base is the one that the user named, or the one of the configuration if it is on this
+    machine. Only headers are read.
+    """
+    # Few commands need them, and `inspect` has to start fast.
+    from ckptkit.conversion.source.model_folders import read_names
+    from ckptkit.hub_names.known_models import determine_need
+    from ckptkit.lora.pairing import find_text_model, list_owners
+
+    place = folders.base or (find_local(named) if named else None)
+    if place is None:
+        return ()
+    try:
+        names, config = read_names(place), read_config_in(place, "--base")
+    except CkptkitError:
+        return ()
+    owners = list_owners(names)
+    held = {owner[:end] for owner in owners for end in _ends(owner)}
+    missing = [module for module in modules if module not in held]
+    is_converted = determine_need(config, has_base=True).kind == "ask"
+    single = tuple(m for m in modules if is_converted and _SINGLE_EXPERT.search(m) is not None)
+    if single or not missing or not names:
+        return single
+    if find_text_model(modules, owners, config) is not None:
+        return ()
+    if is_converted:
+        return None  # files and memory have other names
+    return tuple(m for m in missing if not any(_is_inside(m, owner) for owner in owners))
+
+
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def _ends(path: str) -> Iterator[int]:
+    """Yields where the paths end that contain a module, itself included."""
+    yield from (match.start() for match in re.finditer(r"\.", path))
+    yield len(path)
+
+
+def _is_inside(module: str, owner: str) -> bool:
+    """Returns whether two paths differ by a prefix, as those of models without a head do."""
+    return module.endswith(f".{owner}") or owner.endswith(f".{module}")
 
 
 def _named_base(record: AdapterRecord | None) -> str:
@@ -516,6 +673,7 @@ def find_record(
         others: The names of folders that belong to other adapters.
     """
     unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
+    unnamed += [f"{_GATHERED}/{name}" for name in unnamed]
     named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]
     for location, source in folders.sources.items():
         own = [ADAPTER_CONFIG] if Path(location).name == adapter else []
@@ -527,6 +685,58 @@ def find_record(
                 is_own = Path(location).name == SIDE_FOLDER
                 return AdapterRecord(document, posixpath.join(location, path), is_own)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedValues:
+    """What files other than `adapter_config.json` record of an adapter.
+
+    Attributes:
+        values: Values by the keys of `adapter_config.json`.
+        path: The file that has them; empty where the framework itself implies them.
+    """
+
+    values: Mapping[str, Any]
+    path: str = ""
+
+
+_VERL = "lora_train_meta.json"
+
+
+def find_values(
+    checkpoint: OpenedCheckpoint, folders: SideFolders, foreign: ForeignAdapter | None
+) -> RecordedValues:
+    """Returns what is recorded of an adapter besides PEFT's configuration.
+
+    Megatron-Bridge has rank and alpha in `run_config.yaml`. verl writes them, with the type of the
+    task, into `lora_train_meta.json`; an alpha of 0 stands for one that was not set. Both scale by
+    alpha / rank, and so do torchtune and torchtitan.
+
+    Source: verl 0.6, `_get_lora_train_meta` of `FSDPCheckpointManager` and of `SFTTrainer`.
+    """
+    scaling = {RSLORA: False}
+    if foreign is not None and foreign.form != PEFT:
+        stated = dict(checkpoint.index.run.settings)
+        own = {key: stated[key] for key in (RANK, ALPHA) if key in stated}
+        path = posixpath.join(checkpoint.path, "run_config.yaml") if own else ""
+        return RecordedValues({**own, **scaling}, path)
+    for location, source in folders.sources.items():
+        document = _read(source, _VERL)
+        if document is None:
+            continue
+        path = posixpath.join(location, _VERL)
+        rank, alpha, task = (document.get(key) for key in (RANK, ALPHA, TASK))
+        fits = is_dimension(rank) and is_finite(alpha) and isinstance(task, str | None)
+        if not fits:
+            raise FormatError(
+                f"has {RANK} {rank!r:.50}, {ALPHA} {alpha!r:.50} and {TASK} {task!r:.50}, expected"
+                " a positive whole number, a number and a text",
+                where=path,
+                hint="pass the configuration that the run used with --adapter-config",
+            )
+        known = {ALPHA: alpha} if alpha else {}
+        return RecordedValues({RANK: rank, TASK: task, **known, **scaling}, path)
+    return RecordedValues({})
 
 
 def list_recorded(folders: SideFolders) -> list[str]:

@@ -104,6 +104,18 @@ def names_model(text: str) -> bool:
     return is_id or (bool(text) and not is_url(text) and local_path(text).is_dir())
 
 
+def find_local(name: str) -> Place | None:
+    """Returns the folder of a model on this machine: one of this name, or the cache's; or None."""
+    place = place_of(name)
+    if is_url(place):
+        return None
+    if local_path(place).is_dir():
+        return place
+    match = _ID.fullmatch(place)
+    cached = _find_cached(match["repo"], match["revision"]) if match is not None else ""
+    return Place(cached) if cached else None
+
+
 def describe_hub_name(place: PathLike) -> str:
     """Returns the hint for a place that is not there and may name a model on the Hub; or empty."""
     location = os.fspath(place)

@@ -72,6 +72,8 @@ _STATED = {
 _ZERO_CENTRED = "layernorm_zero_centered_gamma"
 _FLAGS = ("rotary_interleaved", _ZERO_CENTRED)
 _CONFIGURED = (*_STATED, *_FLAGS, "kv_channels", "num_query_groups", "multi_latent_attention")
+_PEFT = re.compile(r"(?m)^peft:[ \t]*\r?\n(?:[ \t-].*\n?|\r?\n)*")  # a section of YAML
+_ADAPTER = {"dim": "r", "alpha": "lora_alpha"}
 _MAX_SIZE = 1 << 20
 _SLIME = re.compile(r"slime\.")
 _OPTIMIZER = re.compile(r"((?:chained_\d+\.)?optimizer)\.(.+)")
@@ -266,6 +268,7 @@ def read_facts(
         kind: Megatron-LM's name of the format.
     """
     sizes, settings = dict(common.sizes or {}), common.settings
+    adapter: tuple[tuple[str, int], ...] = ()
     above = posixpath.dirname(posixpath.dirname(min(files, default="")))
     of_run = [path for path in files if posixpath.basename(path) == RUN_CONFIG]
     for path in (*of_run, *(posixpath.join(above, name) for name in _ABOVE)):
@@ -273,6 +276,7 @@ def read_facts(
             continue
         text = read_limited(source, path, _MAX_BYTES, "configuration").decode(errors="replace")
         if path in of_run:
+            adapter = _find_adapter(text)
             values = {kind: _find_number(text, name) for kind, name in _SIZES.items()}
             sizes = {**{kind: size for kind, size in values.items() if is_size(size)}, **sizes}
         stated = {name: _find_number(text, name) for name in _CONFIGURED}
@@ -285,8 +289,15 @@ def read_facts(
         writer=", ".join(filter(None, [common.framework, f"Megatron-Core {kind}", run.writer])),
         mesh=tuple((kind, sizes[kind]) for kind in _SIZES if kind in sizes),
         world_size=common.world_size or run.world_size,
-        settings=settings,
+        settings=(*settings, *adapter),
     )
+
+
+def _find_adapter(text: str) -> tuple[tuple[str, int], ...]:
+    """Returns rank and alpha of Megatron-Bridge's LoRA under the keys of PEFT."""
+    found = _PEFT.search(text)
+    values = {key: _find_number(found[0], name) for name, key in _ADAPTER.items()} if found else {}
+    return tuple((key, value) for key, value in values.items() if is_size(value))
 
 
 def _find_number(text: str, name: str) -> int | None:

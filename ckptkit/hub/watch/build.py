@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -187,9 +187,8 @@ def build_folder(
             adapter = describe_adapters(checkpoint, SideFolders(stack, checkpoint, None))
         kind = "model" if adapter is None else "adapter"
     if kind == "adapter":
-        manifest = run_extraction(
-            src, out, settings.adapter, resources=resources, listener=listen
-        ).manifest
+        request = replace(settings.adapter, base=settings.base)
+        manifest = run_extraction(src, out, request, resources=resources, listener=listen).manifest
     else:
         advice = settings.advice
         job = ConversionJob(

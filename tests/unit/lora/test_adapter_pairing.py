@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.adapters.merge.base_model import add_prefix, find_prefixes, list_modules
+from ckptkit.adapters.merge.base_model import find_prefixes, list_modules
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
@@ -24,7 +24,7 @@ from ckptkit.lora.changes import (
     combine_changes,
 )
 from ckptkit.lora.config import PEFT_PREFIX, Adapter, LoraSettings
-from ckptkit.lora.pairing import BaseShapes, find_changes
+from ckptkit.lora.pairing import BaseShapes, Renaming, find_changes, find_text_model
 
 FLOAT = dtype_named("float32")
 SOURCE = AdapterSource(0, "adapter0", "adapter")
@@ -247,8 +247,29 @@ class TestNames:
     def test_a_headless_adapter_is_put_under_the_prefix_of_its_base(self) -> None:
         names = [Fqn("model.layers.0.q.weight"), Fqn("lm_head.weight")]
         assert find_prefixes(["layers.0.q"], names) == ("", "model.")
-        moved = add_prefix(adapter(lora("layers.0.q", 6, 8), target_modules=["q"]), "model.")
-        assert list_modules(moved) == ["model.layers.0.q"]
+        renaming = Renaming("", "model.")
+        shapes = {str(n): s for n, s in renaming.to_adapter(dict.fromkeys(names, (6, 8))).items()}
+        given = adapter(lora("layers.0.q", 6, 8), target_modules=["layers.0.q"])
+        assert list_modules(given) == ["layers.0.q"]
+        change = only(paired(given, shapes))
+        assert renaming.to_base(change.weight) == "model.layers.0.q.weight"
+
+    def test_an_adapter_of_the_text_model_finds_it_beside_a_tower_of_the_same_layers(self) -> None:
+        tower = "model.vision_tower.encoder"
+        owners = {
+            *("lm_head", "model.language_model.embed_tokens", f"{tower}.embed"),
+            *(f"model.language_model.layers.{n}.self_attn.q_proj" for n in range(2)),
+            *(f"{tower}.layers.{n}.self_attn.q_proj" for n in range(4)),
+        }
+        modules = ["lm_head", *(f"model.layers.{n}.self_attn.q_proj" for n in range(2))]
+        config: Mapping[str, Any] = {"text_config": {}}
+        found = find_text_model(modules, owners, config)
+        assert found == Renaming("model.", "model.language_model.")
+        assert found.to_base("lm_head.weight") == "lm_head.weight"
+        assert find_text_model(modules, owners, {}) is None
+        assert find_text_model([*modules, "model.layers.9.q"], owners, config) is None
+        twice = {owner.replace("language_model", "other") for owner in owners} | owners
+        assert find_text_model(modules, twice, config) is None
 
     def test_names_that_agree_or_have_nothing_in_common_get_none(self) -> None:
         assert find_prefixes(["a.q"], [Fqn("a.q.weight")]) == ("", "")
