@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from ckptkit.conversion.mapped_names import MappedModel, choose_map, map_names
 from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.core.errors import FormatError, RefusedError
+from ckptkit.core.errors import CkptkitError, FormatError, RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.text import quote
 from ckptkit.engine.kernels import PartOperand
@@ -49,8 +50,10 @@ from ckptkit.plan.weight_kinds import PEFT
 _BRANCHES = (("q", "k", "v"), ("gate", "up"))
 _EXPERTS = 3
 _MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-# Parts of tensors of Transformers 5: matrices of experts; queries, keys or values of Qwen3.5.
-_WITHOUT_MODULE = re.compile(r"\.experts\.\d+\.|\.linear_attn\.in_proj_[qkv]$")
+# What is no linear module of Transformers 5: experts and routers; queries and the like of Qwen3.5.
+_WITHOUT_MODULE = re.compile(
+    r"\.experts\.\d+\.|\.(?:mlp|block_sparse_moe)\.(?:gate|router)$|\.linear_attn\.in_proj_[qkv]$"
+)
 _WEIGHT = ".weight"
 _FC1 = ".linear_fc1"
 
@@ -114,7 +117,8 @@ def convert_adapter(
     if foreign.rest:
         base = {name: own[name] for name in foreign.rest}
         specs = {name: (entry.dtype, entry.shape) for name, entry in base.items()}
-        whole = map_names("auto", foreign.framework, config, checkpoint, specs)
+        with _hinting(foreign):
+            whole = map_names("auto", foreign.framework, config, checkpoint, specs)
         whole.refuse_different(base, Origin(SOURCE, checkpoint.source, checkpoint.index))
         for entry in whole.derive(base):
             module, _, parameter = entry.name.rpartition(".")
@@ -138,12 +142,24 @@ def refuse_without_peft_form(converted: ConvertedAdapter) -> None:
     lost = next((module for module in modules if _WITHOUT_MODULE.search(module)), "")
     if lost:
         raise RefusedError(
-            f"{converted.foreign.title} has factors of {lost!r}, which Transformers holds together"
-            " with others: PEFT would leave them out",
+            f"{converted.foreign.title} has factors of {lost!r}, which is no module of Transformers"
+            " 5 that PEFT could adapt",
             where=converted.checkpoint.path,
             hint="`ckptkit adapter merge` makes a model of the adapter and its base;"
             f" {converted.foreign.own_tool}",
         )
+
+
+@contextmanager
+def _hinting(foreign: ForeignAdapter) -> Iterator[None]:
+    """Replaces hints at options that the commands for adapters do not have."""
+    try:
+        yield
+    except CkptkitError as error:
+        raise error.hinted(
+            "the adapter is incomplete, or --base is another model than it was trained on;"
+            f" {foreign.own_tool}"
+        ) from error
 
 
 def _refuse_unknown(foreign: ForeignAdapter, where: str) -> None:
@@ -230,7 +246,8 @@ def _map_factors(
     extent: Extent,
 ) -> MappedModel:
     where = checkpoint.path
-    name_map = choose_map("auto", foreign.framework, config, checkpoint)
+    with _hinting(foreign):
+        name_map = choose_map("auto", foreign.framework, config, checkpoint)
     ranks = _count_ranks(checkpoint, foreign, entries)
     rules: dict[str, Rule] = {}
     for name, factor in foreign.factors.items():
@@ -239,15 +256,16 @@ def _map_factors(
         made = [_make_rule(rule, factor, ranks) for rule in taking]
         if len(made) != 1 or made[0] is None:
             raise RefusedError(
-                f"tensor {name!r} belongs to {foreign.title}, and map {name_map.name!r} has no rows"
-                " of a matrix for it",
+                f"tensor {name!r} belongs to {foreign.title}, and map {name_map.name!r} does not"
+                " say what becomes of the rows of its weight",
                 where=where,
                 hint=foreign.own_tool,
             )
         rules[f"{made[0].where}{'' if made[0].drop else factor.ending}"] = made[0]
     of_adapter = replace(name_map, rules=tuple(rules.values()))
     specs = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    names = apply_map(of_adapter, config or {}, specs, where=where, extent=extent)
+    with _hinting(foreign):
+        names = apply_map(of_adapter, config or {}, specs, where=where, extent=extent)
     return MappedModel(of_adapter, names, specs)
 
 
@@ -286,9 +304,14 @@ def _moves_rows(step: Step) -> bool:
 
 def _of_ranks(step: Step, factor: Factor, ranks: int) -> Step:
     """Returns the step for rows that each rank of tensor parallelism has apart."""
-    if ranks == 1 or not factor.module.endswith(_FC1) or not isinstance(step, Split):
+    if ranks == 1 or not _is_split(factor) or not isinstance(step, Split):
         return step
     return replace(step, parts=tuple(f"({p}) / {ranks}" for p in step.parts), groups=str(ranks))
+
+
+def _is_split(factor: Factor) -> bool:
+    """Returns whether tensor parallelism splits gate and up of a module; of experts it does not."""
+    return factor.module.endswith(_FC1) and ".experts." not in factor.module
 
 
 def _count_ranks(
@@ -298,7 +321,7 @@ def _count_ranks(
     if foreign.form != PEFT:
         return 1
     for name, factor in foreign.factors.items():
-        if factor.part != LORA_B or not factor.module.endswith(_FC1):
+        if factor.part != LORA_B or not _is_split(factor):
             continue
         chunks, rows = entries[name].chunks, len(entries[name].shape) - 2
         count = len(np.unique(chunks.offsets[chunks.elements() > 0][:, rows]))

@@ -195,7 +195,8 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
         return _choice(inspection, models, path, typed)
     elif inspection.peft is not None:
         peft = inspection.peft
-        remark = escaped(f"this is {peft.title}, not a model; {peft.advice}")
+        remark = "; ".join(filter(None, [f"this is {peft.title}, not a model", peft.advice]))
+        remark = escaped(remark)
     elif inspection.format == "safetensors" and inspection.model_type:
         command = _command("verify", path, typed=typed)
         remark = "reads all data; these weights load as they are"
