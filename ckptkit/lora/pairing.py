@@ -39,6 +39,7 @@ from ckptkit.plan.vocabulary import is_head
 _Value = TypeVar("_Value")
 Shapes = Mapping[Fqn, Shape]
 _ATTENTION = "in_proj_weight"  # the target in torch's MultiheadAttention
+_INSIDE_ANOTHER = "language_model"  # in the names of text models in classes of multimodal ones
 _LISTED = 5
 _MOST_NESTED = 4  # real layers have two fused parameters, and biases, which are no targets
 # The first of fused experts in every class of Transformers, where shapes do not distinguish them.
@@ -67,11 +68,18 @@ class Renaming(NamedTuple):
         return Fqn(self.base + name.removeprefix(self.own) if inside else name)
 
     def to_adapter(self, names: Mapping[Fqn, _Value]) -> dict[Fqn, _Value]:
-        """Returns values by names of the base under those of the adapter, and no others."""
-        begun = {name: value for name, value in names.items() if name.startswith(self.base)}
-        moved = {Fqn(self.own + n.removeprefix(self.base)): v for n, v in begun.items()}
-        outside = (n for n in names if n not in begun and not n.startswith(self.own))
-        return {n: names[n] for n in outside if is_head(n)} | moved
+        """Returns values by names of the base under those of the adapter."""
+        others = {name: value for name, value in names.items() if not name.startswith(self.base)}
+        moved = {
+            Fqn(self.own + name.removeprefix(self.base)): value
+            for name, value in names.items()
+            if name not in others
+        }
+        return others | moved
+
+    def is_of_adapted(self, name: str) -> bool:
+        """Returns whether the model that was trained has a tensor of the base."""
+        return name.startswith(self.base) or (not name.startswith(self.own) and is_head(name))
 
 
 SAME_NAMES = Renaming()
@@ -88,6 +96,7 @@ def find_text_model(
     """Finds the text model of a multimodal base for an adapter that was trained on it alone.
 
     It is the one with the input embedding: towers for images may have layers of the same names.
+    Files of some multimodal models, such as Qwen2.5-VL's, have the names of the text model alone.
 
     Args:
         modules: The modules of the adapter.
@@ -100,20 +109,19 @@ def find_text_model(
     if not isinstance((config or {}).get("text_config"), Mapping):
         return None
     missing = [module for module in modules if module not in owners]
-    homes = {owner.rpartition(".")[0] for owner in owners if is_input_embedding(owner)}
-    fitting = {
-        Renaming(own, f"{home}.")
-        for home in filter(None, homes)
-        for own in _list_prefixes(missing[0] if missing else "")
-    }
-    found = [r for r in fitting if all(m.startswith(r.own) for m in missing)]
-    found = [r for r in found if all(r.to_base(module) in owners for module in missing)]
+    within = [module for module in modules if not is_head(f"{module}.weight")]
+    homes = {owner.rpartition(".")[0] for owner in owners if is_input_embedding(owner)} - {""}
+    if not missing:
+        fitting = {
+            Renaming(f"{home}.", f"{home}.") for home in homes if _INSIDE_ANOTHER not in home
+        }
+        found = [r for r in fitting if all(module.startswith(r.own) for module in within)]
+    else:
+        starts = [missing[0][: dot.end()] for dot in re.finditer(r"^|\.", missing[0])]
+        fitting = {Renaming(start, f"{home}.") for home in homes for start in starts}
+        found = [r for r in fitting if all(module.startswith(r.own) for module in missing)]
+        found = [r for r in found if all(r.to_base(module) in owners for module in missing)]
     return found[0] if len(found) == 1 else None
-
-
-def _list_prefixes(module: str) -> Iterator[str]:
-    for match in re.finditer(r"^|\.", module):
-        yield module[: match.end()]
 
 
 def find_changes(

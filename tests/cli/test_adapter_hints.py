@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from ckptkit_cli.main import main
+from tests.command_line import run_command
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CASE = FIXTURES / "peft_fsdp2"
@@ -101,3 +103,49 @@ def test_an_output_inside_the_base_is_told_as_such(
     out, base = str(tmp_path / "base" / "out"), str(tmp_path / "base")
     assert main(["adapter", "merge", str(STEP), out, "--base", base]) == 4
     assert "inside the base" in capfd.readouterr().err
+
+
+REPORTS = FIXTURES / "reports"
+CASES = {
+    **{
+        name: ("ckpt", name) for name in ("04-bridge-lora", "17-swift-lora", "25-torchtune-adapter")
+    },
+    **dict.fromkeys(("05-verl-lora", "05-verl-lora-dir"), ("ckpt", "05-verl-lora-only")),
+    "05-verl-lora-only": ("ckpt", "05-verl-lora-only"),
+    **{
+        name: ("adapter", name)
+        for name in ("06-eos-merge", "11-qwen35-text", "12-mtp-adapter", "15-tinker-moe")
+    },
+}
+ASKED = ("inspect", "consolidate", "adapter extract", "adapter merge")
+
+
+def proposed(shown: str) -> list[str]:
+    """Returns the commands that an output proposes, on a line of their own or in a text."""
+    listed = [line.strip() for line in shown.splitlines() if line.startswith("  ckptkit ")]
+    return listed + re.findall("`(ckptkit [^`]+)`", " ".join(shown.split()))
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("name", CASES)
+def test_every_command_that_is_proposed_for_an_adapter_works(
+    name: str, asked: str, tmp_path: Path
+) -> None:
+    folder, base = CASES[name]
+    source = REPORTS / name / folder
+    out = [] if asked == "inspect" else [tmp_path / "first"]
+    first = run_command(*asked.split(), source, *out)
+    assert "Traceback" not in first.stderr
+    commands = proposed(first.stdout + first.stderr)
+    if asked in {"inspect", "consolidate"}:
+        assert commands, first.stderr
+    put = {"ORG/NAME": str(REPORTS / base / "base"), "N": "8"}
+    for number, command in enumerate(commands):
+        place = str(tmp_path / f"out{number}")
+        put |= {"OUT": place, str(tmp_path / "first"): place}
+        words = [put.get(word, word) for word in shlex.split(command)[1:]]
+        if words == ["adapter", "merge"]:
+            continue  # the name of the command, in a text
+        done = run_command(*words)
+        assert done.returncode == 0, (command, done.stderr)
+        assert Path(place).is_dir(), command

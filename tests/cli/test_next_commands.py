@@ -46,6 +46,7 @@ def typed(page: str, home: Path, out: Path) -> list[str]:
         "OUT": str(out),
         "ORG/NAME": str(base),
         "FILE": str(home / "adapter_config.json"),
+        "N": "8",
     }
     return [put.get(word, word) for word in words]
 

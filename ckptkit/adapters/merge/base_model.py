@@ -208,11 +208,11 @@ def align(
     alignment = _align(base, modules, config, folder=folder)
     live = [name for placed in alignment.placed for name in placed.live]
     owners = list_owners([*live, *find_absent_tied_names(config, live)])
-    if any(alignment.renaming) or owners.issuperset(modules):
-        return alignment
     renaming = find_text_model(modules, owners, config)
-    if renaming is None:
+    if renaming is None or any(alignment.renaming):
         return alignment
+    if renaming.own == renaming.base:
+        return replace(alignment, renaming=renaming)
     note = (
         f"the adapter was trained on the text model alone: its {renaming.own!r} is"
         f" {renaming.base!r} in the base"

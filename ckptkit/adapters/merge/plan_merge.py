@@ -262,14 +262,19 @@ class MergePreparation:
     ) -> dict[Fqn, list[Change]]:
         renaming = alignment.renaming
         base = BaseShapes(renaming.to_adapter(shapes), find_model_types(self._config))
-        entries = renaming.to_adapter(
-            {
-                placed.live[0]: self._base.entries[placed.stored[0]]
-                for placed in alignment.placed
-                if placed.part is None and not _EXPERT.search(placed.live[0])
-                if not is_left_out(placed.live[0], self._config or {})
-            }
-        )
+        config = self._config or {}
+        entries = {
+            placed.live[0]: self._base.entries[placed.stored[0]]
+            for placed in alignment.placed
+            if placed.part is None and not _EXPERT.search(placed.live[0])
+        }
+        entries = {  # which the model that was trained has
+            name: entry
+            for name, entry in renaming.to_adapter(
+                {name: e for name, e in entries.items() if renaming.is_of_adapted(name)}
+            ).items()
+            if not is_left_out(name, config)
+        }
         all_changes = []
         for source in self._adapters:
             adapter, where = source.found.adapter, source.source.where
