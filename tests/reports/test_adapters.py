@@ -360,6 +360,28 @@ class TestTorchtune:
             assert torch.equal(found[f"{prefix}.v_proj.lora_{factor.upper()}.weight"], own)
         with_adapter(case / "base", out)
 
+    @pytest.mark.parametrize("name", ["llama_dora", "qwen2_lora"])
+    def test_a_whole_model_under_its_names_is_converted_too(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        case, stored = FIXTURES / f"torchtune_{name}", {}
+        truth = load_file(case / "merged_truth.safetensors")
+        for key, value in truth.items():
+            *_, kind = module = key.removeprefix("model.").split(".")
+            own = {"embed_tokens": "tok_embeddings", "lm_head": "output", "norm": "norm"}
+            own |= {"input_layernorm": "sa_norm", "post_attention_layernorm": "mlp_norm"}
+            own |= {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3", "self_attn": "attn"}
+            parts = [{**own, "o_proj": "output_proj"}.get(part, part) for part in module]
+            parts[-1] = "scale" if "norm" in parts[-2] else kind
+            if "llama" in name and module[-2] in {"q_proj", "k_proj"}:  # neighbours, not halves
+                halves = value.reshape(-1, 2, 4, value.shape[-1])
+                stored[".".join(parts)] = halves.transpose(1, 2).reshape_as(value)
+            else:
+                stored[".".join(parts)] = value.clone()
+        torch.save({"model": stored}, tmp_path / "model.pt")
+        ckptkit.consolidate(tmp_path / "model.pt", tmp_path / "out", base=case / "base")
+        assert_same(tensors_of(tmp_path / "out"), truth)
+
     @pytest.mark.parametrize(
         "names",
         [
