@@ -23,6 +23,7 @@ from ckptkit.plan.weight_kinds import (
     is_quantized,
 )
 
+_OF_TRAINER = "base_model_"  # the base beside an adapter in the layout of the Trainer
 CastFactory = Callable[[str, Key, DType, DType], Kernel]
 """Makes the kernel that casts a tensor of an origin from one element type to another."""
 
@@ -105,6 +106,15 @@ def _advise_on_peft(index: TensorIndex) -> str:
         return ""
     if sign.method not in {"", LORA}:
         return f"tensor {sign.name!r} belongs to {sign.title}: choose the model with --select"
+    trees: dict[str, list[str]] = {}
+    for entry in index.of_part("model"):
+        trees.setdefault(entry.tree, []).append(entry.name)
+    plain = [tree for tree, names in trees.items() if find_adapter(names) is None]
+    if plain and not any(_OF_TRAINER in tree for tree in plain):
+        return (
+            f"choose the model with --select {plain[0]}; nothing records whether it is the base of"
+            " the adapter beside it, or has it merged already, as torchtune writes it"
+        )
     return (
         "they are a base and what PEFT trained on it: `ckptkit adapter merge` makes one model of"
         " them, `ckptkit adapter extract` takes the adapter out; --select takes one of the"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -209,6 +210,18 @@ class TestMegatron:
             ckptkit.consolidate(source, tmp_path / "out", base=REPORTS / name / "base")
         assert not (tmp_path / "out").exists()
 
+    def test_the_configuration_of_megatron_bridge_may_be_beside_the_iterations(
+        self, tmp_path: Path
+    ) -> None:
+        case, source = REPORTS / "04-bridge-lora", tmp_path / "ckpt"
+        shutil.copytree(case / "ckpt", source)
+        shutil.move(source / "iter_0000010" / "run_config.yaml", source)
+        ckptkit.extract_adapter(source, tmp_path / "out", base=case / "base")
+        assert config_of(tmp_path / "out")["lora_alpha"] == 8
+        (source / "run_config.yaml").write_text("model:\n  alpha: 3\npeft:\n  dim: 2\nend: 1\n")
+        with pytest.raises(CkptkitError, match="do not show lora_alpha"):
+            ckptkit.extract_adapter(source, tmp_path / "unknown", base=case / "base")
+
     def test_a_base_that_the_configuration_names_is_enough(self, tmp_path: Path) -> None:
         case = REPORTS / "17-swift-lora"
         source = shutil.copytree(case / "ckpt", tmp_path / "ckpt")
@@ -359,6 +372,29 @@ class TestTorchtune:
             own = stored[f"layers.1.attn.v_proj.lora_{factor}.weight"]
             assert torch.equal(found[f"{prefix}.v_proj.lora_{factor.upper()}.weight"], own)
         with_adapter(case / "base", out)
+
+    def test_the_model_beside_an_adapter_has_it_already(self, tmp_path: Path) -> None:
+        case, folder = FIXTURES / "torchtune_qwen2_lora", tmp_path / "epoch_0"
+        shutil.copytree(case / "base", folder)
+        truth = load_file(case / "merged_truth.safetensors")
+        save_file(truth, folder / "model.safetensors", {"format": "pt"})
+        ckptkit.extract_adapter(
+            case / "checkpoint", tmp_path / "peft", base=case / "base", lora_alpha=8
+        )
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            shutil.copy(tmp_path / "peft" / name, folder)
+        stored = case / "checkpoint" / "epoch_0" / "adapter_0.pt"
+        shutil.copy(stored, folder / "adapter_model.pt")
+        refused = run_command("consolidate", folder, tmp_path / "out")
+        assert "adapter merge" not in refused.stderr
+        chosen = re.search(r"--select (\S+);", refused.stderr)
+        assert chosen is not None, refused.stderr
+        ckptkit.consolidate(folder, tmp_path / "out", select=chosen[1])
+        assert_same(tensors_of(tmp_path / "out"), truth)
+        with pytest.raises(RefusedError, match="has it merged already"):
+            ckptkit.merge_adapter(folder, tmp_path / "twice", base=folder)
+        ckptkit.merge_adapter(folder, tmp_path / "once", base=case / "base")
+        assert_same(tensors_of(tmp_path / "once"), truth)
 
     @pytest.mark.parametrize("name", ["llama_dora", "qwen2_lora"])
     def test_a_whole_model_under_its_names_is_converted_too(

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from ckptkit.adapters.merge.base_model import NamesOfBase, open_base
+from ckptkit.adapters.merge.base_model import (
+    BaseSource,
+    NamesOfBase,
+    find_folder,
+    open_base,
+)
 from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.conversion.source.open import resolve_path
+from ckptkit.conversion.source.open import is_folder, resolve_path
 from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destination, write_output
-from ckptkit.core.errors import AmbiguousSourceError, UsageError
+from ckptkit.core.errors import AmbiguousSourceError, RefusedError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import AdapterSource, MergeRequest
 from ckptkit.options import Resources
-from ckptkit.storage.places import PathLike, open_target
+from ckptkit.storage.places import PathLike, open_source, open_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +190,31 @@ def prepare_merge(
         if base is not None:
             names = NamesOfBase(request.map, request.model_config)
             given = open_base(stack, base, limit, names)
+            _refuse_merged(given, opened)
         preparation = MergePreparation(stack, opened, given, request, resources)
         prepared, layers = preparation.run(out)
         yield PlannedMerge(prepared, layers)
+
+
+_OF_TORCHTUNE = re.compile(r"adapter_(?:model|\d+)\.pt")
+
+
+def _refuse_merged(base: BaseSource, adapters: Sequence[SourceAdapter]) -> None:
+    """Refuses the model that torchtune writes beside an adapter, which has it merged already.
+
+    Source: torchtune 0.6, `FullModelHFCheckpointer.save_checkpoint`, and the LoRA recipes.
+    """
+    folder = find_folder(base)
+    own = (adapter.found.opened.path for adapter in adapters)
+    if all(resolve_path(path) != resolve_path(folder) for path in own) or not is_folder(folder):
+        return
+    with open_source(folder) as source:
+        if any(map(_OF_TORCHTUNE.fullmatch, source.walk(0))):
+            raise RefusedError(
+                "the model beside the adapter has it merged already: torchtune writes both",
+                where=f"--base {folder}",
+                hint="take that model as it is, or pass the one that training began from as --base",
+            )
 
 
 def _open(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> OpenedAdapter:

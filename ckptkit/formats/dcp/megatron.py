@@ -271,6 +271,7 @@ def read_facts(
     adapter: tuple[tuple[str, int], ...] = ()
     above = posixpath.dirname(posixpath.dirname(min(files, default="")))
     of_run = [path for path in files if posixpath.basename(path) == RUN_CONFIG]
+    of_run = of_run or [posixpath.join(above, RUN_CONFIG)]
     for path in (*of_run, *(posixpath.join(above, name) for name in _ABOVE)):
         if stat_or_missing(source, path).size_bytes < 0:
             continue
