@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.source.adapters import (
     AdapterRecord,
     Choice,
@@ -47,7 +49,6 @@ from ckptkit.lora.inference import fits_target, infer_config
 from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE
-from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.plan.weight_kinds import LORA
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.side_files import is_side_file
 from ckptkit.conversion.source.adapters import (
     AdapterFacts,
     PeftFinding,
@@ -36,7 +38,6 @@ from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.selection import model_trees, select_model
-from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
 from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.runs.step_manifests import step_folder

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.consumers.table import CONFIG
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import FormatError, VerificationError
 from ckptkit.core.manifest import CHECKSUM, MANIFEST_NAME, FileRecord, Manifest, parse_manifest
@@ -21,7 +22,6 @@ from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.client import is_local, is_repo_id
 from ckptkit.hub.folder_files import ADAPTER_CONFIG, CARD
 from ckptkit.hub.secrets import find_secrets, refuse_secrets, secrets_in
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.base import Source
 from ckptkit.version import __version__
 

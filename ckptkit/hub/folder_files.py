@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ckptkit.consumers.side_files import is_side_file
 from ckptkit.core.errors import (
     IncompleteCheckpointError,
     MissingFileError,
@@ -22,7 +23,6 @@ from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER, TRAINING, Manifest
 from ckptkit.formats.parsing import INDEX_ENDING, list_unnamed
 from ckptkit.formats.registry import recognise
-from ckptkit.plan.side_files import is_side_file
 from ckptkit.runs.run_paths import absent_folder
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.base import Source

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from ckptkit.consumers.side_files import has_auto_map
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.verify import run_verification
@@ -43,7 +45,6 @@ from ckptkit.hub.folder_files import (
 from ckptkit.hub.large_files import LargeFile, large_file
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.plan.load_report import PUSH
-from ckptkit.plan.side_files import CONFIG, has_auto_map
 from ckptkit.runs.run_paths import ENTER_HINT
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest

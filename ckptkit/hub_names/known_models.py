@@ -87,6 +87,11 @@ def compare_packed_parts(request: LoadRequest, base: Shapes, model: str) -> Load
     return LoadReport(model, len(given) - len(left_out), missing)
 
 
+def is_made_by_model(name: str) -> bool:
+    """Returns whether a tensor is a buffer that models make themselves."""
+    return _MADE.search(name) is not None
+
+
 def _lacking_parts(given: Shapes, left_out: Collection[str], base: Shapes) -> set[str]:
     """Returns what packed weights of a base have beside them and the same weights here have not.
 

@@ -38,10 +38,11 @@ from ckptkit.adapters.merge.report import (
 )
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.quantized.requantize import requantize
+from ckptkit.consumers.side_files import sum_bytes_by_dtype, update_config
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.write import PlannedOutput, choose_settings, estimate_plan
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape
@@ -73,8 +74,13 @@ from ckptkit.lora.quantized import Packing
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.load_report import MERGE
-from ckptkit.plan.plan import Plan, Product
-from ckptkit.plan.side_files import sum_bytes_by_dtype, update_config
+from ckptkit.plan.plan import Plan, Product, TensorSpec
+from ckptkit.plan.selection import (
+    DTypePolicy,
+    KeptDtypes,
+    describe_kept,
+    find_float32_among_halves,
+)
 from ckptkit.plan.ties import untie_config
 from ckptkit.plan.vocabulary import is_head
 from ckptkit.storage.places import PathLike
@@ -155,7 +161,8 @@ class MergePreparation:
         refuse_rewritten_bases(adapters, given)
         first = adapters[0]
         folder = None if given is None else find_folder(given)
-        self._folders = SideFolders(stack, first.found.opened, folder)
+        choice = SideChoice(tokenizer_from=request.tokenizer_from)
+        self._folders = SideFolders(stack, first.found.opened, folder, choice)
         self._side, self._side_notes = self._folders.choose(allow_code=request.allow_code)
         self._config = self._folders.config(self._side)
         if given is None and not first.found.base:
@@ -196,7 +203,10 @@ class MergePreparation:
         norm_of, note = choose_norms(versions, changes)
         self._notes += filter(None, [note])
         rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
-        rules = MergeRules(self._request.dtype, rounding, NormOf(norm_of))
+        dtypes = DTypePolicy(self._request.dtype, kept=self._find_kept(tensors))
+        rules = MergeRules(dtypes, rounding, NormOf(norm_of))
+        specs = [TensorSpec(t.live[0], t.dtype, t.shape) for t in tensors]
+        self._notes += describe_kept(dtypes, specs)
         products = list(plan_products(tensors, changes, ties, shapes, rules, alignment.called))
         layers = report_layers(
             self._adapters, tensors, changes, quantized, self._request, self._origins
@@ -210,6 +220,15 @@ class MergePreparation:
         dropped = {names.get(t, t): names.get(s, s) for t, s in ties.dropped.items()}
         prepared = self._prepare(out, products, config, dropped, alignment, quantized)
         return replace(prepared, comparison=comparison), layers
+
+    def _find_kept(self, tensors: Sequence[BaseTensor]) -> KeptDtypes:
+        """Returns what stays in float32: what the class keeps, and what the base has so."""
+        if self._request.cast_all or self._config is None:
+            return KeptDtypes()
+        kept = self._folders.consumer.find_kept(self._config)
+        halves = find_float32_among_halves(self._base.entries.values())
+        names = frozenset(str(t.live[0]) for t in tensors if t.name in halves)
+        return replace(kept, names=names)
 
     # --- the base ---
 
@@ -348,6 +367,7 @@ class MergePreparation:
             left_out=frozenset(heads),
             where=self._base.opened.path,
             is_live=self._base.is_live,
+            consumer=self._folders.consumer,
             advice=MERGE,
         )
         comparison, notes = plan_comparison(subject, self._program)
@@ -363,9 +383,14 @@ class MergePreparation:
         alignment: Alignment,
         quantized: QuantizedBase,
     ) -> PlannedOutput:
-        self._notes += self._side_notes
-        weights = layout_hf_weights(products, self._request.max_file_bytes)
-        files = self._folders.outputs(self._side, config, allow_code=self._request.allow_code)
+        request, folders = self._request, self._folders
+        weights = layout_hf_weights(products, request.max_file_bytes)
+        truth = folders.tell_truth(
+            *(folders.texts(self._side), config, [str(p.spec.name) for p in products]),
+            keep_generation=request.generation_config == "keep",
+        )
+        self._notes += (*self._side_notes, *truth.notes)
+        files = folders.outputs(self._side, truth.changed, allow_code=request.allow_code)
         plan = Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
         opened = [source.found.opened for source in self._adapters]
         opened += [] if self._given is None else [self._given.opened]

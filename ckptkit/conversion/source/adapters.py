@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.named_models import names_model
 from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, is_folder, make_absolute
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -31,7 +32,6 @@ from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
 from ckptkit.lora.inference import MAKE_CONFIG
-from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.plan.weight_kinds import (
     LORA,
     advice_on,
