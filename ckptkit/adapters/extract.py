@@ -10,8 +10,7 @@ from typing import Any
 
 from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.consumers.table import CONFIG
-from ckptkit.conversion.source.adapters import ADAPTER_CONFIG
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,

@@ -106,12 +106,24 @@ class Truth:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """Notes on a folder, in the words of one who writes it, or of one who cannot change it."""
+
+    lines: list[str]
+    set_to: str = "is set to"
+    left_out: str = "is left out"
+    written: str = "is written with"
+    option: str = "; --generation-config keep leaves it"
+
+
 def tell_truth(
     folder: FolderTexts,
     base: FolderTexts | None,
     names: Iterable[str],
     *,
     keep_generation: bool = False,
+    writes: bool = True,
 ) -> Truth:
     """Compares the files of a folder with each other, with its tensors, and with the base.
 
@@ -120,25 +132,28 @@ def tell_truth(
         base: The model that training began from, or None.
         names: Of the tensors that are written.
         keep_generation: Whether `generation_config.json` is left as it is.
+        writes: Whether the folder is written; else notes say what it should have.
 
     Returns:
         The configurations to write, and notes for the user.
     """
     if folder.config is None:
         return Truth()
-    notes: list[str] = []
+    notes = _Notes([])
+    if not writes:
+        notes = _Notes([], "should be", "should be left out", "should have", "")
     config = _undo_training(folder.config, None if base is None else base.config, notes)
     generation = folder.generation
     if generation is not None and not keep_generation:
         generation = _undo_training_of_generation(generation, base, notes)
     told = replace(folder, config=config, generation=generation)
     generation = _settle_stopping(told, notes, keep=keep_generation)
-    notes += _find_lost_tokens(told)
-    notes += find_unkept_promises(config, names)
+    notes.lines.extend(_find_lost_tokens(told))
+    notes.lines.extend(find_unkept_promises(config, names))
     changed = {CONFIG: model_config_to_json(config)}
     if generation is not None and generation != folder.generation:
         changed[GENERATION] = to_json(generation)
-    return Truth(changed, tuple(notes))
+    return Truth(changed, tuple(notes.lines))
 
 
 # --- what training leaves in a configuration ---
@@ -149,42 +164,48 @@ _DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
 _CACHE = "use_cache"
 
 
-def _undo_training(config: Document, base: Document | None, notes: list[str]) -> dict[str, Any]:
+def _undo_training(config: Document, base: Document | None, notes: _Notes) -> dict[str, Any]:
     """Returns a configuration without what only training needs, at each of its levels."""
     changed = _undo_in_part(config, base, notes, "")
     path = changed.get("_name_or_path")
     if isinstance(path, str) and is_local_path(path):
         del changed["_name_or_path"]
-        notes.append(Aside(f"'_name_or_path' {path!r} of config.json, a local path, is left out"))
+        notes.lines.append(
+            Aside(f"'_name_or_path' {path!r} of config.json, a local path, {notes.left_out}")
+        )
     return changed
 
 
 def _undo_in_part(
-    config: Document, base: Document | None, notes: list[str], where: str
+    config: Document, base: Document | None, notes: _Notes, where: str
 ) -> dict[str, Any]:
     changed = dict(config)
     # A part of the base that states nothing has the defaults of its class.
     if changed.get(_CACHE) is False and _caches(changed, base):
         changed[_CACHE] = True
         reason = "as in the base" if base is not None else "as training alone turns it off"
-        notes.append(f"'{where}use_cache' of config.json is set to true, {reason}")
+        notes.lines.append(f"'{where}use_cache' of config.json {notes.set_to} true, {reason}")
     elif changed.get(_CACHE) is False and _caches(changed, None):
         slow = "generation computes the whole text anew for each token"
-        notes.append(f"'{where}use_cache' of config.json is false, as in the base: {slow}")
+        notes.lines.append(f"'{where}use_cache' of config.json is false, as in the base: {slow}")
     for key in (*_ATTENTION, "gradient_checkpointing"):
         value = changed.get(key)
         if value and isinstance(value, (str, bool)) and (base or {}).get(key) != value:
             del changed[key]
-            notes.append(f"'{where}{key}' {value!r} of config.json is left out")
+            notes.lines.append(f"'{where}{key}' {value!r} of config.json {notes.left_out}")
     for key in _SWITCHES:
         if changed.get(key) is not True:
             continue
         if base is None:
-            notes.append(f"'{where}{key}' of config.json is true: models return more than usual")
+            notes.lines.append(
+                f"'{where}{key}' of config.json is true: models return more than usual"
+            )
         elif not base.get(key):
             changed[key] = False
-            notes.append(f"'{where}{key}' of config.json is set to false, as in the base")
-    notes += _dropouts(changed, base or {}, where)
+            notes.lines.append(
+                f"'{where}{key}' of config.json {notes.set_to} false, as in the base"
+            )
+    notes.lines.extend(_dropouts(changed, base or {}, where))
     for key, value in changed.items():
         if isinstance(value, Mapping) and where.count(".") < _NESTING:
             inner = None if base is None else base.get(key)
@@ -211,13 +232,13 @@ def _caches(config: Document, base: Document | None) -> bool:
 
 
 def _undo_training_of_generation(
-    generation: Document, base: FolderTexts | None, notes: list[str]
+    generation: Document, base: FolderTexts | None, notes: _Notes
 ) -> dict[str, Any]:
     changed = dict(generation)
     stated = {} if base is None or base.generation is None else base.generation
     if changed.get(_CACHE) is False and stated.get(_CACHE) is not False:
         changed[_CACHE] = True
-        notes.append("'use_cache' of generation_config.json is set to true")
+        notes.lines.append(f"'use_cache' of {GENERATION} {notes.set_to} true")
     return changed
 
 
@@ -245,7 +266,7 @@ _SPECIAL = re.compile(r"<[|\uff5c]?[^\s<>{}'\"|\uff5c]+[|\uff5c]?>|\[/?[A-Z_]+\]
 _GENERATES = re.compile(r"For(?:CausalLM|ConditionalGeneration|Seq2SeqLM|ImageTextToText)$|LMHead")
 
 
-def _settle_stopping(folder: FolderTexts, notes: list[str], *, keep: bool) -> Document | None:
+def _settle_stopping(folder: FolderTexts, notes: _Notes, *, keep: bool) -> Document | None:
     """Returns a generation configuration that stops where the tokenizer ends a turn.
 
     Source: transformers 5.23, `trainer_utils._align_special_token`: the token goes first, and those
@@ -267,15 +288,13 @@ def _settle_stopping(folder: FolderTexts, notes: list[str], *, keep: bool) -> Do
         has = ", ".join(map(str, stated)) or "none"
         said = f"turns end with {listed}, and 'eos_token_id' of {file} has {has}"
         if keep:
-            notes.append(f"{said}: generation does not stop there")
+            notes.lines.append(f"{said}: generation does not stop there")
             return generation
         generation = dict(generation if generation is not None else _ids_of(config))
         generation.pop("_from_model_config", None)
         generation["eos_token_id"] = ids if len(ids) > 1 else ids[0]
-        notes.append(
-            f"{said}: {GENERATION} is written with {ids}; --generation-config keep leaves it"
-        )
-    notes += _other_ids(folder, generation)
+        notes.lines.append(f"{said}: {GENERATION} {notes.written} {ids}{notes.option}")
+    notes.lines.extend(_other_ids(folder, generation))
     return generation
 
 

@@ -18,7 +18,7 @@ from ckptkit.plan.selection import KeptDtypes
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-PIPELINE = "model_index.json"
+PIPELINE_INDEX = "model_index.json"
 MODULES = "modules.json"
 _LIGHTNING = "Lightning"
 Comparing = Literal["transformers", "diffusers", "headers", "nothing"]
@@ -104,6 +104,14 @@ DIFFUSERS = Consumer(
     find_kept=find_kept_by_diffusers,
     load="diffusers.{name}.from_pretrained({out})",
 )
+# A folder of several models, which is published as a whole and never written.
+PIPELINE = Consumer(
+    name="a pipeline of diffusers",
+    library="diffusers",
+    companions=(PIPELINE_INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"),
+    leading=PIPELINE_INDEX,
+    load="diffusers.DiffusionPipeline.from_pretrained({out})",
+)
 # Source: lerobot 0.4, `PreTrainedPolicy._save_pretrained` and `DataProcessorPipeline`.
 LEROBOT = Consumer(
     name="LeRobot",
@@ -141,6 +149,7 @@ CONSUMERS = (
     TRANSFORMERS,
     SENTENCE_TRANSFORMERS,
     DIFFUSERS,
+    PIPELINE,
     LEROBOT,
     PEFT,
     LIGHTNING,
@@ -160,6 +169,8 @@ def find_consumer(
     """
     if ADAPTER_CONFIG in files:
         return PEFT
+    if config is None and PIPELINE_INDEX in files:
+        return PIPELINE
     if config is None:
         return LIGHTNING if _LIGHTNING in writer else PLAIN
     if isinstance(config.get("_class_name"), str) and "model_type" not in config:

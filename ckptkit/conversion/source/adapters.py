@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.table import ADAPTER_CONFIG
 from ckptkit.conversion.source.named_models import names_model
 from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, is_folder, make_absolute
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -484,7 +485,6 @@ def build_selection_options(select: str | None, also: Sequence[PathLike]) -> lis
     return [*chosen, *(text for folder in also for text in ("--also", os.fspath(folder)))]
 
 
-ADAPTER_CONFIG = "adapter_config.json"
 _NAMED = "adapters"  # where the training hooks keep those of adapters that have a name
 _OPTION = "--adapter-config"
 

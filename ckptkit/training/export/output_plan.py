@@ -35,7 +35,7 @@ from ckptkit.consumers.side_files import (
     sum_bytes_by_dtype,
     update_config,
 )
-from ckptkit.consumers.table import CONFIG, find_consumer
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, GENERATION, find_consumer
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError, UnsupportedError, UsageError
 from ckptkit.core.geometry import intersect
@@ -211,8 +211,7 @@ def _taken(local: torch.Tensor, box: Box, shared: Box, window: Window) -> torch.
     return ordered[(0,) * len(rest)]
 
 
-_OF_MODELS = frozenset({CONFIG, "generation_config.json"})
-ADAPTER_CONFIG = "adapter_config.json"
+_OF_MODELS = frozenset({CONFIG, GENERATION})
 # SHiRA's files have indices that its state dict lacks, those of prompts what a module computes.
 _COMPUTED = frozenset(
     {
