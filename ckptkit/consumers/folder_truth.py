@@ -185,7 +185,7 @@ def _undo_in_part(
         changed[_CACHE] = True
         reason = "as in the base" if base is not None else "as training alone turns it off"
         notes.lines.append(f"'{where}use_cache' of config.json {notes.set_to} true, {reason}")
-    elif changed.get(_CACHE) is False and _caches(changed, None):
+    elif changed.get(_CACHE) is False and _GENERATES.search(architecture_of(changed)):
         slow = "generation computes the whole text anew for each token"
         notes.lines.append(f"'{where}use_cache' of config.json is false, as in the base: {slow}")
     for key in (*_ATTENTION, "gradient_checkpointing"):

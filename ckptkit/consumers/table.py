@@ -182,6 +182,13 @@ def find_consumer(
     return PLAIN
 
 
+def name_model(config: Mapping[str, Any]) -> str:
+    """Returns what a configuration calls its kind of model; empty where it names none."""
+    keys = {DIFFUSERS: "_class_name", LEROBOT: "type"}
+    value = config.get(keys.get(find_consumer(config), "model_type"))
+    return value if isinstance(value, str) else ""
+
+
 def name_class(consumer: Consumer, config: Mapping[str, Any], *, has_head: bool) -> str:
     """Returns the class whose `from_pretrained` loads a folder.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.side_files import is_side_file
+from ckptkit.consumers.table import find_consumer, name_model
 from ckptkit.conversion.source.adapters import (
     AdapterFacts,
     PeftFinding,
@@ -296,7 +297,14 @@ def _report(
     keys, read = {entry.key for entry in entries}, {file.path for file in index.files}
     problems = list(find_problems_by_key(index, entries))
     inside = [path for path in checkpoint.paths if not base or path.startswith(f"{base}/")]
-    ignored = [path for path in inside if path not in read and not _describes(path, base)]
+    consumer = find_consumer(config, [path.removeprefix(f"{base}/") for path in inside])
+    ignored = [
+        path
+        for path in inside
+        if path not in read
+        and not _describes(path, base)
+        and not consumer.has_companion(path.removeprefix(f"{base}/"))
+    ]
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -307,7 +315,7 @@ def _report(
         files=len(read),
         size_bytes=sum(max(file.size_bytes, 0) for file in index.files),
         bytes_per_rank=tuple(totals[rank] for rank in range(max(totals, default=-1) + 1)),
-        model_type=_text(config.get("model_type")),
+        model_type=name_model(config) or None,
         architectures=tuple(architectures),
         trees=tuple(_trees(entries)),
         tensors=tuple(map(_line, entries)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +12,7 @@ from typing import Any, Self
 
 from ckptkit.consumers.class_facts import adapt_kept
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
+from ckptkit.consumers.sentence_modules import find_modules
 from ckptkit.consumers.side_files import (
     SideFile,
     drop_stale_quantization,
@@ -18,6 +20,7 @@ from ckptkit.consumers.side_files import (
     sum_bytes_by_dtype,
     update_config,
 )
+from ckptkit.consumers.table import MODULES
 from ckptkit.consumers.text_models import find_text_config, place_in_whole
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
@@ -61,9 +64,9 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import Aside
-from ckptkit.engine.kernels import CastKernel, first_rows, recast
+from ckptkit.engine.kernels import CastKernel, Preparations, first_rows, recast
 from ckptkit.engine.reader import Origin
-from ckptkit.engine.segment_reader import Inputs
+from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
@@ -106,6 +109,7 @@ from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
+_MOST_MODULE_BYTES = 1 << 28
 _LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
 
 
@@ -318,6 +322,7 @@ class _Planner:
         config = self._read_config(side)
         self._convert_names(config)
         config, side = self._settle_text_model(config, side)
+        modules = self._take_modules(side)
         checkpoint, entries = self._checkpoint, self._select_entries()
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
@@ -341,14 +346,19 @@ class _Planner:
         said = [*(str(product.spec.name) for product in products), *self._lacking]
         keep = request.generation_config == "keep"
         truth = self._folders.tell_truth(texts, config, said, keep_generation=keep)
-        files = self._folders.outputs(side, truth.changed, allow_code=request.allow_code)
+        changed = {**truth.changed, **self._write_modules(modules, origin)}
+        if modules:  # in a form that goes behind safetensors
+            old = {f"{posixpath.dirname(path)}/pytorch_model.bin" for path in changed}
+            side = [file for file in side if file.name not in old]
+        files = self._folders.outputs(side, changed, allow_code=request.allow_code)
         states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
         self._notes += (*names.notes, *self._option_notes, *truth.notes, *state_notes)
         plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
         taken = () if self._filling is None else self._filling.taken
         read += sum(entry.size_bytes for entry in taken)
-        return self._planned(plan, names, comparison, read + states_bytes)
+        facts = {"modules": list(modules)} if modules else {}
+        return self._planned(plan, names, comparison, read + states_bytes, facts)
 
     def _name_and_cast(
         self, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, ties: Ties
@@ -396,7 +406,12 @@ class _Planner:
         return kept
 
     def _planned(
-        self, plan: Plan, names: NamedProducts, comparison: Comparison | None, bytes_read: int
+        self,
+        plan: Plan,
+        names: NamedProducts,
+        comparison: Comparison | None,
+        bytes_read: int,
+        facts: dict[str, Any],
     ) -> PlannedOutput:
         checkpoint, out, filling = self._checkpoint, self._job.out, self._filling
         sources = (checkpoint,) if filling is None else (checkpoint, filling.opened)
@@ -404,7 +419,7 @@ class _Planner:
         settings = choose_settings(resources, plan, sources=sources, out=out)
         settings = replace(settings, check=self._request.check)
         origins = {SOURCE: Origin(SOURCE, checkpoint.source, checkpoint.index)}
-        facts: dict[str, Any] = {} if self._dtypes is None else {"base": self._folders.base}
+        facts |= {} if self._dtypes is None else {"base": self._folders.base}
         if filling is not None and filling.taken:
             origins[FILLING] = Origin(FILLING, filling.opened.source, filling.opened.index)
             names_filled = [str(entry.name) for entry in filling.taken]
@@ -473,6 +488,57 @@ class _Planner:
                 )
             self._notes += self._checkpoint.notes[len(before.notes) :]
             self._request = replace(self._request, strip_prefix=())
+
+    def _take_modules(self, side: Sequence[SideFile]) -> Mapping[str, Sequence[TensorEntry]]:
+        """Takes the tensors of modules beside an encoder out of the model, by their folders."""
+        checkpoint, listed = self._checkpoint, self._folders.read_json(side, MODULES)
+        index, select = checkpoint.index, self._request.select
+        if listed is None or self._folders.consumer.leading != MODULES:
+            return {}
+        model = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
+        names = [str(entry.name) for entry in model]
+        found = find_modules(listed, names, checkpoint.path)
+        encoder = next((module for module in found if module.is_encoder), None)
+        if encoder is None or self._request.strip_prefix:
+            return {}
+        taken: dict[str, list[TensorEntry]] = {}
+        tensors = dict(index.tensors)
+        for entry in model:
+            module = next((m for m in found if entry.name.startswith(m.prefix)), None)
+            if module is None:
+                continue
+            renamed = replace(entry, name=Fqn(entry.name.removeprefix(module.prefix)))
+            if not module.is_encoder:
+                taken.setdefault(module.folder, []).append(renamed)
+                renamed = replace(renamed, part="other")
+            tensors[entry.key] = renamed
+        self._checkpoint = replace(checkpoint, index=replace(index, tensors=tensors))
+        note = f"names are written without {encoder.prefix!r}, as sentence-transformers has them"
+        self._notes.append(Aside(note))
+        return taken
+
+    def _write_modules(
+        self, modules: Mapping[str, Sequence[TensorEntry]], origin: Origin
+    ) -> dict[str, bytes]:
+        """Returns the weight files of modules beside an encoder, by their paths."""
+        written = {}
+        for folder, entries in modules.items():
+            refuse_problems(origin.index, entries, self._checkpoint.path)
+            products = make_products(entries, self._policy, {}, CastKernel)
+            (file,) = layout_hf_weights(products, _MOST_MODULE_BYTES)
+            if file.size_bytes > _MOST_MODULE_BYTES:
+                raise RefusedError(
+                    f"{folder!r} has {file.size_bytes:,} bytes of weights, more than the"
+                    f" {_MOST_MODULE_BYTES:,} that a module beside an encoder may have",
+                    where=self._checkpoint.path,
+                    hint="leave its tensors out with --exclude, and copy its folder yourself",
+                )
+            data = bytearray(file.size_bytes)
+            with Preparations() as preparations:
+                reader = SegmentReader(Inputs({SOURCE: origin}, {}), preparations)
+                reader.fill_range(file, 0, file.size_bytes, memoryview(data))
+            written[posixpath.join(folder, file.path)] = bytes(data)
+        return written
 
     def _settle_text_model(
         self, config: Mapping[str, Any] | None, side: list[SideFile]

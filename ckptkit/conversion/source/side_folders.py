@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from ckptkit.consumers.folder_truth import (
     parse_texts,
     tell_truth,
 )
+from ckptkit.consumers.sentence_modules import find_encoder_folder, move_encoder
 from ckptkit.consumers.side_files import (
     Listed,
     SideFile,
@@ -32,7 +34,15 @@ from ckptkit.consumers.side_files import (
     is_tokenizer_file,
     rewrite_side_file,
 )
-from ckptkit.consumers.table import CONFIG, CONSUMERS, GENERATION, PLAIN, find_consumer
+from ckptkit.consumers.table import (
+    CONFIG,
+    CONSUMERS,
+    GENERATION,
+    MODULES,
+    PIPELINE_INDEX,
+    PLAIN,
+    find_consumer,
+)
 from ckptkit.consumers.tokenizer_files import (
     TokenizerChange,
     change_settings,
@@ -48,6 +58,7 @@ from ckptkit.conversion.source.open import (
     open_root,
 )
 from ckptkit.core.errors import (
+    AmbiguousSourceError,
     InputError,
     MissingFileError,
     NotACheckpointError,
@@ -57,13 +68,14 @@ from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifes
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
 from ckptkit.core.text import Aside
 from ckptkit.formats.discovery import RELEASE, is_unit_folder, parse_step
+from ckptkit.formats.parsing import parse_json
 from ckptkit.options import TokenizerOrigin, check_choice
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
 from ckptkit.storage.base import Folder, StoreFolder, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import PathLike, Place, is_url
+from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
@@ -121,15 +133,17 @@ class SideFolders:
     ) -> None:
         self.notes: list[str] = []
         self.consumer = PLAIN
+        self._modules: Any = None
         self._writer = checkpoint.index.run.writer
         check_choice("--tokenizer-from", choice.tokenizer_from, get_args(TokenizerOrigin))
         self._tokenizer_from = choice.tokenizer_from
         self._replaced: dict[str, bytes] = {}
+        self._encoder = ""  # the folder of an encoder in that of a base, if it is not at its root
         self.base = None if base is None else self._find(base, "--base")
         self.sources: dict[str, Folder] = {}
         self._outside: list[str] = []  # folders above the source
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
-        base_folder = None if self.base is None else open_folder(stack, self.base, "--base")
+        base_folders = [] if self.base is None else self._open_base(stack, self.base, checkpoint)
         formats = {unit.candidate.format for unit in checkpoint.units}
         names = (*_NESTED, *(() if formats.isdisjoint(_MEGATRON_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
@@ -149,8 +163,8 @@ class SideFolders:
                         self.sources[path] = source
                         if not f"{make_absolute(path)}/".startswith(f"{top}/"):
                             self._outside.append(path)
-        self._base_location = None if base_folder is None else base_folder.location
-        if base_folder is not None:
+        self._base_location = base_folders[-1].location if base_folders else None
+        for base_folder in base_folders:
             self.sources.setdefault(base_folder.location, base_folder)
         self._searched = tuple(self.sources)
         self._lone_config = ""
@@ -162,6 +176,33 @@ class SideFolders:
                 where=f"--tokenizer {choice.tokenizer}",
                 hint="leave one of the two out",
             )
+
+    def _open_base(
+        self, stack: ExitStack, place: Place, checkpoint: OpenedCheckpoint
+    ) -> list[Folder]:
+        """Opens the folder of the base; the last one of the result has its configuration.
+
+        Of a pipeline of diffusers, it is the component whose tensors the checkpoint has; of
+        sentence-transformers, the encoder may have a folder of its own.
+        """
+        folder = open_folder(stack, place, "--base")
+        paths = set(folder.walk(1))
+        if CONFIG in paths:
+            return [folder]
+        if PIPELINE_INDEX in paths:
+            names = {str(entry.name) for entry in checkpoint.index.of_part("model")}
+            component = _find_component(folder, paths, names, f"--base {place}")
+            self.notes.append(Aside(f"--base {place}: its component {component!r} is used"))
+            self.base = place.beside(posixpath.join(place, component))
+            return [open_folder(stack, self.base, "--base")]
+        if MODULES in paths:
+            size = folder.stat(MODULES).size_bytes
+            self._modules = parse_json(folder.read(MODULES, 0, size), where=MODULES)
+            self._encoder = find_encoder_folder(self._modules)
+            if f"{self._encoder}/{CONFIG}" in paths:
+                self.base = place.beside(posixpath.join(place, self._encoder))
+                return [folder, open_folder(stack, self.base, "--base")]
+        return [folder]
 
     def _find(self, path: PathLike, option: str) -> Place:
         found = find_model(path, option)
@@ -234,6 +275,14 @@ class SideFolders:
         self.consumer = find_consumer(config, names, self._writer)
         there = {file.name for file in chosen}
         companions = choose_companions(listed, self.consumer, origin)
+        if self._encoder and self.consumer.leading == MODULES:
+            # The encoder is written at the root, and the list of modules says so.
+            inside = f"{self._encoder}/"
+            companions = [file for file in companions if not file.name.startswith(inside)]
+            inner = dict(listed)[origin]
+            beside = [name for name in inner if "/" not in name and not is_side_file(name)]
+            companions += [SideFile(name, origin, name, inner[name]) for name in beside]
+            self._replaced[MODULES] = to_json(move_encoder(self._modules, self._encoder))
         chosen += [file for file in companions if file.name not in there]
         chosen.sort(key=lambda file: file.name)
         for folder in self._outside:
@@ -366,6 +415,15 @@ class SideFolders:
         home = next((file.origin for file in files if file.name == CONFIG), "")
         return parse_texts(contents, home)
 
+    def read_json(self, files: Sequence[SideFile], name: str) -> Any:
+        """Returns the content of a JSON file of any kind; None where it is absent or no JSON."""
+        file = next((file for file in files if file.name == name), None)
+        if file is None or file.size_bytes > MAX_JSON_BYTES:
+            return None
+        with suppress(ValueError, RecursionError):
+            return json.loads(self._replaced.get(name) or self.read(file))
+        return None
+
     def _texts_of_base(self) -> FolderTexts | None:
         """Returns the same of the model that `--base` names; None where none is named."""
         if self._base_location is None:
@@ -424,6 +482,30 @@ class SideFolders:
             return None
         where = posixpath.join(self.sources[file.origin].location, file.path)
         return parse_model_config(self.read(file), where=where)
+
+
+def _find_component(folder: Folder, paths: Collection[str], names: set[str], where: str) -> str:
+    """Returns the folder of the model in a pipeline that has the tensors of a checkpoint."""
+    from ckptkit.conversion.source.model_folders import read_pretrained_index  # few bases are one
+
+    found = {}
+    for path in paths:
+        component, slash, name = path.rpartition("/")
+        if slash and name == CONFIG:
+            with open_source(Place(posixpath.join(folder.location, component))) as inside:
+                index = read_pretrained_index(inside)
+            known = set() if index is None else {str(e.name) for e in index.of_part("model")}
+            found[component] = len(known & names)
+    best = max(found, key=lambda component: found[component], default="")
+    if not found or not found[best]:
+        listed = ", ".join(sorted(found)) or "none"
+        raise AmbiguousSourceError(
+            f"is a pipeline of several models, and none has the tensors of the source: {listed}",
+            where=where,
+            hint=f"name the folder of the model that was trained, such as"
+            f" {posixpath.join(folder.location, min(found, default='transformer'))}",
+        )
+    return best
 
 
 def _list_sizes(source: Folder) -> dict[str, int]:
