@@ -51,10 +51,10 @@ def report_on_diffusers(request: LoadRequest) -> LoadReport:
 
 
 def _build(name: str, config: Mapping[str, Any]) -> Any:
-    found = getattr(diffusers, name, None)
-    if not (isinstance(found, type) and issubclass(found, diffusers.ModelMixin)):
+    found: Any = getattr(diffusers, name, None)
+    build = getattr(found, "from_config", None)
+    if build is None or not issubclass(found, diffusers.ModelMixin):
         raise CannotPlanError(f"diffusers {diffusers.__version__} has no model class {name!r}")
-    build: Any = found.from_config
     try:
         with torch.device("meta"):
             return build(dict(config))
