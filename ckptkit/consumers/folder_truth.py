@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.consumers.class_facts import caches_by_default
+from ckptkit.consumers.class_facts import caches_by_default, find_text_model
 from ckptkit.consumers.table import CONFIG, GENERATION
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import (
@@ -185,7 +185,7 @@ def _undo_in_part(
         changed[_CACHE] = True
         reason = "as in the base" if base is not None else "as training alone turns it off"
         notes.lines.append(f"'{where}use_cache' of config.json {notes.set_to} true, {reason}")
-    elif changed.get(_CACHE) is False and _GENERATES.search(architecture_of(changed)):
+    elif changed.get(_CACHE) is False and _generates(changed):
         slow = "generation computes the whole text anew for each token"
         notes.lines.append(f"'{where}use_cache' of config.json is false, as in the base: {slow}")
     for key in (*_ATTENTION, "gradient_checkpointing"):
@@ -273,7 +273,7 @@ def _settle_stopping(folder: FolderTexts, notes: _Notes, *, keep: bool) -> Docum
     that were there stay. `_from_model_config` is left out, with which the ids of config.json count.
     """
     config, generation = folder.config or {}, folder.generation
-    if generation is None and not _GENERATES.search(architecture_of(config)):
+    if generation is None and not _generates(config):
         return generation
     stated = _stated_ids(config, generation, "eos_token_id")
     # Where there is a generation configuration, the ids of config.json do not count.
@@ -296,6 +296,13 @@ def _settle_stopping(folder: FolderTexts, notes: _Notes, *, keep: bool) -> Docum
         notes.lines.append(f"{said}: {GENERATION} {notes.written} {ids}{notes.option}")
     notes.lines.extend(_other_ids(folder, generation))
     return generation
+
+
+def _generates(config: Document) -> bool:
+    name, kind = architecture_of(config), config.get("model_type")
+    if name:
+        return _GENERATES.search(name) is not None
+    return isinstance(kind, str) and bool(find_text_model(kind))
 
 
 def _ids_of(config: Document) -> dict[str, Any]:
