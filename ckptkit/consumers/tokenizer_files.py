@@ -48,8 +48,13 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
     """Compares the tokenizers of two folders; None where they do not have the same tokens."""
     if step.tokenizer is None or base.tokenizer is None:
         return None
-    tokens = _tokens(step.tokenizer)
-    if not tokens[1] or tokens != _tokens(base.tokenizer):
+    tokens, there = _tokens(step.tokenizer), _tokens(base.tokenizer)
+    added, added_there = _added(step.tokenizer), _added(base.tokenizer)
+    if not tokens.vocabulary or tokens != there:
+        return None
+    # A token of the vocabulary is listed as an added one where it has a role, such as the end.
+    roles = {_plain(one.tokenizer_config.get(role)) for one in (step, base) for role in _ROLES}
+    if not added.keys() ^ added_there.keys() <= roles:
         return None
     settings = {
         key: step.tokenizer_config[key]
@@ -66,22 +71,34 @@ def _plain(value: object) -> object:
     return token_text(value) if isinstance(value, (str, Mapping)) else value
 
 
-def _tokens(tokenizer: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the vocabulary, the merges and the added tokens of a tokenizer."""
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The tokens of a tokenizer: those of its model, with added ones, and what it joins."""
+
+    kind: object
+    vocabulary: object
+    merges: object
+
+
+def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
     model = tokenizer.get("model")
     model = model if isinstance(model, Mapping) else {}
-    merges = model.get("merges")
+    merges, vocabulary = model.get("merges"), model.get("vocab")
     pairs = [
         merge.split(" ", 1) if isinstance(merge, str) else merge
         for merge in (merges if isinstance(merges, list) else ())
     ]
-    added = tokenizer.get("added_tokens")
-    listed = [
-        (token.get("id"), token.get("content"))
-        for token in (added if isinstance(added, list) else ())
-        if isinstance(token, Mapping)
-    ]
-    return model.get("type"), model.get("vocab"), pairs, sorted(listed, key=repr)
+    if isinstance(vocabulary, Mapping):
+        return _Tokens(model.get("type"), {**vocabulary, **_added(tokenizer)}, pairs)
+    added = sorted(_added(tokenizer).items(), key=repr)
+    return _Tokens(model.get("type"), vocabulary and [vocabulary, added], pairs)
+
+
+def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of added tokens."""
+    listed = tokenizer.get("added_tokens")
+    tokens = (token for token in (listed if isinstance(listed, list) else ()))
+    return {token_text(t): t.get("id") for t in tokens if isinstance(t, Mapping)}
 
 
 def change_settings(
