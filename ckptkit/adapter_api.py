@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import DTypeLike, NotFinite, Resources
+from ckptkit.options import (
+    DTypeLike,
+    GenerationChoice,
+    NotFinite,
+    Resources,
+    TokenizerOrigin,
+)
 from ckptkit.storage.locations import Sources, place_of, resolve_places
 
 if TYPE_CHECKING:
@@ -179,6 +185,10 @@ class MergeOptions(TypedDict, total=False):
         double_quant: Whether the scales of 4-bit weights were quantized too, where no file of
             the checkpoint says so; assumed when left out.
         dtype: Element type of floating tensors, "keep" by default.
+        cast_all: Whether `dtype` also casts what the class of the model, or the base, keeps in
+            float32.
+        generation_config: "align" or "keep"; see `ckptkit.api.Options`.
+        tokenizer_from: "auto", "step" or "base"; see `ckptkit.api.Options`.
         allow_untrained: Whether an adapter that changes nothing is merged all the same.
         allow_other_base: Whether a base that is proven to be another is taken all the same.
         names: "auto", the default, refuses what would not load as the model of the configuration;
@@ -209,6 +219,9 @@ class MergeOptions(TypedDict, total=False):
     qlora_base: QloraBase | None
     double_quant: bool | None
     dtype: MergeDType | DTypeLike
+    cast_all: bool
+    generation_config: GenerationChoice
+    tokenizer_from: TokenizerOrigin
     allow_untrained: bool
     allow_other_base: bool
     names: MergeNames

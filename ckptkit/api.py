@@ -12,11 +12,13 @@ from ckptkit.options import (
     CountLike,
     DTypeLike,
     Engine,
+    GenerationChoice,
     IfExists,
     Layout,
     NameChoice,
     NotFinite,
     OutputDType,
+    TokenizerOrigin,
     positive_number,
 )
 from ckptkit.runs.save_order import BestMode, Retention
@@ -53,6 +55,12 @@ class SourceOptions(TypedDict, total=False):
         base: A model to take configuration and tokenizer from where the source has none: a
             folder, a URL, or its id on the Hub, such as "org/name" or "org/name@revision". A
             folder of that name goes first.
+        cast_all: Whether `dtype` also casts what the class of the model, or the base, keeps in
+            float32.
+        fill_from: A model to take those tensors from that the source lacks, such as frozen parts.
+        fill_from_base: Whether they are taken from `base`.
+        into_base: Whether the source, a text model, is put into the multimodal model of `base`,
+            from which all other tensors are taken.
         strip_prefix: What is taken from the beginning of names, or several such texts: "net." where
             training wrapped the model. All other options see the names without it.
         vocab_size: How many rows of embeddings and heads are written, where training padded them.
@@ -73,6 +81,10 @@ class SourceOptions(TypedDict, total=False):
     names: NameChoice
     map: PathLike
     base: PathLike | None
+    cast_all: bool
+    fill_from: PathLike | None
+    fill_from_base: bool
+    into_base: bool
     strip_prefix: str | Sequence[str]
     vocab_size: CountLike | None
     model_config: PathLike | None
@@ -94,6 +106,10 @@ class Options(SourceOptions, total=False):
             `config.json`, such a file, or the id of a model on the Hub.
         tokenizer: The tokenizer that is written instead of that of the source: a folder, a
             `tokenizer.json`, or the id of a model on the Hub.
+        generation_config: "align", the default, adds the tokens with which the tokenizer ends turns
+            to `eos_token_id`; "keep" leaves `generation_config.json` as it is.
+        tokenizer_from: Whose tokenizer is written: "step", "base", or "auto", the default, which
+            takes the files of the base if the step has the same tokens.
         also: Further directories that hold files of the same checkpoint, such as each node's
             copy of its ranks' files; a file has the same path in each of them as below `src`.
         like: A model folder, or one with its index alone, whose file names and distribution of
@@ -123,6 +139,8 @@ class Options(SourceOptions, total=False):
     dtype: OutputDType | DTypeLike
     config: PathLike | None
     tokenizer: PathLike | None
+    generation_config: GenerationChoice
+    tokenizer_from: TokenizerOrigin
     also: Sequence[PathLike]
     like: PathLike | None
     optimizer: bool

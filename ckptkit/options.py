@@ -24,6 +24,8 @@ Layout = Literal["hf", "torch", "dcp", "megatron", "torchtitan"]
 FRAMEWORKS_BY_LAYOUT = {"megatron": "Megatron-Core", "torchtitan": "torchtitan"}
 """The framework whose names a layout has, as name maps call it."""
 NameChoice = Literal["auto", "live", "hub"]
+GenerationChoice = Literal["align", "keep"]
+TokenizerOrigin = Literal["auto", "step", "base"]
 IfExists = Literal["error", "verify"]
 Engine = Literal["local", "ray"]
 NotFinite = Literal["nan", "inf"]
@@ -232,6 +234,11 @@ class ConsolidateRequest:
     model_config: str | None = None
     strip_prefix: tuple[str, ...] = _parsed(parse_prefixes, ())
     check: tuple[NotFinite, ...] = _parsed(tuple, ())
+    cast_all: bool = False
+    generation_config: GenerationChoice = "align"
+    fill_from: str | None = None
+    fill_from_base: bool = False
+    into_base: bool = False
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], layout: Layout = "hf") -> Self:
@@ -263,6 +270,14 @@ class ConsolidateRequest:
             )
         object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
         check_choice("--names", self.names, get_args(NameChoice))
+        check_choice("--generation-config", self.generation_config, get_args(GenerationChoice))
+        if self.fill_from is not None and (self.fill_from_base or self.into_base):
+            option = "--fill-from-base" if self.fill_from_base else "--into-base"
+            raise UsageError(
+                f"cannot be combined with {option}, which takes them from the --base",
+                where=f"--fill-from {self.fill_from}",
+                hint="leave one of the two out",
+            )
         check_choice("--to", self.layout, get_args(Layout))
         if self.names == "hub" and self.layout != "hf":
             raise UsageError(

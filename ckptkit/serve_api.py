@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.api import SourceOptions
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import DTypeLike, OutputDType
+from ckptkit.options import DTypeLike, GenerationChoice, OutputDType, TokenizerOrigin
 from ckptkit.storage.locations import resolve_places
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ class ServeOptions(SourceOptions, total=False):
 
     config: PathLike | None
     tokenizer: PathLike | None
+    generation_config: GenerationChoice
+    tokenizer_from: TokenizerOrigin
     dtype: OutputDType | DTypeLike
     also: Sequence[PathLike]
     like: PathLike | None

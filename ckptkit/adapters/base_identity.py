@@ -21,6 +21,7 @@ from ckptkit.adapters.merge.base_model import BaseSource, open_base, take_weight
 from ckptkit.adapters.merge.report import SourceAdapter
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.adapters.quantized.requantize import find_packings
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint, make_absolute, resolve_path
 from ckptkit.core.checksums import RangeChecksum
@@ -52,7 +53,6 @@ from ckptkit.lora.recorded_base import (
     identify_base,
     parse_recorded_base,
 )
-from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.storage.places import is_url
 
 if TYPE_CHECKING:

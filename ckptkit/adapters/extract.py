@@ -10,8 +10,8 @@ from typing import Any
 
 from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG
 from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
-from ckptkit.conversion.source.adapters import ADAPTER_CONFIG
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
@@ -28,7 +28,6 @@ from ckptkit.lora.accounting import ModuleRow
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_adapter
 from ckptkit.plan.plan import SOURCE, Copy, Literal, Plan, Product, TensorSpec, lay_out_file
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.places import PathLike, open_target
 
 _KIND = "adapter"
@@ -113,7 +112,7 @@ def prepare_extraction(
         config = lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
         chosen, _ = found.folders.choose(allow_code=False)
         kept = [file for file in chosen if file.name not in _OF_MODELS]
-        side = found.folders.outputs(kept, None, allow_code=False)
+        side = found.folders.outputs(kept, {}, allow_code=False)
         files = (layout_adapter(products), config, *side)
         plan = Plan(files, {}, found.notes)
         settings = choose_settings(resources, plan, sources=(found.opened,), out=out)

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.mapped_adapters import ConvertedAdapter, convert_adapter
 from ckptkit.conversion.source.adapters import (
     AdapterRecord,
@@ -65,7 +67,6 @@ from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.name_maps.apply import Extent
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.plan import SOURCE
-from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.plan.weight_kinds import LORA
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url

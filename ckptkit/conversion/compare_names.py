@@ -11,9 +11,11 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.consumers.class_facts import find_left_out
+from ckptkit.consumers.table import TRANSFORMERS, Consumer
 from ckptkit.conversion.naming_program import (
     AnswerCache,
     NamingProgram,
@@ -21,7 +23,7 @@ from ckptkit.conversion.naming_program import (
     list_missing_libraries,
 )
 from ckptkit.conversion.source.model_folders import read_names, read_shapes_if_any
-from ckptkit.core.errors import CkptkitError, InputError, error_from_json
+from ckptkit.core.errors import CkptkitError, InputError, RefusedError, error_from_json
 from ckptkit.core.index import Shape
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Listener, Planned, Waiting
@@ -51,7 +53,9 @@ class Subject:
         where: The source, for messages.
         base: The folder of the model that the configuration is from, which the output has to
             match, or None.
+        filling: The folder of `--base`, which may have what the output lacks, or None.
         is_live: Whether names are those of training, which can differ from those on disk.
+        consumer: The library that loads the output.
         advice: The options that messages propose.
     """
 
@@ -60,7 +64,9 @@ class Subject:
     left_out: frozenset[str]
     where: str
     base: str | None = None
+    filling: str | None = None
     is_live: bool = False
+    consumer: Consumer = TRANSFORMERS
     advice: Advice = CONSOLIDATE
 
     @property
@@ -70,6 +76,11 @@ class Subject:
         return LoadRequest(
             config, self.tensors, self.left_out, is_packed=bool(config.get("quantization_config"))
         )
+
+    @property
+    def library(self) -> dict[str, str]:
+        """The library that is asked, if it is not transformers, as a part of the question."""
+        return {} if self.consumer.owns_config else {"library": self.consumer.library}
 
     @property
     def written(self) -> list[str]:
@@ -87,7 +98,8 @@ class Comparison:
         """Takes what is compared, and the process that answers."""
         request = subject.request
         config = {key: value for key, value in request.config.items() if key not in _DTYPES}
-        self._question = json.dumps({"loading": {**request.to_json(), "config": config}}).encode()
+        question = {**request.to_json(), "config": config}
+        self._question = json.dumps({"loading": question, **subject.library}).encode()
         self._cache = AnswerCache(request.config)
         self._subject = subject
         self._program = program
@@ -156,11 +168,16 @@ def plan_comparison(
     """
     if subject.config is None:
         return None, ()
-    why, missing, installed = "", list_missing_libraries(), find_transformers_version()
+    why, installed = "", find_transformers_version()
+    missing = list_missing_libraries(subject.consumer.library)
     digits = re.match(r"\d+", installed[0]) if installed is not None else None
     if missing:
         why = f"{' and '.join(missing)} cannot be imported"
-    elif not isinstance(subject.config.get("model_type"), str):
+    elif subject.consumer.comparing == "diffusers":
+        pass  # its configuration names a class
+    elif subject.consumer.comparing in {"headers", "nothing"} or not isinstance(
+        subject.config.get("model_type"), str
+    ):
         why = "config.json names no model type"
     elif installed is not None and digits is not None and int(digits[0]) < _OLDEST:
         why = f"transformers {installed[0]} is too old"
@@ -179,6 +196,12 @@ def _looks_wrong(subject: Subject) -> bool:
     return any(not report.is_clean for report in _compare_without_asking(subject))
 
 
+def find_lacking(subject: Subject) -> tuple[str, ...]:
+    """Returns the names that the base has on disk and the output lacks, though it loads."""
+    shapes = _shapes_of_base(subject)
+    return compare_with_base(subject.request, shapes, "").missing if shapes else ()
+
+
 def compare_now(subject: Subject) -> tuple[str, ...]:
     """Compares, waits for the answer, and returns notes for the user."""
     with NamingProgram() as program:
@@ -194,12 +217,21 @@ def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
         if base:
             report = compare_packed_parts(subject.request, base, _describe_base(subject.base))
             if not report.is_clean:
-                raise make_refusal(report, subject.written, subject.where, subject.advice)
+                raise _refuse(subject, report)
     if report.is_clean:
         return ()
     if subject.has_code:
         return _judge_without_asking(subject, "the model has code of its own beside config.json")
-    raise make_refusal(report, subject.written, subject.where, subject.advice)
+    raise _refuse(subject, report)
+
+
+def _refuse(subject: Subject, report: LoadReport) -> RefusedError:
+    filling = "--fill-from MODEL" if subject.advice.fills and report.missing else ""
+    if filling and subject.filling is not None:
+        with suppress(InputError):  # weights of the base may be damaged or missing
+            names = set(read_names(subject.filling)).difference(subject.written)
+            filling = "--fill-from-base" if len(names) >= len(report.missing) else filling
+    return make_refusal(report, subject.written, subject.where, subject.advice, filling)
 
 
 def _judge_without_asking(subject: Subject, why: str) -> tuple[str, ...]:
@@ -207,7 +239,7 @@ def _judge_without_asking(subject: Subject, why: str) -> tuple[str, ...]:
     reports = _compare_without_asking(subject)
     for report in reports:
         if not report.is_clean:
-            raise make_refusal(report, subject.written, subject.where, subject.advice)
+            raise _refuse(subject, report)
     if reports:
         return ()
     return (f"names and shapes were not compared with the model of config.json: {why}",)
@@ -219,7 +251,10 @@ def _compare_without_asking(subject: Subject) -> list[LoadReport]:
     counts = None if subject.has_code else compare_with_counts(request)
     base = _shapes_of_base(subject)
     if base:
-        reports.append(compare_with_base(request, base, _describe_base(subject.base)))
+        report = compare_with_base(request, base, _describe_base(subject.base))
+        left_out = find_left_out(report.missing, request.config)
+        missing = tuple(name for name in report.missing if name not in left_out)
+        reports.append(replace(report, missing=missing))
     if counts is not None:
         reports.append(counts)
     return reports

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.side_files import is_side_file
+from ckptkit.consumers.table import find_consumer, name_model
 from ckptkit.conversion.source.adapters import (
     AdapterFacts,
     PeftFinding,
@@ -36,7 +39,6 @@ from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.selection import model_trees, select_model
-from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
 from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.runs.step_manifests import step_folder
@@ -301,7 +303,14 @@ def _report(
     keys, read = {entry.key for entry in entries}, {file.path for file in index.files}
     problems = list(find_problems_by_key(index, entries))
     inside = [path for path in checkpoint.paths if not base or path.startswith(f"{base}/")]
-    ignored = [path for path in inside if path not in read and not _describes(path, base)]
+    consumer = find_consumer(config, [path.removeprefix(f"{base}/") for path in inside])
+    ignored = [
+        path
+        for path in inside
+        if path not in read
+        and not _describes(path, base)
+        and not consumer.has_companion(path.removeprefix(f"{base}/"))
+    ]
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -312,7 +321,7 @@ def _report(
         files=len(read),
         size_bytes=sum(max(file.size_bytes, 0) for file in index.files),
         bytes_per_rank=tuple(totals[rank] for rank in range(max(totals, default=-1) + 1)),
-        model_type=_text(config.get("model_type")),
+        model_type=name_model(config) or None,
         architectures=tuple(architectures),
         trees=tuple(_trees(entries)),
         tensors=tuple(map(_line, entries)),

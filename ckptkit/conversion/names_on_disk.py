@@ -262,6 +262,7 @@ class NamedProducts:
         conversion_bytes: Memory of the largest group of tensors that is converted as a whole.
         left_out: Element types and shapes of tensors that the user left out, by their names on
             disk.
+        hub: What transformers said, if it was asked.
     """
 
     products: Sequence[Product]
@@ -270,6 +271,7 @@ class NamedProducts:
     versions: Mapping[str, str] = field(default_factory=dict)
     conversion_bytes: int = 0
     left_out: Specs = field(default_factory=dict)
+    hub: HubNames | None = None
 
 
 def name_on_disk(
@@ -314,7 +316,7 @@ def name_on_disk(
     versions = {"transformers": library}
     specs = {n: (tensors[t.sources[0]][0], t.shape) for n, t in disk.names.tensors.items()}
     rest = find_left_out(renamed, ties, specs)
-    return NamedProducts(renamed, ties, notes, versions, maker.largest_bytes, rest)
+    return NamedProducts(renamed, ties, notes, versions, maker.largest_bytes, rest, disk.names)
 
 
 def find_left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tensors: Specs) -> Specs:

@@ -29,10 +29,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+from ckptkit.consumers.class_facts import kept_by_transformers
 from ckptkit.core.errors import OutputError, RefusedError, error_from_json
 from ckptkit.core.model_configs import list_model_types
 from ckptkit.core.text import Closing
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
+from ckptkit.plan.selection import KeptDtypes
 from ckptkit.storage.local.ownership import make_private
 from ckptkit.version import __version__
 
@@ -135,6 +137,11 @@ def _write(path: Path, data: bytes) -> None:
 def _library(config: Mapping[str, Any]) -> list[Any] | None:
     """Returns values that change with the installed transformers; None if there is none."""
     installed = find_transformers_version()
+    if "_class_name" in config:
+        spec = find_spec("diffusers")
+        path = None if spec is None or spec.origin is None else Path(spec.origin)
+        match = None if path is None else _VERSION.search(path.read_text(encoding="utf-8"))
+        return None if match is None else [f"diffusers {match[1]}"]
     if installed is None:
         return None
     version, folder = installed
@@ -296,9 +303,26 @@ def ask_transformers(request: NamingRequest, program: NamingProgram | None = Non
     return names_from_json(document)
 
 
-def list_missing_libraries() -> list[str]:
-    """Returns the libraries that the process needs and that cannot be imported."""
-    return [name for name in _NEEDED if find_spec(name) is None]
+def ask_kept(config: Mapping[str, Any], program: NamingProgram) -> KeptDtypes | None:
+    """Asks the installed transformers what a class keeps in float32; None where it cannot say."""
+    if list_missing_libraries():
+        return None
+    plain = {key: value for key, value in config.items() if key != "auto_map"}
+    cache, question = AnswerCache(plain), json.dumps({"kept": plain}).encode()
+    try:
+        document = cache.read(question) or program.wait(program.ask(question), "")
+        always, in_float16 = document["kept"]
+        kept = kept_by_transformers(map(str, always), map(str, in_float16))
+    except (RefusedError, LookupError, TypeError, ValueError):
+        return None
+    cache.keep(question, document)
+    return kept
+
+
+def list_missing_libraries(library: str = "transformers") -> list[str]:
+    """Returns what the process needs to ask a library, and what of it cannot be imported."""
+    needed = _NEEDED if library != "diffusers" else (*_NEEDED[:1], library)
+    return [name for name in needed if find_spec(name) is None]
 
 
 def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
+from ckptkit.consumers.class_facts import adapt_kept
+from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
+from ckptkit.consumers.sentence_modules import find_modules
+from ckptkit.consumers.side_files import (
+    SideFile,
+    drop_stale_quantization,
+    is_of_processor,
+    sum_bytes_by_dtype,
+    update_config,
+)
+from ckptkit.consumers.table import MODULES
+from ckptkit.consumers.text_models import find_text_config, place_in_whole
+from ckptkit.conversion.compare_names import (
+    LIVE_NAMES,
+    Comparison,
+    Subject,
+    find_lacking,
+    plan_comparison,
+)
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
     find_left_out,
     name_on_disk,
     reserve_for_conversions,
 )
-from ckptkit.conversion.naming_program import NamingProgram
+from ckptkit.conversion.naming_program import NamingProgram, ask_kept
 from ckptkit.conversion.source.adapters import (
     build_selection_options,
     describe_adapters,
@@ -24,9 +43,12 @@ from ckptkit.conversion.source.adapters import (
     find_step_of_base,
 )
 from ckptkit.conversion.source.model_folders import (
+    Filling,
     check_reach,
+    open_filling,
     plan_optimizer_files,
     read_entries,
+    read_entries_if_any,
     read_file_map,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
@@ -39,12 +61,13 @@ from ckptkit.conversion.write import (
     estimate_plan,
 )
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.engine.kernels import CastKernel, first_rows, recast
+from ckptkit.core.text import Aside
+from ckptkit.engine.kernels import CastKernel, Preparations, first_rows, recast
 from ckptkit.engine.reader import Origin
-from ckptkit.engine.segment_reader import Inputs
-from ckptkit.hub_names.known_models import recognise_framework
+from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
     ConsolidateRequest,
@@ -59,22 +82,19 @@ from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.load_report import CONSOLIDATE, Advice
-from ckptkit.plan.plan import SOURCE, OutputFile, Plan, Product, Share
+from ckptkit.plan.plan import FILLING, SOURCE, OutputFile, Plan, Product, Share
 from ckptkit.plan.selection import (
     DTypePolicy,
+    KeptDtypes,
     add_tied_names,
+    describe_kept,
     describe_masters,
+    find_float32_among_halves,
     make_products,
     model_trees,
     refuse_casting_quantized,
     select_model,
     take_masters,
-)
-from ckptkit.plan.side_files import (
-    SideFile,
-    drop_stale_quantization,
-    sum_bytes_by_dtype,
-    update_config,
 )
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.vocabulary import (
@@ -89,7 +109,8 @@ from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
-_LAYOUTS = {"hf": layout_hf_weights, "torch": layout_torch_full, "dcp": layout_dcp}
+_MOST_MODULE_BYTES = 1 << 28
+_LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +162,11 @@ class ConversionJob:
             options.get("out"),
             request,
             base=options["base"],
-            side=SideChoice(options.get("config"), options.get("tokenizer")),
+            side=SideChoice(
+                options.get("config"),
+                options.get("tokenizer"),
+                options.get("tokenizer_from", "auto"),
+            ),
             also=options["also"],
             resources=resources,
             overwrite=overwrite,
@@ -264,7 +289,11 @@ class _Planner:
         like = request.like
         self._files = None if like is None else read_file_map(like, option="--like")
         self._program = stack.enter_context(NamingProgram())
+        self._filling = self._open_filling(stack)
+        self._policy = DTypePolicy("keep")
         self._trim: Trim | None = None
+        self._lacking: tuple[str, ...] = ()
+        self._is_text = False  # the text model of a multimodal configuration
         self._notes = [*self._checkpoint.notes, *self._folders.notes]
         index = self._checkpoint.index
         for problem in index.problems:
@@ -272,15 +301,30 @@ class _Planner:
                 self._notes.append(f"{problem.where} {problem.message}")
         self._option_notes: list[str] = []
 
+    def _open_filling(self, stack: ExitStack) -> Filling | None:
+        request = self._request
+        if request.fill_from is not None:
+            return open_filling(stack, request.fill_from, "--fill-from")
+        if not (request.fill_from_base or request.into_base):
+            return None
+        option = "--into-base" if request.into_base else "--fill-from-base"
+        if self._folders.base is None:
+            raise UsageError(
+                "takes tensors from the --base, and none was named",
+                where=option,
+                hint="name the model that the run was started from with --base",
+            )
+        return open_filling(stack, self._folders.base, option)
+
     def plan(self) -> PlannedOutput:
+        """Plans the output: source, names, element types, what it lacks, files, and its truth."""
         request = self._request
         side, side_notes = self._folders.choose(allow_code=request.allow_code)
         config = self._read_config(side)
         self._convert_names(config)
+        config, side = self._settle_text_model(config, side)
+        modules = self._take_modules(side)
         checkpoint, entries = self._checkpoint, self._select_entries()
-        refuse_casting_quantized(
-            entries, request, config, location=checkpoint.path, base=self._dtypes
-        )
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         absent: Mapping[Fqn, Fqn] = {}
@@ -291,42 +335,107 @@ class _Planner:
             absent, note = find_absent_twins(config, {entry.name for entry in entries})
             entries = add_tied_names(entries, absent)
             self._notes += filter(None, [note])
-        is_of_base = request.dtype == "base"  # which has the names that are written
-        before_names = replace(request, dtype="keep") if is_of_base else request
-        live = make_products(entries, before_names, ties.dropped, CastKernel)
-        self._notes += filter(None, [describe_masters(entries, live)])
-        names = self._name_on_disk(live, config, ties)
-        products = self._apply_options(names.products, config, side)
+        names = self._name_and_cast(entries, config, ties)
+        texts = self._folders.texts(side)
+        products = self._apply_options(names.products, config, texts)
+        products = self._fill(products, names, config)
         config = self._config_to_write(config, products, ties)
         comparison = self._compare_names(config, side, products, names)
         weights, names = self._lay_out(products, config, names)
-        files = self._folders.outputs(side, config, allow_code=request.allow_code)
         self._notes += side_notes
+        # What the base has besides was said already.
+        said = [*(str(product.spec.name) for product in products), *self._lacking]
+        keep = request.generation_config == "keep"
+        truth = self._folders.tell_truth(texts, config, said, keep_generation=keep)
+        changed = {**truth.changed, **self._write_modules(modules, origin)}
+        if modules:  # in a form that goes behind safetensors
+            old = {f"{posixpath.dirname(path)}/pytorch_model.bin" for path in changed}
+            side = [file for file in side if file.name not in old]
+        files = self._folders.outputs(side, changed, allow_code=request.allow_code)
         states, states_bytes, state_notes = plan_optimizer_files(checkpoint, request, entries)
-        self._notes += (*names.notes, *self._option_notes, *state_notes)
+        self._notes += (*names.notes, *self._option_notes, *truth.notes, *state_notes)
         plan = Plan((*weights, *states, *files), names.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
-        return self._planned(plan, names, comparison, read + states_bytes)
+        taken = () if self._filling is None else self._filling.taken
+        read += sum(entry.size_bytes for entry in taken)
+        facts = {"modules": list(modules)} if modules else {}
+        return self._planned(plan, names, comparison, read + states_bytes, facts)
+
+    def _name_and_cast(
+        self, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, ties: Ties
+    ) -> NamedProducts:
+        """Gives tensors their element types and names; what stays in float32 follows from both.
+
+        The shipped lists of a class are replaced by those of the installed library where that is
+        asked for names anyway.
+        """
+        request, location = self._request, self._checkpoint.path
+        # `--dtype base` applies to the names that are written.
+        choice = "keep" if request.dtype == "base" else request.dtype
+        known = self._find_kept(config)
+        while True:
+            policy = DTypePolicy(choice, request.keep_dtype, kept=known or KeptDtypes())
+            live = make_products(entries, policy, ties.dropped, CastKernel)
+            names = self._name_on_disk(live, config, ties)
+            if known is None or names.hub is None or known == adapt_kept(known, names.hub):
+                break
+            known = adapt_kept(known, names.hub)
+        if request.names != "live":
+            base = DTypePolicy("base", request.keep_dtype, self._dtypes)
+            asked = base if request.dtype == "base" else policy
+            refuse_casting_quantized(entries, config, asked, location=location)
+        self._policy = policy
+        self._notes += filter(None, [describe_masters(entries, live)])
+        self._option_notes += describe_kept(policy, entries)
+        return names
+
+    def _find_kept(self, config: Mapping[str, Any] | None) -> KeptDtypes | None:
+        """Returns what stays in float32 as far as that is known; None where all is cast."""
+        request = self._request
+        if request.cast_all or request.dtype not in {"float16", "bfloat16"}:
+            return None
+        kept = KeptDtypes()
+        if config is not None and request.names != "live":
+            kept = self._folders.consumer.find_kept(config)
+            if determine_need(config, has_base=False).kind == "unknown":
+                kept = ask_kept(config, self._program) or kept
+        if self._folders.base is None:
+            return kept
+        with suppress(InputError):  # weights of the base may be damaged or missing
+            names = find_float32_among_halves(read_entries_if_any(self._folders.base))
+            kept = replace(kept, names=names)
+        return kept
 
     def _planned(
-        self, plan: Plan, names: NamedProducts, comparison: Comparison | None, bytes_read: int
+        self,
+        plan: Plan,
+        names: NamedProducts,
+        comparison: Comparison | None,
+        bytes_read: int,
+        facts: dict[str, Any],
     ) -> PlannedOutput:
-        checkpoint, out = self._checkpoint, self._job.out
+        checkpoint, out, filling = self._checkpoint, self._job.out, self._filling
+        sources = (checkpoint,) if filling is None else (checkpoint, filling.opened)
         resources = reserve_for_conversions(self._job.resources, names.conversion_bytes)
-        settings = choose_settings(resources, plan, sources=(checkpoint,), out=out)
+        settings = choose_settings(resources, plan, sources=sources, out=out)
         settings = replace(settings, check=self._request.check)
-        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
+        origins = {SOURCE: Origin(SOURCE, checkpoint.source, checkpoint.index)}
+        facts |= {} if self._dtypes is None else {"base": self._folders.base}
+        if filling is not None and filling.taken:
+            origins[FILLING] = Origin(FILLING, filling.opened.source, filling.opened.index)
+            names_filled = [str(entry.name) for entry in filling.taken]
+            facts["filled"] = {"path": filling.opened.path, "tensors": names_filled}
         return PlannedOutput(
-            sources=(checkpoint,),
+            sources=sources,
             plan=plan,
-            inputs=Inputs({SOURCE: origin}, self._folders.sources),
+            inputs=Inputs(origins, self._folders.sources),
             settings=settings,
             estimate=estimate_plan(
                 plan, settings, out, bytes_read=bytes_read, besides_bytes=names.conversion_bytes
             ),
             kind="model" if self._request.layout == "hf" else self._request.layout,
             options=changed_options(self._request),
-            facts={} if self._dtypes is None else {"base": self._folders.base},
+            facts=facts,
             versions=names.versions,
             comparison=comparison,
         )
@@ -381,6 +490,92 @@ class _Planner:
             self._notes += self._checkpoint.notes[len(before.notes) :]
             self._request = replace(self._request, strip_prefix=())
 
+    def _take_modules(self, side: Sequence[SideFile]) -> Mapping[str, Sequence[TensorEntry]]:
+        """Takes the tensors of modules beside an encoder out of the model, by their folders."""
+        checkpoint, listed = self._checkpoint, self._folders.read_json(side, MODULES)
+        index, select = checkpoint.index, self._request.select
+        if listed is None or self._folders.consumer.leading != MODULES:
+            return {}
+        model = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
+        names = [str(entry.name) for entry in model]
+        found = find_modules(listed, names, checkpoint.path)
+        encoder = next((module for module in found if module.is_encoder), None)
+        if encoder is None or self._request.strip_prefix:
+            return {}
+        taken: dict[str, list[TensorEntry]] = {}
+        tensors = dict(index.tensors)
+        for entry in model:
+            module = next((m for m in found if entry.name.startswith(m.prefix)), None)
+            if module is None:
+                continue
+            renamed = replace(entry, name=Fqn(entry.name.removeprefix(module.prefix)))
+            if not module.is_encoder:
+                taken.setdefault(module.folder, []).append(renamed)
+                renamed = replace(renamed, part="other")
+            tensors[entry.key] = renamed
+        self._checkpoint = replace(checkpoint, index=replace(index, tensors=tensors))
+        note = f"names are written without {encoder.prefix!r}, as sentence-transformers has them"
+        self._notes.append(Aside(note))
+        return taken
+
+    def _write_modules(
+        self, modules: Mapping[str, Sequence[TensorEntry]], origin: Origin
+    ) -> dict[str, bytes]:
+        """Returns the weight files of modules beside an encoder, by their paths."""
+        written = {}
+        for folder, entries in modules.items():
+            refuse_problems(origin.index, entries, self._checkpoint.path)
+            products = make_products(entries, self._policy, {}, CastKernel)
+            (file,) = layout_hf_weights(products, _MOST_MODULE_BYTES)
+            if file.size_bytes > _MOST_MODULE_BYTES:
+                raise RefusedError(
+                    f"{folder!r} has {file.size_bytes:,} bytes of weights, more than the"
+                    f" {_MOST_MODULE_BYTES:,} that a module beside an encoder may have",
+                    where=self._checkpoint.path,
+                    hint="leave its tensors out with --exclude, and copy its folder yourself",
+                )
+            data = bytearray(file.size_bytes)
+            with Preparations() as preparations:
+                reader = SegmentReader(Inputs({SOURCE: origin}, {}), preparations)
+                reader.fill_range(file, 0, file.size_bytes, memoryview(data))
+            written[posixpath.join(folder, file.path)] = bytes(data)
+        return written
+
+    def _settle_text_model(
+        self, config: Mapping[str, Any] | None, side: list[SideFile]
+    ) -> tuple[Mapping[str, Any] | None, list[SideFile]]:
+        """Makes a text model of what fits the text part of a configuration, or puts it into it."""
+        request, checkpoint = self._request, self._checkpoint
+        model = [e for e in checkpoint.index.of_part("model") if request.select in {None, e.tree}]
+        names = [str(entry.name) for entry in model]
+        text = None
+        if config is not None and request.names != "live":
+            text = find_text_config(config, names)
+        if self._filling is not None and request.into_base:
+            base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
+            placed = place_in_whole(names, base) if text is not None else None
+            if placed is None:
+                raise RefusedError(
+                    "the source is no text model of the configuration of the base",
+                    where=checkpoint.path,
+                    hint="leave --into-base out, or pass the multimodal model with --base",
+                )
+            tensors = {
+                key: replace(entry, name=Fqn(placed.get(entry.name, entry.name)))
+                for key, entry in checkpoint.index.tensors.items()
+            }
+            index = replace(checkpoint.index, tensors=tensors)
+            self._checkpoint = replace(checkpoint, index=index)
+            return config, side
+        if text is None:
+            return config, side
+        note = (
+            f"the tensors are those of the text model: it is written as {text['architectures'][0]}"
+        )
+        self._notes.append(f"{note}; --into-base puts it into the multimodal model of --base")
+        self._is_text = True
+        return text, [file for file in side if not is_of_processor(file.name)]
+
     def _name_on_disk(
         self,
         products: Sequence[Product],
@@ -394,7 +589,8 @@ class _Planner:
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
         # Training loads the names that it holds; a map has given those on disk.
-        if request.layout in {"torch", "dcp"} or checkpoint.maps:
+        is_renamed = self._folders.consumer.is_renamed
+        if request.layout in {"torch", "dcp"} or checkpoint.maps or not is_renamed:
             rest = find_left_out(products, ties.dropped, tensors)
             return NamedProducts(products, ties.dropped, versions=checkpoint.maps, left_out=rest)
         return name_on_disk(
@@ -408,12 +604,11 @@ class _Planner:
         self,
         products: Sequence[Product],
         config: Mapping[str, Any] | None,
-        side: Sequence[SideFile],
+        texts: FolderTexts,
     ) -> Sequence[Product]:
         """Returns the tensors with the rows and the element types that were asked for."""
         size, location = self._request.vocab_size, self._checkpoint.path
-        tokenizer = None if config is None and size is None else self._folders.tokenizer(side)
-        tokens = 0 if tokenizer is None else count_tokens(tokenizer)
+        tokens = 0 if texts.tokenizer is None else count_tokens(texts.tokenizer)
         if size is None and config is not None and config.get("vocab_size") != tokens:
             self._option_notes += describe_lacking_rows(tokens, config)
         if size is not None:
@@ -456,6 +651,27 @@ class _Planner:
             )
         return cast
 
+    def _fill(
+        self, products: Sequence[Product], names: NamedProducts, config: Mapping[str, Any] | None
+    ) -> Sequence[Product]:
+        """Adds the tensors that another model has and the output lacks, if that was asked for."""
+        if self._filling is None:
+            return products
+        written = {product.spec.name for product in products}
+        written |= {*names.dropped, *names.left_out, *find_absent_tied_names(config, written)}
+        entries = [e for e in self._filling.lacking(written) if self._request.wants(e.name)]
+        refuse_packed(entries, location=self._filling.opened.path)
+        refuse_problems(self._filling.opened.index, entries, self._filling.opened.path)
+        self._filling.taken = entries
+        if not entries:
+            return products
+        self._option_notes += [
+            Aside(self._filling.describe()),
+            *describe_kept(self._policy, entries),
+        ]
+        added = make_products(entries, self._policy, {}, CastKernel, origin=FILLING)
+        return [*products, *added]
+
     def _lay_out(
         self,
         products: Sequence[Product],
@@ -467,13 +683,22 @@ class _Planner:
         framework = FRAMEWORKS_BY_LAYOUT.get(request.layout)
         if framework is not None:
             return self._lay_out_for(framework, products, config, names)
+        if self._files is None and request.layout == "hf":
+            consumer, limit = self._folders.consumer, request.max_file_bytes
+            if not consumer.is_split:
+                size = sum(product.spec.size_bytes for product in products)
+                if size > limit:
+                    note = f"{consumer.name} reads one file: all tensors are written into it"
+                    self._option_notes.append(note)
+                limit = max(limit, size)
+            return layout_hf_weights(products, limit, consumer.stem), names
         if self._files is None:
             return _LAYOUTS[request.layout](products, request.max_file_bytes), names
         written = {product.spec.name for product in products}
         tied = {*names.dropped, *find_absent_tied_names(config, written)}
         files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
         self._option_notes += files.notes
-        return layout_hf_files(files.groups), names
+        return layout_hf_files(files.groups, self._folders.consumer.stem), names
 
     def _lay_out_for(
         self,
@@ -503,6 +728,8 @@ class _Planner:
         if config is None:
             self._notes.append(self._job.advise_on_config(self._folders.describe_unusable_config()))
             return None
+        if not self._folders.consumer.owns_config:
+            return dict(config)
         sizes = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         config = update_config(config, sizes, allow_code=self._request.allow_code)
         untied = dict(untie_config(config)) if ties.broken else config
@@ -540,10 +767,18 @@ class _Planner:
             tensors={str(name): spec for name, spec in {**names.left_out, **specs}.items()},
             left_out=frozenset(map(str, names.left_out)),
             where=self._checkpoint.path,
-            base=self._folders.base_of_config(side),
+            base=None if self._is_text else self._folders.base_of_config(side),
+            filling=None if self._filling is not None else self._folders.base,
             is_live=self._request.layout in {"torch", "dcp"},
+            consumer=self._folders.consumer,
             advice=replace(advice, rules=rules) if rules else advice,
         )
         comparison, notes = plan_comparison(subject, self._program)
         self._notes += notes
+        if self._filling is None and subject.base is not None and config is not None:
+            lacking = find_lacking(subject)
+            self._lacking = lacking
+            if lacking:
+                base, option = str(self._folders.base), "--fill-from-base"
+                self._notes.append(describe_lacking(base, lacking, config, option=option))
         return comparison

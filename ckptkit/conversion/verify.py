@@ -298,10 +298,13 @@ class _Output:
 
     def _indexes(self) -> list[TensorIndex]:
         wanted = _FORMATS.get(self._manifest.kind)
+        # A consumer may have further files with tensors, which are compared as files alone.
+        holding = {record.file for record in self._manifest.tensors.values()}
         indexes = [
             self._split_stacked(read_index(self._source, candidate))
             for candidate in recognise(sorted(self._manifest.files))
             if candidate.format in {wanted, TorchOptimizerReader.name}
+            and not holding.isdisjoint(candidate.files)
         ]
         if not any(index.format == wanted for index in indexes):
             raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)

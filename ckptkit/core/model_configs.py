@@ -54,6 +54,13 @@ def list_model_types(config: Mapping[str, Any], depth: int = _NESTING) -> list[s
     return types
 
 
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Returns the class that a configuration names first; empty where it names none."""
+    listed = config.get("architectures")
+    first = listed[0] if isinstance(listed, list) and listed else ""
+    return first.removeprefix("FSDP") if isinstance(first, str) else ""
+
+
 def model_config_to_json(config: Mapping[str, Any]) -> bytes:
     """Returns a model's configuration as the Transformers that it names would write it."""
     version = config.get(_VERSION)

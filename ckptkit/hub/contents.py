@@ -13,15 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import FormatError, VerificationError
 from ckptkit.core.manifest import CHECKSUM, MANIFEST_NAME, FileRecord, Manifest, parse_manifest
-from ckptkit.core.model_configs import model_config_to_json, to_json
+from ckptkit.core.model_configs import architecture_of, model_config_to_json, to_json
 from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.client import is_local, is_repo_id
-from ckptkit.hub.folder_files import ADAPTER_CONFIG, CARD
+from ckptkit.hub.folder_files import CARD
 from ckptkit.hub.secrets import find_secrets, refuse_secrets, secrets_in
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.base import Source
 from ckptkit.version import __version__
 
@@ -249,6 +249,7 @@ class ModelFacts:
         adapter: `adapter_config.json`, where an adapter is pushed.
         config: `config.json`; empty where there is none.
         manifest: Of the folder; None where it has none.
+        library: That loads it, as the Hub calls it; empty where none is known.
     """
 
     title: str
@@ -256,6 +257,7 @@ class ModelFacts:
     adapter: Mapping[str, Any] | None
     config: Mapping[str, Any]
     manifest: Manifest | None
+    library: str = ""
 
     @property
     def step(self) -> int | None:
@@ -311,10 +313,9 @@ def _front(facts: ModelFacts) -> Iterator[str]:
         yield f"base_model_relation: {relation}"
     if facts.adapter is not None:
         yield "library_name: peft"
-    elif facts.config.get("model_type"):
-        yield "library_name: transformers"
-    architectures = facts.config.get("architectures")
-    if isinstance(architectures, list) and str(architectures[:1]).endswith(f"{_CAUSAL}']"):
+    elif facts.library:
+        yield f"library_name: {facts.library}"
+    if architecture_of(facts.config).endswith(_CAUSAL):
         yield "pipeline_tag: text-generation"
     yield "tags:"
     yield "- ckptkit"

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ckptkit.consumers.side_files import is_side_file
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONSUMERS, Consumer
 from ckptkit.core.errors import (
     IncompleteCheckpointError,
     MissingFileError,
@@ -22,7 +24,6 @@ from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER, TRAINING, Manifest
 from ckptkit.formats.parsing import INDEX_ENDING, list_unnamed
 from ckptkit.formats.registry import recognise
-from ckptkit.plan.side_files import is_side_file
 from ckptkit.runs.run_paths import absent_folder
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.base import Source
@@ -30,11 +31,11 @@ from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url
 
 CARD = "README.md"
-ADAPTER_CONFIG = "adapter_config.json"
 NEVER = "training_args.bin"
 """Can hold the token that training used, in plain text."""
+_STEMS = "|".join(dict.fromkeys(one.stem for one in CONSUMERS))
 _WEIGHTS = re.compile(
-    r"(model|pytorch_model|adapter_model|consolidated)(-\d+-of-\d+|\.\d+(-of-\d+)?)?"
+    rf"({_STEMS}|pytorch_model|consolidated)(-\d+-of-\d+|\.\d+(-of-\d+)?)?"
     r"\.(safetensors|bin)(\.index\.json)?"
 )
 _DOCUMENTS = re.compile(r"(README|MODEL_CARD|LICEN[CS]E|NOTICE|USE_POLICY)(\.\w+)?", re.IGNORECASE)
@@ -84,12 +85,18 @@ class FileSelection:
 
 
 def choose_files(
-    paths: Iterable[str], *, code: bool, optimizer: bool, include: Sequence[str] = ()
+    paths: Iterable[str],
+    consumer: Consumer,
+    *,
+    code: bool,
+    optimizer: bool,
+    include: Sequence[str] = (),
 ) -> FileSelection:
     """Decides by name which files of a model folder are pushed.
 
     Args:
         paths: All files, relative to the folder.
+        consumer: The library that loads the folder.
         code: Whether a configuration names Python files, which are then pushed too.
         optimizer: Whether the state of the optimizer, and of random numbers, is pushed too.
         include: Patterns of further files.
@@ -97,6 +104,7 @@ def choose_files(
     files, skipped = [], []
     for path in sorted(paths):
         reason = _reason(path, code=code, optimizer=optimizer)
+        reason = "" if consumer.has_companion(path) else reason
         wanted = any(fnmatchcase(path, pattern) for pattern in include)
         if posixpath.basename(path) == NEVER:
             skipped.append(Skipped(path, "it can hold the token that training used"))

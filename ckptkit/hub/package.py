@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from ckptkit.consumers.folder_truth import TELLING, parse_texts, tell_truth
+from ckptkit.consumers.side_files import has_auto_map
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, Consumer, find_consumer
 from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.verify import run_verification
-from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import AccessError, VerificationError
-from ckptkit.core.index import FileRef
+from ckptkit.core.index import FileRef, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.parsing import INDEX_ENDING
@@ -28,7 +31,6 @@ from ckptkit.hub.contents import (
     write_card,
 )
 from ckptkit.hub.folder_files import (
-    ADAPTER_CONFIG,
     CARD,
     FileSelection,
     Skipped,
@@ -43,7 +45,6 @@ from ckptkit.hub.folder_files import (
 from ckptkit.hub.large_files import LargeFile, large_file
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.plan.load_report import PUSH
-from ckptkit.plan.side_files import CONFIG, has_auto_map
 from ckptkit.runs.run_paths import ENTER_HINT
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
@@ -132,10 +133,13 @@ def prepare_package(
     manifest = read_model_manifest(folder, paths)
     refuse_checkpoints(folder, paths)
     configs = [path for path in paths if path.endswith("config.json") and "/" not in path]
-    known = [file.document for file in read_small(folder, stat_all(folder, configs)).values()]
+    known = read_small(folder, stat_all(folder, configs))
+    documents = [file.document for file in known.values()]
+    consumer = find_consumer(_document(known, CONFIG), paths)
     chosen = choose_files(
         paths,
-        code=any(isinstance(document, dict) and has_auto_map(document) for document in known),
+        consumer,
+        code=any(isinstance(document, dict) and has_auto_map(document) for document in documents),
         optimizer=options.get("include_optimizer", False),
         include=options.get("include", ()),
     )
@@ -151,12 +155,17 @@ def prepare_package(
     large = _large(folder, large_paths, manifest)
     words = {file.path: file.words for file in large}
     texts = _read_texts(folder, [refs[path] for path in step.files])
-    compared = _compare_names(folder, small, manifest, options.get("names", "auto"))
+    where, names, tensors = folder.location, options.get("names", "auto"), dict[str, Any]()
+    if adapter is None:
+        tensors |= _list_tensors(folder, manifest)
+    compared = _compare_names(where, small, manifest, tensors, names, consumer)
+    compared += _find_untruths(small, tensors, consumer)
     streamed = [path for path in step.files if path not in texts]
     texts = clean_step_contents(texts, streamed, whole, base_model)
     check_contents(contents | words | texts, folder.location, secrets, [*large_paths, *streamed])
-    _search_unusual_files(folder, refs, [*large_paths, *streamed], whole, secrets)
-    facts = ModelFacts(repo_id.rsplit("/", 1)[-1], base_model, adapter, config, manifest)
+    _search_unusual_files(folder, consumer, refs, [*large_paths, *streamed], whole, secrets)
+    title = repo_id.rsplit("/", 1)[-1]
+    facts = ModelFacts(title, base_model, adapter, config, manifest, consumer.library)
     return Package(
         contents=contents | texts,
         large=large + tuple(LargeFile(path, refs[path].size_bytes, ()) for path in streamed),
@@ -195,6 +204,7 @@ def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelecti
 
 def _search_unusual_files(
     folder: Folder,
+    consumer: Consumer,
     refs: Mapping[str, FileRef],
     paths: Sequence[str],
     whole: str,
@@ -204,7 +214,7 @@ def _search_unusual_files(
 
     The other files are searched while they are uploaded.
     """
-    usual = choose_files(paths, code=True, optimizer=True).files
+    usual = choose_files(paths, consumer, code=True, optimizer=True).files
     step = [path.removeprefix(f"{whole}/") for path in paths if path not in usual]
     usual += tuple(f"{whole}/{path}" for path in choose_step_files(step, ()).files)
     found: list[str] = []
@@ -218,7 +228,12 @@ def _search_unusual_files(
 
 
 def _compare_names(
-    folder: Folder, small: Mapping[str, LoadedFile], manifest: Manifest | None, names: str
+    where: str,
+    small: Mapping[str, LoadedFile],
+    manifest: Manifest | None,
+    tensors: Mapping[str, tuple[DType, Shape]],
+    names: str,
+    consumer: Consumer,
 ) -> tuple[str, ...]:
     """Refuses weights that would not load as the model of config.json; returns notes."""
     config = _document(small, CONFIG)
@@ -229,16 +244,29 @@ def _compare_names(
     if names == "live" or chosen:
         said = "--names live" if names == "live" else f"the folder was written with {chosen[0]}"
         return (f"names and shapes are not compared with the model of config.json: {said}",)
-    if manifest is not None:
-        tensors = {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
-    else:
-        index = read_pretrained_index(folder)
-        entries = () if index is None else index.of_part("model")
-        tensors = {str(entry.name): (entry.dtype, entry.shape) for entry in entries}
     if not tensors:
         return ()
-    subject = Subject(config, tensors, frozenset(), folder.location, advice=PUSH)
+    subject = Subject(config, tensors, frozenset(), where, consumer=consumer, advice=PUSH)
     return compare_now(subject)
+
+
+def _list_tensors(folder: Folder, manifest: Manifest | None) -> Mapping[str, tuple[DType, Shape]]:
+    """Returns the element types and shapes of the model, by name."""
+    if manifest is not None:
+        return {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
+    index = read_pretrained_index(folder)
+    entries = () if index is None else index.of_part("model")
+    return {str(entry.name): (entry.dtype, entry.shape) for entry in entries}
+
+
+def _find_untruths(
+    small: Mapping[str, LoadedFile], tensors: Iterable[str], consumer: Consumer
+) -> tuple[str, ...]:
+    """Returns notes where the files of a folder say something else than its model is."""
+    if not consumer.owns_config:
+        return ()
+    texts = parse_texts({path: file.data for path, file in small.items() if path in TELLING})
+    return tell_truth(texts, None, tensors, writes=False).notes
 
 
 def _read_texts(folder: Folder, files: Iterable[FileRef]) -> dict[str, bytes]:

@@ -119,6 +119,8 @@ class HubNames:
         unsaved: Live tensors that the model's class keeps out of its files.
         unknown: Live tensors that the model's class does not have; they are renamed as if it
             had them, as `save_pretrained` does where it is given a state dict.
+        kept: Patterns of live names that its class keeps in float32: in 16 bits of any kind, and
+            in float16 alone.
     """
 
     library: str
@@ -126,6 +128,7 @@ class HubNames:
     tensors: Mapping[Fqn, HubTensor]
     unsaved: tuple[Fqn, ...] = ()
     unknown: tuple[Fqn, ...] = ()
+    kept: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 def find_run(tensor: HubTensor) -> DiskBox | None:
@@ -282,6 +285,7 @@ def names_to_json(names: HubNames) -> dict[str, Any]:
         "tensors": tensors,
         "unsaved": list(names.unsaved),
         "unknown": list(names.unknown),
+        "kept": [list(patterns) for patterns in names.kept],
     }
 
 
@@ -289,12 +293,14 @@ def names_from_json(document: Mapping[str, Any]) -> HubNames:
     """Returns the names that plain values hold."""
     live = {Fqn(name): tuple(shape) for name, shape in document["live"]}
     reader = _Reader(list(live))
+    always, in_float16 = document["kept"]
     return HubNames(
         library=document["library"],
         live=live,
         tensors={Fqn(row[0]): reader.tensor(*row) for row in document["tensors"]},
         unsaved=tuple(map(Fqn, document["unsaved"])),
         unknown=tuple(map(Fqn, document["unknown"])),
+        kept=(tuple(map(str, always)), tuple(map(str, in_float16))),
     )
 
 

@@ -87,6 +87,11 @@ def compare_packed_parts(request: LoadRequest, base: Shapes, model: str) -> Load
     return LoadReport(model, len(given) - len(left_out), missing)
 
 
+def is_made_by_model(name: str) -> bool:
+    """Returns whether a tensor is a buffer that models make themselves."""
+    return _MADE.search(name) is not None
+
+
 def _lacking_parts(given: Shapes, left_out: Collection[str], base: Shapes) -> set[str]:
     """Returns what packed weights of a base have beside them and the same weights here have not.
 
@@ -196,24 +201,29 @@ def _sizes(config: Mapping[str, Any], request: LoadRequest) -> Iterator[Mismatch
 
 # Layers that predict further tokens, where they have names of their own.
 _PREDICTORS = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
-_TOWER = re.compile(r"vis|audio|image|encoder")
+_TOWER = re.compile(r"vis|audio|image|coder")  # these have counts of their own
+_KEYS_AND_VALUES = re.compile(r"\.self_attn\.[kv]_(?:proj|norm)\.")
 
 
-def is_left_out(name: str, config: Mapping[str, Any]) -> bool:
-    """Returns whether the class of a model ignores a tensor of its files when it loads them.
+def is_beyond_counts(name: str, config: Mapping[str, Any]) -> bool:
+    """Returns whether files may hold a tensor for which the counts of a configuration have no room.
 
-    These are layers that predict further tokens: `mtp`, and those after the last one that the
-    configuration counts.
+    These are layers that predict further tokens: `mtp`, and those after the last one; and keys and
+    values of layers that share those of an earlier one.
 
-    Source: `_keys_to_ignore_on_load_unexpected` of the classes of transformers 5.23.
+    Source: transformers 5.23, `_keys_to_ignore_on_load_unexpected`, also as `Gemma3nTextModel` and
+    `Gemma4TextModel` set it.
     """
     if _PREDICTORS.search(name) is not None:
         return True
     text = config.get("text_config")
-    count = _number(text if isinstance(text, Mapping) else config, _LAYERS)
-    found = _LAYER.match(name)
-    is_of_text = found is not None and _TOWER.search(found[1]) is None
-    return count is not None and is_of_text and found is not None and int(found[2]) >= count
+    config = text if isinstance(text, Mapping) else config
+    count, found = _number(config, _LAYERS), _LAYER.match(name)
+    if count is None or found is None or _TOWER.search(found[1]) is not None:
+        return False
+    if _KEYS_AND_VALUES.search(name) is not None:
+        count -= _number(config, ("num_kv_shared_layers",)) or 0
+    return int(found[2]) >= count
 
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:

@@ -26,7 +26,9 @@ from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
 from ckptkit.lora.dialects import is_vocabulary
 from ckptkit.options import (
     DEFAULT_MAX_FILE_BYTES,
+    GenerationChoice,
     NotFinite,
+    TokenizerOrigin,
     check_choice,
     choose_dtype,
     parse_file_limit,
@@ -195,6 +197,9 @@ class MergeRequest:
         model_config: A model folder with the configuration of the base, or None.
         report: Whether norms are measured, which reads the changed weights again.
         check: The kinds of numbers that the output may not have.
+        cast_all: Whether tensors are cast too that the model keeps in float32.
+        generation_config: `keep` leaves `generation_config.json` as the base has it.
+        tokenizer_from: Whose tokenizer is written: that of the adapter, or of the base.
     """
 
     dtype: MergeDType = "keep"
@@ -209,6 +214,9 @@ class MergeRequest:
     model_config: str | None = None
     report: bool = False
     check: tuple[NotFinite, ...] = ()
+    cast_all: bool = False
+    generation_config: GenerationChoice = "align"
+    tokenizer_from: TokenizerOrigin = "auto"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
@@ -224,6 +232,8 @@ class MergeRequest:
         if self.check:
             object.__setattr__(self, "check", parse_not_finite(self.check, option="--check"))
         check_choice("--names", self.names, get_args(MergeNames))
+        check_choice("--generation-config", self.generation_config, get_args(GenerationChoice))
+        check_choice("--tokenizer-from", self.tokenizer_from, get_args(TokenizerOrigin))
         if self.qlora_base is not None:
             check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))
 

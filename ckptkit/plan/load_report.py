@@ -144,6 +144,7 @@ class Advice:
         shapes: Whether the command takes `--vocab-size` and `--exclude`.
         rules: The rules of the name map that made the names, by the templates of these.
         again: The command that is run again with a configuration, if it is not `consolidate`.
+        fills: Whether the command takes tensors that are missing from another model.
     """
 
     anyway: str = "pass --names live to write the tensors as they are"
@@ -154,6 +155,7 @@ class Advice:
     shapes: bool = True
     rules: Mapping[str, str] = field(default_factory=dict)
     again: str = ""
+    fills: bool = True
 
 
 _AGAIN = "write {what} again with `ckptkit consolidate {source} OUT --strip-prefix {{prefix}}`"
@@ -165,12 +167,14 @@ MERGE = Advice(
     strip=f"{_AGAIN.format(what='the base', source='BASE')} and pass that with --base",
     config="pass the model that the adapter was trained on, with its own config.json, with --base",
     shapes=False,
+    fills=False,
 )
 PUSH = Advice(
     anyway="pass --names live to publish the tensors as they are",
     strip=f"{_AGAIN.format(what='the folder', source='FOLDER')} and push that",
     config="put the config.json of the model that was trained into the folder",
     shapes=False,
+    fills=False,
 )
 WATCH = Advice(
     anyway="pass --names live to push the tensors of each step as they are",
@@ -186,21 +190,28 @@ PUSH_OF_TRAINING = Advice(
     config="save each step with the config.json of the model that was trained, or push the steps"
     " with `ckptkit watch RUN --push REPO --base DIR_OR_REPO`",
     shapes=False,
+    fills=False,
 )
 EXPORT = Advice(
     anyway='pass names="live" to write the tensors as training holds them',
     strip='pass state={{"model": model.{module}}} to export the module inside',
     config='pass sidecar={"config.json": …} with the configuration of the model that is trained',
     shapes=False,
+    fills=False,
 )
 
 
 def make_refusal(
-    report: LoadReport, names: Collection[str], where: str, advice: Advice
+    report: LoadReport, names: Collection[str], where: str, advice: Advice, filling: str = ""
 ) -> RefusedError:
     """Returns the error for an output that would not load as the model of its configuration.
 
-    `names` are those of all tensors that would be written.
+    Args:
+        report: What loading would report.
+        names: Of all tensors that would be written.
+        where: The source, for messages.
+        advice: The options that hints propose.
+        filling: The option that would take what is missing from another model; empty for none.
     """
     differences = "; ".join(_list_differences(report))
     wrong = (*report.missing, *report.unexpected)
@@ -208,7 +219,7 @@ def make_refusal(
         nearest = get_close_matches(wrong[0], advice.rules, n=1, cutoff=0.0)[0]
         rule = f"{advice.rules[nearest]}, which makes {nearest!r}"
         differences += f"; the rule nearest to {wrong[0]!r} is {rule}"
-    hints = "; or ".join([*_list_hints(report, names, advice), advice.anyway])
+    hints = "; or ".join([*_list_hints(report, names, advice, filling), advice.anyway])
     return RefusedError(
         f"the output would not load as {report.model}: {differences}", where=where, hint=hints
     )
@@ -238,7 +249,9 @@ def _list_differences(report: LoadReport) -> Iterator[str]:
         yield f"{parameters} {verb} {shapes} than the model, such as {listed}"
 
 
-def _list_hints(report: LoadReport, names: Collection[str], advice: Advice) -> Iterator[str]:
+def _list_hints(
+    report: LoadReport, names: Collection[str], advice: Advice, filling: str
+) -> Iterator[str]:
     if report.prefix:
         yield advice.strip.format(prefix=report.prefix, module=report.prefix.rstrip("."))
         return
@@ -254,6 +267,9 @@ def _list_hints(report: LoadReport, names: Collection[str], advice: Advice) -> I
             f"all names fit {report.fitting}: name it in 'architectures' of config.json if that is"
             " the model that was trained"
         )
+        return
+    if filling and not (report.unexpected or report.mismatched):
+        yield f"pass {filling} to take what is missing from there, as where parts were frozen"
         return
     # The tensors of one module that the model lacks as a whole can be left out by a pattern.
     modules = {name.partition(".")[0] for name in report.unexpected if "." in name}

@@ -24,6 +24,7 @@ from ckptkit.core.object_parts import CopiedRange, ObjectPart, choose_part_bytes
 TASK_BYTES = LEAF_BYTES
 Opened = TypeVar("Opened")
 SOURCE = "source"  # the origin that a conversion reads
+FILLING = "filling"  # the origin of tensors that the source lacks
 
 
 @dataclass(frozen=True, slots=True)

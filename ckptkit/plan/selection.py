@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from ckptkit.core.dtypes import DType, dtype_named
@@ -14,6 +16,7 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
+from ckptkit.core.text import Aside
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
 from ckptkit.plan.weight_kinds import (
@@ -124,19 +127,14 @@ def _advise_on_peft(index: TensorIndex) -> str:
 
 def refuse_casting_quantized(
     entries: Sequence[TensorEntry],
-    request: ConsolidateRequest,
     config: Mapping[str, Any] | None,
+    policy: DTypePolicy,
     *,
     location: str,
-    base: Mapping[Fqn, DType] | None = None,
 ) -> None:
-    """Refuses to cast packed numbers as if they were weights.
-
-    `base` has the element types of the base model, for `--dtype base`.
-    """
-    policy = DTypePolicy(request.dtype, request.keep_dtype, base)
+    """Refuses to cast packed numbers as if they were weights."""
     cast = [entry for entry in entries if policy.target(entry) != entry.dtype]
-    if request.names == "live" or not cast:
+    if not cast:
         return
     names = {entry.name: entry.dtype for entry in entries}
     packed = next((e.name for e in cast if is_quantized(e.name, names)), None)
@@ -145,10 +143,41 @@ def refuse_casting_quantized(
         what = "the configuration has a 'quantization_config'"
     if what:
         raise RefusedError(
-            f"{what}; --dtype {request.dtype} would change its numbers without unpacking them",
+            f"{what}; --dtype {policy.choice} would change its numbers without unpacking them",
             where=location,
             hint="leave --dtype out, or keep those tensors with --keep-dtype GLOB and --names live",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptDtypes:
+    """Tensors that stay in float32 where the others are cast to 16 bits.
+
+    Attributes:
+        always: Expressions that are searched in a name.
+        in_float16: The same, for casts to float16 alone.
+        names: Whole names.
+    """
+
+    always: tuple[str, ...] = ()
+    in_float16: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def holds(self, name: str, wanted: DType) -> bool:
+        """Returns whether a tensor stays in float32 under a cast to `wanted`."""
+        if wanted.itemsize != _HALF:
+            return False
+        searched = self.always + (self.in_float16 if wanted.name == "float16" else ())
+        return name in self.names or any(_expression(one).search(name) for one in searched)
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+_HALF = 2  # bytes of float16 and bfloat16
+_FLOAT32 = dtype_named("float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,20 +188,32 @@ class DTypePolicy:
         choice: What `--dtype` says.
         keep: Patterns of names that keep their stored type.
         base: For the choice `base`, the element type of each tensor of the base model.
+        kept: What stays in float32.
     """
 
     choice: str
-    keep: tuple[str, ...]
+    keep: tuple[str, ...] = ()
     base: Mapping[Fqn, DType] | None = None
+    kept: KeptDtypes = KeptDtypes()
+
+    def is_kept(self, tensor: TensorEntry | TensorSpec) -> bool:
+        """Returns whether a tensor stays in float32 although `--dtype` names another type."""
+        is_asked = self.choice not in {"keep", "base"} and tensor.dtype.kind == "float"
+        if not is_asked or tensor.dtype.name == self.choice or self._is_named(tensor):
+            return False
+        return self.kept.holds(tensor.name, dtype_named(self.choice))
+
+    def _is_named(self, tensor: TensorEntry | TensorSpec) -> bool:
+        names = [tensor.name, *(tensor.stored_names if isinstance(tensor, TensorEntry) else ())]
+        return any(matches(name, self.keep) for name in names)
 
     def target(self, tensor: TensorEntry | TensorSpec) -> DType:
         """Returns the type to write; only floating tensors are ever cast."""
-        names = [tensor.name, *(tensor.stored_names if isinstance(tensor, TensorEntry) else ())]
         fixed = self.choice == "keep" or tensor.dtype.kind != "float"
-        if fixed or any(matches(name, self.keep) for name in names):
+        if fixed or self._is_named(tensor):
             return tensor.dtype
         if self.choice != "base":
-            return dtype_named(self.choice)
+            return _FLOAT32 if self.is_kept(tensor) else dtype_named(self.choice)
         if self.base is None:
             raise RefusedError(
                 "takes the element types from the files of a base model, and none was named",
@@ -188,6 +229,33 @@ class DTypePolicy:
                 hint=f"pass --dtype bfloat16, or --keep-dtype '{tensor.name}'",
             )
         return dtype
+
+
+def find_float32_among_halves(tensors: Iterable[TensorEntry]) -> frozenset[str]:
+    """Returns the float32 tensors of a model most of whose elements have a smaller type."""
+    sizes: dict[bool, int] = {True: 0, False: 0}
+    names = set()
+    for tensor in tensors:
+        is_float32 = tensor.dtype == _FLOAT32
+        names |= {str(tensor.name)} if is_float32 else set()
+        if tensor.dtype.kind == "float" and tensor.dtype.itemsize <= _FLOAT32.itemsize:
+            sizes[is_float32] += tensor.elements
+    return frozenset(names) if sizes[False] > sizes[True] else frozenset()
+
+
+def describe_kept(policy: DTypePolicy, tensors: Iterable[TensorEntry | TensorSpec]) -> list[str]:
+    """Returns a note that counts and names the tensors that stay in float32; none for none."""
+    names = [repr(str(tensor.name)) for tensor in tensors if policy.is_kept(tensor)]
+    if not names:
+        return []
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+    subject = "1 tensor stays" if len(names) == 1 else f"{len(names):,} tensors stay"
+    said = f"{subject} in float32, as the model needs {'it' if len(names) == 1 else 'them'}:"
+    text = f"{said} {', '.join(names[:_LISTED])}{more}; --cast-all casts all to {policy.choice}"
+    return [Aside(text)]
+
+
+_LISTED = 3
 
 
 def take_masters(
@@ -212,12 +280,12 @@ def add_tied_names(entries: Sequence[TensorEntry], absent: Mapping[Fqn, Fqn]) ->
 
 def make_products(
     entries: Sequence[TensorEntry],
-    request: ConsolidateRequest,
+    policy: DTypePolicy,
     dropped: Mapping[Fqn, Fqn],
     cast: CastFactory,
+    origin: str = SOURCE,
 ) -> list[Product]:
     """Returns how each tensor is produced that is written."""
-    policy = DTypePolicy(request.dtype, request.keep_dtype)
     products = []
     for entry in entries:
         if entry.name in dropped:
@@ -227,9 +295,9 @@ def make_products(
         key, stored = entry.key, entry.dtype
         if dtype != stored and entry.master is not None:
             key, stored = entry.master.key, entry.master.dtype
-        body: Copy | Compute = Copy(SOURCE, key)
+        body: Copy | Compute = Copy(origin, key)
         if dtype != stored:
-            body = Compute(cast(SOURCE, key, stored, dtype), ((SOURCE, key),))
+            body = Compute(cast(origin, key, stored, dtype), ((origin, key),))
         products.append(Product(spec, body))
     return products
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
+from ckptkit.core.model_configs import architecture_of
 from ckptkit.plan.tied_names import (
     ALWAYS_TIED,
     BY_NESTED,
@@ -234,9 +235,7 @@ def _own_flag(config: Mapping[str, Any], *, has_default: bool = True) -> bool:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
-    listed = config.get("architectures")
-    first = listed[0] if isinstance(listed, list) and listed else None
-    return first if isinstance(first, str) and not _has_own_code(config) else ""
+    return "" if _has_own_code(config) else architecture_of(config)
 
 
 def _has_own_code(config: Mapping[str, Any]) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.consumers.side_files import is_side_file
 from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.formats.discovery import parse_step
-from ckptkit.plan.side_files import is_side_file
 from ckptkit.runs.run_paths import ENTER_HINT, absent_run, describe_links
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import is_work_folder

@@ -142,7 +142,7 @@ def resolve_places(
         options: By their names in `ckptkit.api.Options`.
     """
     sources = Sources(src, options.get("src_options"))
-    named = ("base", "like", "adapter_config", "model_config", "config", "tokenizer")
+    named = ("base", "like", "adapter_config", "model_config", "config", "tokenizer", "fill_from")
     return {
         **options,
         **{name: sources.optional(options.get(name)) for name in named},

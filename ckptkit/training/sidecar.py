@@ -18,15 +18,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
 
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, GENERATION
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.core.text import a_kind
 from ckptkit.training.step_names import innermost
 from ckptkit.writer.messages import Inline
 
-_CONFIG = "config.json"
-_GENERATION_CONFIG = "generation_config.json"
-_ADAPTER_CONFIG = "adapter_config.json"
 _DEFAULT_ADAPTER = "default"  # PEFT's name for the adapter at the top
 _FSDP2_PREFIX = "FSDP"  # what `fully_shard` puts before the name of a module's class
 _SECRET = frozenset({"training_args.bin"})  # the Trainer's, with the token for the Hub
@@ -146,13 +144,15 @@ def _configurations(model: nn.Module) -> _Files:
         # As `save_pretrained` of the model would write it.
         config = copy.deepcopy(config)
         config.architectures = [type(base).__name__.removeprefix(_FSDP2_PREFIX)]
-        files[_CONFIG] = str(config.to_json_string()).encode()
+        files[CONFIG] = str(config.to_json_string()).encode()
         generation = getattr(base, "generation_config", None)
         if generation is not None and hasattr(generation, "to_json_string"):
-            files[_GENERATION_CONFIG] = generation.to_json_string().encode()
+            files[GENERATION] = generation.to_json_string().encode()
+    elif getattr(base, "config_name", None) == CONFIG:  # a model of diffusers
+        files[CONFIG] = cast(Callable[[], str], base.to_json_string)().encode()
     for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
         folder = "" if name == _DEFAULT_ADAPTER else f"adapters/{name}/"
-        files[f"{folder}{_ADAPTER_CONFIG}"] = _adapter_config(adapter, base)
+        files[f"{folder}{ADAPTER_CONFIG}"] = _adapter_config(adapter, base)
     return files
 
 
@@ -183,7 +183,7 @@ def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
         mapping = {"base_model_class": name, "parent_library": type(base).__module__}
     with tempfile.TemporaryDirectory() as folder:
         adapter.save_pretrained(folder, auto_mapping_dict=mapping)
-        return (Path(folder) / _ADAPTER_CONFIG).read_bytes()
+        return (Path(folder) / ADAPTER_CONFIG).read_bytes()
 
 
 def _given(key: str, value: object) -> Iterator[tuple[str, bytes]]:

@@ -18,11 +18,13 @@ from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import (
     GGUF,
     Engine,
+    GenerationChoice,
     IfExists,
     Layout,
     NameChoice,
     OutputDType,
     Resources,
+    TokenizerOrigin,
     check_choice,
     choose_dtype,
     positive_number,
@@ -147,6 +149,43 @@ DTYPE = Option(
     default="keep",
     parse=partial(choose_dtype, choices=get_args(OutputDType)),
 )
+CAST_ALL = Option(
+    "--cast-all",
+    NAMED,
+    "With --dtype: cast also what the class of the model, or the base, keeps in float32.",
+)
+GENERATION_CONFIG = Option(
+    "--generation-config",
+    WRITTEN,
+    "'align' adds the tokens with which the tokenizer ends turns to the eos_token_id of"
+    " generation_config.json; 'keep' leaves the file as it is.",
+    choices=get_args(GenerationChoice),
+    default="align",
+)
+TOKENIZER_FROM = Option(
+    "--tokenizer-from",
+    READ,
+    "Whose tokenizer to write: that of the step, or of the base. 'auto' takes the files of the base"
+    " if the step has the same tokens.",
+    choices=get_args(TokenizerOrigin),
+    default="auto",
+)
+FILLING = (
+    Option(
+        "--fill-from",
+        READ,
+        "Model to take those tensors from that the source lacks, such as frozen parts.",
+        "MODEL",
+    ),
+    Option("--fill-from-base", READ, "Take those tensors from the --base."),
+    Option(
+        "--into-base",
+        READ,
+        "Put the source, a text model, into the multimodal model of --base, and take the other"
+        " tensors from there.",
+    ),
+)
+
 NAMES = Option(
     "--names",
     NAMED,
@@ -243,6 +282,8 @@ CONVERSION = (
     BASE,
     CONFIG,
     TOKENIZER,
+    TOKENIZER_FROM,
+    *FILLING,
     MODEL_CONFIG,
     Option(
         "--optimizer",
@@ -257,6 +298,7 @@ CONVERSION = (
         "DIR",
     ),
     ALLOW_CODE,
+    GENERATION_CONFIG,
     CHECK,
     DRY_RUN,
     OVERWRITE,
@@ -282,6 +324,7 @@ CONVERSION = (
         " them.",
     ),
     DTYPE,
+    CAST_ALL,
     Option(
         "--keep-dtype",
         NAMED,

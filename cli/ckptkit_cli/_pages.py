@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.consumers.table import CONFIG, LIGHTNING, PLAIN, find_consumer, name_class
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_MANIFEST, BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.distant import estimate_reads
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.storage.places import is_url
 from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ckptkit.plan.plan import Share
 
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
 _HEAD = "lm_head.weight"  # for configurations that name no architecture
 _EMBEDDING = "model.embed_tokens.weight"  # of a model whose head is tied to it, and is not written
 _PARTIAL = {"include", "exclude"}
@@ -145,13 +144,18 @@ def loading_line(done: Consolidated) -> str:
         return f"torch.distributed.checkpoint.load({{'model': model.state_dict()}}, {shards!r})"
     tensors = ((name, t.shape, t.dtype) for name, t in done.manifest.tensors.items())
     config = _config_of(done)
+    consumer = find_consumer(config, files, str(done.manifest.source.get("writer", "")))
+    weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
     is_whole = _PARTIAL.isdisjoint(done.manifest.options)
-    if is_whole and config is not None and not explain_random_weights(tensors, config=config):
-        name = _model_class(done, config)
-        return f"transformers.{name}.from_pretrained({str(done.out)!r})"
-    weights = [name for name in files if name.endswith(".safetensors")]
+    is_random = bool(explain_random_weights(tensors, config=config))
+    if is_whole and config is not None and not is_random and consumer is not PLAIN:
+        name = name_class(consumer, config, has_head=_has_head(done.manifest, config))
+        return consumer.load.format(
+            out=repr(str(done.out)), name=name, kind=repr(config.get("type"))
+        )
     if len(weights) == 1:
-        return f"safetensors.torch.load_file({str(folder / weights[0])!r})"
+        row = LIGHTNING if consumer is LIGHTNING and is_whole else PLAIN
+        return row.load.format(weights=repr(str(folder / weights[0])))
     whole = f"torch.load({str(folder / 'pytorch_model.bin')!r}, weights_only=True)"
     return whole if "pytorch_model.bin" in files else by_ckptkit
 
@@ -166,17 +170,10 @@ def _config_of(done: Consolidated) -> dict[str, Any] | None:
         return {}
 
 
-def _model_class(done: Consolidated, config: dict[str, Any]) -> str:
-    manifest = done.manifest
-    try:
-        name = str(config["architectures"][0])
-    except (LookupError, TypeError):
-        is_tied = config.get("tie_word_embeddings") is True and _EMBEDDING in manifest.tensors
-        has_head = is_tied or _HEAD in manifest.tensors or _HEAD in manifest.tied
-        name = _CAUSAL[0] if has_head else "AutoModel"
-    if name.endswith(_CAUSAL):
-        return "AutoModelForCausalLM"
-    return name if name.isidentifier() and name.isascii() else "AutoModel"
+def _has_head(manifest: Manifest, config: dict[str, Any]) -> bool:
+    """Returns whether the weights hold, or tie, the head of a language model."""
+    is_tied = config.get("tie_word_embeddings") is True and _EMBEDDING in manifest.tensors
+    return is_tied or _HEAD in manifest.tensors or _HEAD in manifest.tied
 
 
 def plan_json(planned: PlannedOutput, out: str) -> dict[str, Any]:

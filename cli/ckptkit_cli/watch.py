@@ -128,6 +128,8 @@ _OPTIONS = (
     options.BASE,
     options.CONFIG,
     options.TOKENIZER,
+    options.TOKENIZER_FROM,
+    *options.FILLING,
     Option(
         "--as",
         WRITTEN,
@@ -158,7 +160,9 @@ _OPTIONS = (
         "Push weights without a config.json, if neither the step nor --base has one.",
     ),
     options.MAX_SHARD_SIZE,
+    options.GENERATION_CONFIG,
     options.DTYPE,
+    options.CAST_ALL,
     options.NAMES,
     options.MAP,
     options.STRIP_PREFIX,
@@ -335,18 +339,19 @@ def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
     return VersionSettings(folder, values["delta"] or 1)
 
 
+_OF_REQUEST = (
+    *("dtype", "cast_all", "names", "map", "strip_prefix", "max_shard_size"),
+    *("generation_config", "fill_from", "fill_from_base", "into_base"),
+)
+
+
 def _make_output(values: Mapping[str, Any]) -> BuildSettings:
     return BuildSettings(
         kind=values["make"],
-        request=ConsolidateRequest.from_options(
-            {
-                name: values[name]
-                for name in ("dtype", "names", "map", "strip_prefix", "max_shard_size")
-            }
-        ),
+        request=ConsolidateRequest.from_options({name: values[name] for name in _OF_REQUEST}),
         adapter=AdapterRequest(adapter=values["adapter"], config=values["adapter_config"]),
         base=values["base"],
-        side=SideChoice(values["config"], values["tokenizer"]),
+        side=SideChoice(values["config"], values["tokenizer"], values["tokenizer_from"]),
         needs_config=not values["weights_only"],
         resources=Resources.from_options(values),
         state_folder=values["whole_step"] or "",

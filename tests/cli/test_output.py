@@ -243,7 +243,13 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert first_of(["a", "b", "c"], 1) == ["a", "... and 2 more"]
 
 
-def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_loaded_by_it() -> None:
+def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_loaded_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text('{"model_type": "llama"}')
+
     def line(name: str, dtype: str = "float32", shape: tuple[int, ...] = (1,)) -> str:
         record = TensorRecord(dtype, shape, "model.safetensors", "", "crc32")
         files = {"config.json": FileRecord(2), "model.safetensors": FileRecord(9)}
@@ -273,7 +279,7 @@ def test_the_line_that_loads_an_output_fits_what_is_in_it(
     loaded_by: str,
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     tensors = {name: TensorRecord("float32", (1,), "x", "", "crc32") for name in names}
     files = {"config.json": FileRecord(2), "model.safetensors": FileRecord(9)}
     manifest = Manifest("model", {}, options, {}, tensors, files=files)

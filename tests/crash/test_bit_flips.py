@@ -22,7 +22,7 @@ from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Plan
-from ckptkit.plan.selection import make_products, select_model
+from ckptkit.plan.selection import DTypePolicy, make_products, select_model
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
@@ -52,7 +52,7 @@ def consolidated(files: Files) -> bytes:
     entries = select_model(index, request, location=source.location)
     for problem in find_problems(index, entries):
         raise error_of(problem, source.location)
-    products = make_products(entries, request, {}, CastKernel)
+    products = make_products(entries, DTypePolicy(request.dtype), {}, CastKernel)
     plan = Plan(tuple(layout_hf_weights(products, request.max_file_bytes)), {})
     inputs = Inputs({SOURCE: Origin(SOURCE, source, index)}, {})
     target = MemoryTarget()

@@ -18,6 +18,8 @@ from transformers import (
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -561,6 +563,25 @@ def _qwen25_vl(*, tied: bool) -> Any:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
+def _glm4_moe() -> Any:
+    """As many layers as GLM-4.5-Air: the class leaves out the one with this number."""
+    config = Glm4MoeConfig(
+        **{**SIZES, "num_hidden_layers": 46}, **HEADS, moe_intermediate_size=8, n_group=1,
+        n_routed_experts=2, num_experts_per_tok=1, topk_group=1,
+    )  # fmt: skip
+    return Glm4MoeForCausalLM(config)
+
+
+def _gemma3n() -> Any:
+    config = Gemma3nTextConfig(
+        **{**SIZES, "num_hidden_layers": 4}, **HEADS, vocab_size_per_layer_input=48,
+        hidden_size_per_layer_input=4, num_kv_shared_layers=2, laurel_rank=2, altup_num_inputs=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8,
+        activation_sparsity_pattern=[0.0] * 4,
+    )  # fmt: skip
+    return Gemma3nForCausalLM(config)
+
+
 def _text_of(whole: Any, kind: Any, config: Any) -> Any:
     """The text model inside a multimodal one, in a class of its own."""
     text = kind(config)
@@ -622,26 +643,28 @@ class TestBasesWithMore:
         ckptkit.merge_adapter(case / "adapter", tmp_path / "out", base=case / "base")
         assert_same(tensors_of(tmp_path / "out"), load_file(case / "truth.safetensors"))
 
-    def test_nor_have_layers_after_the_last_one(self, tmp_path: Path) -> None:
-        """GLM-4.5-Air has 46 layers, and its class leaves out the one with this number."""
-        config = Glm4MoeConfig(
-            **{**SIZES, "num_hidden_layers": 46}, **HEADS, moe_intermediate_size=8,
-            n_group=1, n_routed_experts=2, num_experts_per_tok=1, topk_group=1,
-        )  # fmt: skip
-        model, base = Glm4MoeForCausalLM(config), tmp_path / "base"
+    @pytest.mark.parametrize("kind", ["glm4_moe", "gemma3n"])
+    def test_nor_have_tensors_that_the_counts_of_a_configuration_leave_out(
+        self, kind: str, tmp_path: Path
+    ) -> None:
+        """A further layer of GLM's files, and keys and values of layers that share them."""
+        model, base = {"glm4_moe": _glm4_moe, "gemma3n": _gemma3n}[kind](), tmp_path / "base"
         model.save_pretrained(base)
         stored = tensors_of(base)
-        further = {
-            n.replace("layers.45", "layers.46"): t.clone() for n, t in stored.items() if ".45." in n
-        }
+        chosen, number = re.compile(r"layers\.45\."), "layers.46."
+        if kind == "gemma3n":
+            chosen, number = re.compile(r"layers\.1\.(?=self_attn\.[kv]_)"), "layers.3."
+        further = {chosen.sub(number, n): t.clone() for n, t in stored.items() if chosen.search(n)}
+        assert further
+        assert not further.keys() & stored.keys()
         save_file({**stored, **further}, base / "model.safetensors", {"format": "pt"})
-        wrapped = _trained(model, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+        wrapped = _trained(model, tmp_path / "adapter", target_modules=["q_proj", "k_proj"])
         ckptkit.merge_adapter(tmp_path / "adapter", tmp_path / "out", base=base)
         found = tensors_of(tmp_path / "out")
         assert_same({n: found[n] for n in further}, further)
         merged = dict(wrapped.merge_and_unload().state_dict())
         changed = [n for n in stored if not torch.equal(found[n], stored[n])]
-        assert changed == [n for n in stored if ".q_proj" in n or ".o_proj" in n]
+        assert changed == [n for n in stored if ".q_proj.w" in n or ".k_proj.w" in n]
         for name in changed:
             torch.testing.assert_close(found[name], merged[name], atol=1e-6, rtol=1e-6)
 

@@ -360,7 +360,7 @@ def test_a_base_on_a_store_is_compared(
     change: Callable[[State], State],
     said: str,
 ) -> None:
-    monkeypatch.setattr(comparing, "list_missing_libraries", lambda: missing)
+    monkeypatch.setattr(comparing, "list_missing_libraries", lambda *_: missing)
     base = Place(object_store.bucket("bases").put_tree(saved, "base"), object_store.options)
     notes: list[str] = []
     ckptkit.consolidate(
@@ -398,7 +398,7 @@ def gptq(state: State) -> State:
 def test_packed_weights_are_compared_with_a_base_or_by_their_layers(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:
-    monkeypatch.setattr(comparing, "list_missing_libraries", lambda: missing)
+    monkeypatch.setattr(comparing, "list_missing_libraries", lambda *_: missing)
     settings = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
     base = changed(saved, tmp_path / "base", gptq, **settings)
     lacking = "model.layers.0.self_attn.q_proj.scales"

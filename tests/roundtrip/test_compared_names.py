@@ -312,7 +312,7 @@ def test_code_of_its_own_is_compared_with_the_base_alone(tmp_path: Path) -> None
 
 @pytest.fixture
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "list_missing_libraries", lambda: ["transformers"])
+    monkeypatch.setattr(comparing, "list_missing_libraries", lambda *_: ["transformers"])
 
 
 @pytest.mark.usefixtures("no_transformers")

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
 from ckptkit.conversion.source.model_folders import read_pretrained_index
 from ckptkit.conversion.source.named_models import find_model
@@ -39,7 +40,6 @@ from ckptkit.lora.pairing import SAME_NAMES, Renaming, find_text_model, list_own
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.selection import select_model
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.plan.weight_kinds import looks_packed
 from ckptkit.storage.overlay import OverlaySource

@@ -35,6 +35,7 @@ from ckptkit.lora.changes import (
     list_frozen,
 )
 from ckptkit.plan.plan import Copy, Product, TensorSpec
+from ckptkit.plan.selection import DTypePolicy
 from ckptkit.plan.ties import choose_ties_to_drop, untie_config
 
 # PEFT casts adapters to this type when it loads them.
@@ -69,12 +70,12 @@ class MergeRules:
     """How every tensor is merged and written.
 
     Attributes:
-        dtype: `keep`, or the name of the element type of floating tensors.
+        dtypes: The element types that are written.
         rounding: How often a merge rounds.
         norm_of: The weight whose norms DoRA takes.
     """
 
-    dtype: str
+    dtypes: DTypePolicy
     rounding: Rounding
     norm_of: NormOf
 
@@ -98,8 +99,7 @@ def make_product(
         live: The shape of that live tensor.
     """
     updates = [change for change in changes if not isinstance(change, Replacement)]
-    is_cast = rules.dtype != "keep" and tensor.dtype.kind == "float"
-    target = dtype_named(rules.dtype) if is_cast else tensor.dtype
+    target = rules.dtypes.target(TensorSpec(tensor.live[0], tensor.dtype, tensor.shape))
     for change in changes:
         if isinstance(change, Replacement):
             tensor = _replace(tensor, change, rules)
@@ -141,7 +141,7 @@ def _replace(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> Base
     operand: Operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
     if tensor.part is not None:
         shape, operand = tensor.shape, join_sources(tensor.part, [operand])
-    is_held = rules.dtype == "keep" or rules.rounding is Rounding.PEFT
+    is_held = rules.dtypes.choice == "keep" or rules.rounding is Rounding.PEFT
     if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
         operand = CastOperand(operand, tensor.dtype)
     return BaseTensor(tensor.name, tensor.live, shape, tensor.dtype, operand, tensor.part)

@@ -37,15 +37,16 @@ from ckptkit.adapters.merge.report import (
 )
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.quantized.requantize import requantize
+from ckptkit.consumers.class_facts import find_left_out
+from ckptkit.consumers.side_files import sum_bytes_by_dtype, update_config
 from ckptkit.conversion.compare_names import LIVE_NAMES, Comparison, Subject, plan_comparison
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
-from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.write import PlannedOutput, choose_settings, estimate_plan
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.engine.segment_reader import Inputs
-from ckptkit.hub_names.known_models import is_left_out
 from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
     Change,
@@ -73,8 +74,13 @@ from ckptkit.lora.quantized import Packing
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.load_report import MERGE
-from ckptkit.plan.plan import Plan, Product
-from ckptkit.plan.side_files import sum_bytes_by_dtype, update_config
+from ckptkit.plan.plan import Plan, Product, TensorSpec
+from ckptkit.plan.selection import (
+    DTypePolicy,
+    KeptDtypes,
+    describe_kept,
+    find_float32_among_halves,
+)
 from ckptkit.plan.ties import untie_config
 from ckptkit.plan.vocabulary import is_head
 from ckptkit.storage.places import PathLike
@@ -156,7 +162,8 @@ class MergePreparation:
         first = adapters[0]
         # A base in the adapter's own checkpoint has the names of a framework, and no configuration.
         folder = request.model_config if given is None else find_folder(given)
-        self._folders = SideFolders(stack, first.found.opened, folder)
+        choice = SideChoice(tokenizer_from=request.tokenizer_from)
+        self._folders = SideFolders(stack, first.found.opened, folder, choice)
         self._side, self._side_notes = self._folders.choose(allow_code=request.allow_code)
         self._config = self._folders.config(self._side)
         if given is None and not first.found.base:
@@ -197,7 +204,10 @@ class MergePreparation:
         norm_of, note = choose_norms(versions, changes)
         self._notes += filter(None, [note])
         rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
-        rules = MergeRules(self._request.dtype, rounding, NormOf(norm_of))
+        dtypes = DTypePolicy(self._request.dtype, kept=self._find_kept(tensors))
+        rules = MergeRules(dtypes, rounding, NormOf(norm_of))
+        specs = [TensorSpec(t.live[0], t.dtype, t.shape) for t in tensors]
+        self._notes += describe_kept(dtypes, specs)
         products = list(plan_products(tensors, changes, ties, shapes, rules, alignment.called))
         layers = report_layers(
             self._adapters, tensors, changes, quantized, self._request, self._origins
@@ -211,6 +221,15 @@ class MergePreparation:
         dropped = {names.get(t, t): names.get(s, s) for t, s in ties.dropped.items()}
         prepared = self._prepare(out, products, config, dropped, alignment, quantized)
         return replace(prepared, comparison=comparison), layers
+
+    def _find_kept(self, tensors: Sequence[BaseTensor]) -> KeptDtypes:
+        """Returns what stays in float32: what the class keeps, and what the base has so."""
+        if self._request.cast_all or self._config is None:
+            return KeptDtypes()
+        kept = self._folders.consumer.find_kept(self._config)
+        halves = find_float32_among_halves(self._base.entries.values())
+        names = frozenset(str(t.live[0]) for t in tensors if t.name in halves)
+        return replace(kept, names=names)
 
     # --- the base ---
 
@@ -262,19 +281,19 @@ class MergePreparation:
     ) -> dict[Fqn, list[Change]]:
         renaming = alignment.renaming
         base = BaseShapes(renaming.to_adapter(shapes), find_model_types(self._config))
-        config = self._config or {}
         entries = {
             placed.live[0]: self._base.entries[placed.stored[0]]
             for placed in alignment.placed
             if placed.part is None and not _EXPERT.search(placed.live[0])
         }
-        entries = {  # which the model that was trained has
-            name: entry
-            for name, entry in renaming.to_adapter(
-                {name: e for name, e in entries.items() if renaming.is_of_adapted(name)}
-            ).items()
-            if not is_left_out(name, config)
-        }
+        left_out = find_left_out(entries, self._config or {})
+        entries = renaming.to_adapter(
+            {  # which the model that was trained has
+                name: entry
+                for name, entry in entries.items()
+                if name not in left_out and renaming.is_of_adapted(name)
+            }
+        )
         all_changes = []
         for source in self._adapters:
             adapter, where = source.found.adapter, source.source.where
@@ -367,6 +386,7 @@ class MergePreparation:
             left_out=frozenset(heads),
             where=self._base.opened.path,
             is_live=self._base.is_live,
+            consumer=self._folders.consumer,
             advice=MERGE,
         )
         comparison, notes = plan_comparison(subject, self._program)
@@ -382,9 +402,14 @@ class MergePreparation:
         alignment: Alignment,
         quantized: QuantizedBase,
     ) -> PlannedOutput:
-        self._notes += self._side_notes
-        weights = layout_hf_weights(products, self._request.max_file_bytes)
-        files = self._folders.outputs(self._side, config, allow_code=self._request.allow_code)
+        request, folders = self._request, self._folders
+        weights = layout_hf_weights(products, request.max_file_bytes)
+        truth = folders.tell_truth(
+            *(folders.texts(self._side), config, [str(p.spec.name) for p in products]),
+            keep_generation=request.generation_config == "keep",
+        )
+        self._notes += (*self._side_notes, *truth.notes)
+        files = folders.outputs(self._side, truth.changed, allow_code=request.allow_code)
         plan = Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
         opened = [source.found.opened for source in self._adapters]
         opened += [] if self._given is None else [self._given.opened]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.table import ADAPTER_CONFIG
 from ckptkit.conversion.source.named_models import find_local, names_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
@@ -39,7 +41,6 @@ from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entri
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
 from ckptkit.lora.inference import ALPHA, MAKE_CONFIG, RANK, RSLORA, TASK
 from ckptkit.lora.layers import build_table
-from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.plan.weight_kinds import (
     LORA,
     PEFT,
@@ -641,7 +642,6 @@ def build_selection_options(select: str | None, also: Sequence[PathLike]) -> lis
     return [*chosen, *(text for folder in also for text in ("--also", os.fspath(folder)))]
 
 
-ADAPTER_CONFIG = "adapter_config.json"
 _NAMED = "adapters"  # where the training hooks keep those of adapters that have a name
 _OPTION = "--adapter-config"
 

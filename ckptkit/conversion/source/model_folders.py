@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.consumers.table import CONSUMERS
 from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, open_folder
 from ckptkit.core.errors import (
@@ -23,6 +25,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
+from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.optimizer_names import NUMBERED
@@ -32,6 +35,8 @@ from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
+from ckptkit.hub_names.known_models import is_made_by_model
+from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
@@ -46,18 +51,29 @@ from ckptkit.plan.plan import OutputFile
 from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.runs.step_manifests import StepManifests
 from ckptkit.storage.base import Source
+from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source
 
 # What `from_pretrained` looks for, in its order. A folder can have other weights, such as
 # `consolidated.safetensors` in Mistral's repositories, or a model in both formats.
-_WEIGHTS = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_SINGLE = tuple(dict.fromkeys(f"{one.stem}.safetensors" for one in CONSUMERS if one.is_split))
+_INDEX = tuple(f"{name}.index.json" for name in _SINGLE)
+_WEIGHTS = (
+    *(name for pair in zip(_SINGLE, _INDEX, strict=True) for name in pair),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin"),
+)
 
 
 def read_shapes_if_any(folder: PathLike) -> Mapping[str, Shape]:
     """Returns the shapes of a model's tensors by its headers; none where it has no weights."""
+    return {str(entry.name): entry.shape for entry in read_entries_if_any(folder)}
+
+
+def read_entries_if_any(folder: PathLike) -> list[TensorEntry]:
+    """Returns the tensors of a model folder by its headers; none where it has no weights."""
     with open_source(folder) as source:
         index = read_pretrained_index(source)
-    return {} if index is None else {str(e.name): e.shape for e in index.of_part("model")}
+    return [] if index is None else list(index.of_part("model"))
 
 
 def read_entries(folder: PathLike, *, option: str) -> list[TensorEntry]:
@@ -93,11 +109,13 @@ def read_file_map(folder: PathLike, *, option: str) -> FileMap:
             )
         source = open_folder(stack, place, option)
         names = set(source.walk(0))
-        if SINGLE_NAME in names and not is_index:
-            index = read_index(source, Candidate("safetensors", "", (SINGLE_NAME,), SINGLE_NAME))
-            files = dict.fromkeys(map(str, index.tensors), SINGLE_NAME)
-        elif INDEX_NAME in names:
-            files = read_weight_map(source, INDEX_NAME)
+        single = next((name for name in _SINGLE if name in names and not is_index), "")
+        listing = next((name for name in _INDEX if name in names), "")
+        if single:
+            index = read_index(source, Candidate("safetensors", "", (single,), single))
+            files = dict.fromkeys(map(str, index.tensors), single)
+        elif listing:
+            files = read_weight_map(source, listing)
         else:
             raise NotACheckpointError(
                 f"neither {SINGLE_NAME!r} nor {INDEX_NAME!r} is there",
@@ -115,7 +133,7 @@ def _find_folder(path: PathLike, option: str) -> tuple[Place, bool]:
     """Returns the folder of a model, and whether the index in it was named."""
     place = find_model(path, option).place
     above, name = posixpath.split(place)
-    is_index = name == INDEX_NAME
+    is_index = name in _INDEX
     return (place.beside(above or ".") if is_index else place), is_index
 
 
@@ -189,6 +207,85 @@ def check_reach(
                 )
         notes = [] if shared else notes
     return tuple(notes)
+
+
+@dataclass(slots=True)
+class Filling:
+    """A model that an output takes tensors from which the source lacks.
+
+    Attributes:
+        opened: Its weights.
+        option: The option that names it, for messages.
+        taken: The tensors that are taken; known once the output's are.
+    """
+
+    opened: OpenedCheckpoint
+    option: str
+    taken: Sequence[TensorEntry] = ()
+
+    def lacking(self, written: AbstractSet[Fqn]) -> list[TensorEntry]:
+        """Returns the tensors that an output lacks.
+
+        Args:
+            written: The names that it has, or that others stand for.
+        """
+        entries = list(self.opened.index.of_part("model"))
+        where, known = f"{self.option} {self.opened.path}", {entry.name for entry in entries}
+        if known.isdisjoint(written):
+            raise RefusedError(
+                f"has none of the {len(written):,} tensors of the source, such as"
+                f" {min(written, default='')!r}; the first there is {min(known, default='')!r}",
+                where=where,
+                hint="name the model that the run was started from",
+            )
+        lacking = [entry for entry in entries if entry.name not in written]
+        for name in (entry.name for entry in lacking):
+            for prefix in BASE_PREFIXES:
+                if {f"{prefix}.{name}", name.removeprefix(f"{prefix}.")} & (written - {name}):
+                    raise RefusedError(
+                        f"has tensor {name!r}, which the source has with or without the prefix"
+                        f" '{prefix}.'",
+                        where=where,
+                        hint="write the source alone, and pass a model whose names begin alike",
+                    )
+        packed = next(
+            (e for e in lacking if e.dtype.kind == "float" and e.dtype.itemsize == 1), None
+        )
+        if packed is not None:
+            raise RefusedError(
+                f"has tensor {packed.name!r} in {packed.dtype.name}, the packed form of a weight",
+                where=where,
+                hint="pass the model with unpacked weights, as it was before it was quantized",
+            )
+        return [entry for entry in lacking if not is_made_by_model(entry.name)]
+
+    def describe(self) -> str:
+        """Returns a note on the tensors that are taken."""
+        names = [repr(str(entry.name)) for entry in self.taken]
+        more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
+        listed = ", ".join(names[:_LISTED])
+        return f"{counted(len(names), 'tensor')} taken from {self.opened.path}: {listed}{more}"
+
+
+def open_filling(stack: ExitStack, path: PathLike, option: str) -> Filling:
+    """Opens the model whose tensors complete an output.
+
+    Args:
+        stack: Closes it.
+        path: A model folder, a URL, or the id of a model on the Hub.
+        option: The option that names it, for messages.
+    """
+    place = find_model(path, option).place
+    folder = open_folder(stack, place, option)
+    index = read_pretrained_index(folder)
+    if index is None:
+        raise NotACheckpointError(
+            "holds no weights to take tensors from",
+            where=f"{option} {place}",
+            hint="name a folder with the weights of the model, or its id on the Hub",
+        )
+    opened = OpenedCheckpoint(place, OverlaySource([folder]), "", (), index, None, ())
+    return Filling(opened, option)
 
 
 _MAX_BLOB_BYTES = 64 << 20

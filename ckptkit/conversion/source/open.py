@@ -13,6 +13,8 @@ from typing import Any
 
 import xxhash
 
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.source.named_models import describe_hub_name, find_model
 from ckptkit.conversion.source.unite import compare_leftovers, join_indexes, unite
 from ckptkit.core.errors import (
@@ -60,7 +62,6 @@ from ckptkit.formats.registry import (
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
-from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.runs.run_paths import (
     absent_folder,
     check_closed,
@@ -266,6 +267,7 @@ def describe_sources(sources: Sequence[OpenedCheckpoint]) -> dict[str, Any]:
         "format": checkpoint.index.format,
         "step": checkpoint.index.run.step,
         "world_size": checkpoint.index.run.world_size,
+        "writer": checkpoint.index.run.writer,
         SOURCE_IDENTITY: digest.hexdigest(),
     }
 

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from ckptkit.consumers.folder_truth import (
+    MAX_JSON_BYTES,
+    SPECIAL_TOKENS,
+    TELLING,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+    FolderTexts,
+    Truth,
+    parse_texts,
+    tell_truth,
+)
+from ckptkit.consumers.sentence_modules import find_encoder_folder, move_encoder
+from ckptkit.consumers.side_files import (
+    Listed,
+    SideFile,
+    choose_companions,
+    choose_side_files,
+    has_auto_map,
+    is_of_tokenizer,
+    is_side_file,
+    is_tokenizer_file,
+    rewrite_side_file,
+)
+from ckptkit.consumers.table import (
+    CONFIG,
+    CONSUMERS,
+    GENERATION,
+    MODULES,
+    PIPELINE_INDEX,
+    PLAIN,
+    find_consumer,
+)
+from ckptkit.consumers.tokenizer_files import (
+    TokenizerChange,
+    change_settings,
+    compare_tokenizers,
+    list_forms_of_5,
+)
 from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
@@ -18,30 +57,25 @@ from ckptkit.conversion.source.open import (
     open_folder,
     open_root,
 )
-from ckptkit.core.errors import FormatError, InputError, MissingFileError, NotACheckpointError
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+    UsageError,
+)
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
-from ckptkit.core.model_configs import parse_json_object, parse_model_config
+from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
 from ckptkit.core.text import Aside
 from ckptkit.formats.discovery import RELEASE, is_unit_folder, parse_step
-from ckptkit.plan.side_files import (
-    CONFIG,
-    MAX_JSON_BYTES,
-    MAX_TOKENIZER_BYTES,
-    TOKENIZER,
-    Listed,
-    SideFile,
-    choose_side_files,
-    has_auto_map,
-    is_side_file,
-    is_tokenizer_file,
-    rewrite_side_file,
-)
+from ckptkit.formats.parsing import parse_json
+from ckptkit.options import TokenizerOrigin, check_choice
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
 from ckptkit.storage.base import Folder, StoreFolder, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import PathLike, Place, is_url
+from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
@@ -71,10 +105,13 @@ class SideChoice:
     Attributes:
         config: A folder with a `config.json`, or such a file by any name.
         tokenizer: A folder with a tokenizer, or a file of one.
+        tokenizer_from: Whose tokenizer is written: that of the step, or of the base. `auto` takes
+            the base's files if the step has the same tokens.
     """
 
     config: PathLike | None = None
     tokenizer: PathLike | None = None
+    tokenizer_from: TokenizerOrigin = "auto"
 
 
 class SideFolders:
@@ -84,6 +121,7 @@ class SideFolders:
         base: The model folder of `--base`, or None.
         sources: The folders, by their paths.
         notes: Which model `--base` and the like name.
+        consumer: The library that loads the output; known once files are chosen.
     """
 
     def __init__(
@@ -94,11 +132,18 @@ class SideFolders:
         choice: SideChoice = SideChoice(),
     ) -> None:
         self.notes: list[str] = []
+        self.consumer = PLAIN
+        self._modules: Any = None
+        self._writer = checkpoint.index.run.writer
+        check_choice("--tokenizer-from", choice.tokenizer_from, get_args(TokenizerOrigin))
+        self._tokenizer_from = choice.tokenizer_from
+        self._replaced: dict[str, bytes] = {}
+        self._encoder = ""  # the folder of an encoder in that of a base, if it is not at its root
         self.base = None if base is None else self._find(base, "--base")
         self.sources: dict[str, Folder] = {}
         self._outside: list[str] = []  # folders above the source
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
-        base_folder = None if self.base is None else open_folder(stack, self.base, "--base")
+        base_folders = [] if self.base is None else self._open_base(stack, self.base, checkpoint)
         formats = {unit.candidate.format for unit in checkpoint.units}
         names = (*_NESTED, *(() if formats.isdisjoint(_MEGATRON_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
@@ -118,13 +163,46 @@ class SideFolders:
                         self.sources[path] = source
                         if not f"{make_absolute(path)}/".startswith(f"{top}/"):
                             self._outside.append(path)
-        self._base_location = None if base_folder is None else base_folder.location
-        if base_folder is not None:
+        self._base_location = base_folders[-1].location if base_folders else None
+        for base_folder in base_folders:
             self.sources.setdefault(base_folder.location, base_folder)
         self._searched = tuple(self.sources)
         self._lone_config = ""
         self._config = self._list_config(stack, choice.config)
         self._tokenizer = self._list_tokenizer(stack, choice.tokenizer)
+        if choice.tokenizer is not None and choice.tokenizer_from != "auto":
+            raise UsageError(
+                f"cannot be combined with --tokenizer-from {choice.tokenizer_from}",
+                where=f"--tokenizer {choice.tokenizer}",
+                hint="leave one of the two out",
+            )
+
+    def _open_base(
+        self, stack: ExitStack, place: Place, checkpoint: OpenedCheckpoint
+    ) -> list[Folder]:
+        """Opens the folder of the base; the last one of the result has its configuration.
+
+        Of a pipeline of diffusers, it is the component whose tensors the checkpoint has; of
+        sentence-transformers, the encoder may have a folder of its own.
+        """
+        folder = open_folder(stack, place, "--base")
+        paths = set(folder.walk(1))
+        if CONFIG in paths:
+            return [folder]
+        if PIPELINE_INDEX in paths:
+            names = {str(entry.name) for entry in checkpoint.index.of_part("model")}
+            component = _find_component(folder, paths, names, f"--base {place}")
+            self.notes.append(Aside(f"--base {place}: its component {component!r} is used"))
+            self.base = place.beside(posixpath.join(place, component))
+            return [open_folder(stack, self.base, "--base")]
+        if MODULES in paths:
+            size = folder.stat(MODULES).size_bytes
+            self._modules = parse_json(folder.read(MODULES, 0, size), where=MODULES)
+            self._encoder = find_encoder_folder(self._modules)
+            if f"{self._encoder}/{CONFIG}" in paths:
+                self.base = place.beside(posixpath.join(place, self._encoder))
+                return [folder, open_folder(stack, self.base, "--base")]
+        return [folder]
 
     def _find(self, path: PathLike, option: str) -> Place:
         found = find_model(path, option)
@@ -186,15 +264,104 @@ class SideFolders:
             own = (replace(f, path=self._lone_config) if f.name == CONFIG else f for f in chosen)
             chosen = list(own)
         notes: list[str] = []
+        if not self._tokenizer:
+            chosen = self._choose_tokenizer(chosen, listed, notes)
+        origin = next((file.origin for file in chosen if file.name == CONFIG), "")
+        config, names = self.config(chosen), set[str]()
+        for folder, own_names in listed:
+            names |= own_names.keys()
+            if folder == origin:
+                break
+        self.consumer = find_consumer(config, names, self._writer)
+        there = {file.name for file in chosen}
+        companions = choose_companions(listed, self.consumer, origin)
+        if self._encoder and self.consumer.leading == MODULES:
+            # The encoder is written at the root, and the list of modules says so.
+            inside = f"{self._encoder}/"
+            companions = [file for file in companions if not file.name.startswith(inside)]
+            inner = dict(listed)[origin]
+            beside = [name for name in inner if "/" not in name and not is_side_file(name)]
+            companions += [SideFile(name, origin, name, inner[name]) for name in beside]
+            self._replaced[MODULES] = to_json(move_encoder(self._modules, self._encoder))
+        chosen += [file for file in companions if file.name not in there]
+        chosen.sort(key=lambda file: file.name)
         for folder in self._outside:
-            names = [file.name for file in chosen if file.origin == folder]
-            if names:
-                notes.append(Aside(f"from {folder}, above the source: {', '.join(names)}"))
+            outside = [file.name for file in chosen if file.origin == folder]
+            if outside:
+                notes.append(Aside(f"from {folder}, above the source: {', '.join(outside)}"))
         if code:
             more = f" and {len(code) - _NAMED:,} more" if len(code) > _NAMED else ""
             text = f"python files were left out: {', '.join(code[:_NAMED])}{more}"
             notes.append(f"{text}; pass --allow-code to copy them")
         return chosen, tuple(notes)
+
+    def _choose_tokenizer(
+        self, chosen: list[SideFile], listed: Sequence[Listed], notes: list[str]
+    ) -> list[SideFile]:
+        """Takes the base's files of a tokenizer where the step has the same tokens."""
+        step = [file for file in chosen if is_of_tokenizer(file.name)]
+        rest = [file for file in chosen if not is_of_tokenizer(file.name)]
+        base = [
+            SideFile(name, origin, name, size)
+            for origin, names in listed
+            if origin == self._base_location and any(map(is_tokenizer_file, names))
+            for name, size in names.items()
+            if is_of_tokenizer(name)
+        ]
+        if not step or not base or any(file.origin == self._base_location for file in step):
+            if self._tokenizer_from == "base" and not base:
+                raise NotACheckpointError(
+                    "no tokenizer was found there" if self.base else "no --base was named",
+                    where="--tokenizer-from base",
+                    hint="name a folder with one with --base, or leave --tokenizer-from out",
+                )
+            return chosen
+        if self._tokenizer_from == "base":
+            return [*rest, *base]
+        before, after = self.texts(base), self.texts(step)
+        change = compare_tokenizers(after, before)
+        if self._tokenizer_from == "step" or change is None:
+            forms = list(list_forms_of_5(after.tokenizer_config))
+            if forms:
+                notes.append(
+                    "the tokenizer of the step is written by transformers 5: readers with"
+                    f" transformers 4, such as older engines, refuse {' and '.join(forms)};"
+                    " --tokenizer-from base writes the files of the base"
+                )
+            return chosen
+        return [*rest, *self._change_base(base, step, change, notes)]
+
+    def _change_base(
+        self,
+        base: list[SideFile],
+        step: Sequence[SideFile],
+        change: TokenizerChange,
+        notes: list[str],
+    ) -> list[SideFile]:
+        """Returns the files of the base's tokenizer, with what training changed beside tokens."""
+        said = "the tokenizer has the tokens of the base: its files are written"
+        changed = [f"'{key}'" for key in change.settings]
+        for file in base:
+            is_setting = file.name in {TOKENIZER_CONFIG, SPECIAL_TOKENS}
+            if is_setting and file.size_bytes <= MAX_JSON_BYTES:
+                document = parse_json_object(self.read(file), where=file.path)
+                new = change_settings(file.name, document, change)
+                if new != document:
+                    self._replaced[file.name] = to_json(new)
+        if change.template:
+            changed.append("the chat template")
+            own = [file for file in step if file.name == TEMPLATE]
+            base = [file for file in base if file.name != TEMPLATE] + own
+            if not own:  # it stands in a configuration
+                data = change.template.encode()
+                base.append(SideFile(TEMPLATE, step[0].origin, TOKENIZER_CONFIG, len(data)))
+                self._replaced[TEMPLATE] = data
+        if changed:
+            said += f", with {', '.join(changed)} of the step"
+        if change.parts:
+            said += f"; the step writes {', '.join(map(repr, change.parts))} in another way"
+        notes.append(Aside(f"{said}; --tokenizer-from step writes those of the step"))
+        return base
 
     def read(self, file: SideFile) -> bytes:
         """Returns the content, which has the digest that ckptkit wrote for it, if there is one."""
@@ -214,39 +381,77 @@ class SideFolders:
             check_file(source, path, manifest, f"{begin}{path}")
 
     def outputs(
-        self, files: Sequence[SideFile], config: Mapping[str, Any] | None, *, allow_code: bool
+        self, files: Sequence[SideFile], changed: Mapping[str, bytes], *, allow_code: bool
     ) -> list[OutputFile]:
         """Plans the files as they are to be written.
 
         Args:
             files: The result of `choose`.
-            config: The model's configuration as it is written, or None.
+            changed: The contents of those that differ, and of those that are new, by name.
             allow_code: Whether to keep `auto_map`, which names python files.
         """
         from ckptkit.plan.plan import Literal, RawCopy, lay_out_file  # late: inspect plans nothing
 
-        outputs = []
+        outputs, changed = [], {**self._replaced, **changed}
         for file in files:
-            read = partial(self.read, file)
-            data = rewrite_side_file(
-                file.name, file.size_bytes, read, config, allow_code=allow_code
-            )
+            data = changed.pop(file.name, None)
+            if data is None and not allow_code:
+                data = rewrite_side_file(file.name, file.size_bytes, partial(self.read, file))
             if data is None:
                 self.prove(file.origin, file.path)
             body = RawCopy(file.origin, file.path) if data is None else Literal(data)
             size = file.size_bytes if data is None else len(data)
             outputs.append(lay_out_file(file.name, [(size, body, None)]))
-        return outputs
+        new = (lay_out_file(n, [(len(data), Literal(data), None)]) for n, data in changed.items())
+        return [*outputs, *new]
 
-    def tokenizer(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
-        """Returns the tokenizer; None where there is none, or it cannot be parsed."""
-        file = next((file for file in files if file.name == TOKENIZER), None)
-        if file is None or file.size_bytes > MAX_TOKENIZER_BYTES:
+    def texts(self, files: Sequence[SideFile]) -> FolderTexts:
+        """Returns the small files that say what the model is; what cannot be parsed is left out."""
+        contents = {
+            file.name: self._replaced.get(file.name) or self.read(file)
+            for file in files
+            if file.size_bytes <= TELLING.get(file.name, -1)
+        }
+        home = next((file.origin for file in files if file.name == CONFIG), "")
+        return parse_texts(contents, home)
+
+    def read_json(self, files: Sequence[SideFile], name: str) -> Any:
+        """Returns the content of a JSON file of any kind; None where it is absent or no JSON."""
+        file = next((file for file in files if file.name == name), None)
+        if file is None or file.size_bytes > MAX_JSON_BYTES:
             return None
-        try:
-            return parse_json_object(self.read(file), where=file.path)
-        except FormatError:
+        with suppress(ValueError, RecursionError):
+            return json.loads(self._replaced.get(name) or self.read(file))
+        return None
+
+    def _texts_of_base(self) -> FolderTexts | None:
+        """Returns the same of the model that `--base` names; None where none is named."""
+        if self._base_location is None:
             return None
+        origin, names = self._base_location, _list_sizes(self.sources[self._base_location])
+        wanted = (CONFIG, GENERATION)
+        return self.texts([SideFile(n, origin, n, names[n]) for n in wanted if n in names])
+
+    def tell_truth(
+        self,
+        texts: FolderTexts,
+        config: Mapping[str, Any] | None,
+        names: Iterable[str],
+        *,
+        keep_generation: bool,
+    ) -> Truth:
+        """Makes the folder say the truth about itself, if its consumer has us write what it says.
+
+        Args:
+            texts: The folder as it is chosen; see `texts`.
+            config: The configuration as it is written.
+            names: Of the tensors that are written.
+            keep_generation: Whether `generation_config.json` is left as it is.
+        """
+        if config is None or not self.consumer.owns_config:
+            return Truth()
+        written = replace(texts, config=config)
+        return tell_truth(written, self._texts_of_base(), names, keep_generation=keep_generation)
 
     def code_of(self, files: Sequence[SideFile]) -> dict[str, Any]:
         """Returns the `auto_map` of the configuration, which is not written; empty without one."""
@@ -279,10 +484,36 @@ class SideFolders:
         return parse_model_config(self.read(file), where=where)
 
 
+def _find_component(folder: Folder, paths: Collection[str], names: set[str], where: str) -> str:
+    """Returns the folder of the model in a pipeline that has the tensors of a checkpoint."""
+    from ckptkit.conversion.source.model_folders import read_pretrained_index  # few bases are one
+
+    found = {}
+    for path in paths:
+        component, slash, name = path.rpartition("/")
+        if slash and name == CONFIG:
+            with open_source(Place(posixpath.join(folder.location, component))) as inside:
+                index = read_pretrained_index(inside)
+            known = set() if index is None else {str(e.name) for e in index.of_part("model")}
+            found[component] = len(known & names)
+    best = max(found, key=lambda component: found[component], default="")
+    if not found or not found[best]:
+        listed = ", ".join(sorted(found)) or "none"
+        raise AmbiguousSourceError(
+            f"is a pipeline of several models, and none has the tensors of the source: {listed}",
+            where=where,
+            hint=f"name the folder of the model that was trained, such as"
+            f" {posixpath.join(folder.location, min(found, default='transformer'))}",
+        )
+    return best
+
+
 def _list_sizes(source: Folder) -> dict[str, int]:
     """Returns the sizes in bytes of the side files of a folder, by their paths."""
     sizes = {}
-    for path in filter(is_side_file, source.walk(1)):
+    for path in source.walk(1):
+        if not (is_side_file(path) or any(one.has_companion(path) for one in CONSUMERS)):
+            continue
         with suppress(InputError):  # what cannot be read is no side file
             sizes[path] = source.stat(path).size_bytes
     return sizes

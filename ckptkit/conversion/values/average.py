@@ -186,6 +186,14 @@ class _Joint:
     def plan(self) -> PlannedOutput:
         self._check_order()
         self._check_likeness()
+        modules = self._layout.facts.get("modules", ())
+        if modules:
+            raise RefusedError(
+                f"holds weights of modules beside an encoder, in {', '.join(map(repr, modules))},"
+                " which are not averaged",
+                where=self._paths[-1],
+                hint="average the encoder alone: `--strip-prefix 0.model. --exclude '[1-9]*'`",
+            )
         names = self._choose_averaged()
         self._check_rest(names)
         job, layout = self._job, self._layout
@@ -295,9 +303,10 @@ class _Joint:
                     hint="patterns must fit whole names, such as '*.running_mean'",
                 )
         dtypes = {name: spec.dtype for name, spec in specs.items()}
+        filled = self._layout.facts.get("filled", {}).get("tensors", ())  # the same in all sources
         chosen = set()
         for name, dtype in dtypes.items():
-            if dtype.kind != "float" or matches(name, self._job.take_last):
+            if dtype.kind != "float" or name in filled or matches(name, self._job.take_last):
                 continue
             if is_quantized(name, dtypes) or dtype.name == _SCALES:
                 raise RefusedError(

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.job import run_job
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import describe_adapters
@@ -23,7 +24,6 @@ from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageErro
 from ckptkit.engine.outcome import Event, Listener, Planned
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit.plan.load_report import WATCH, Advice
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.save_order import BestMode
 from ckptkit.runs.steps import RunStep, abandoned

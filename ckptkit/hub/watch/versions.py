@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.write import SingleProcess, write_output
 from ckptkit.core.errors import (
@@ -36,7 +37,6 @@ from ckptkit.deltas.pairs import PublishedBase
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.hub.watch.watched_steps import OF_NO_STEP, TAG_PREFIX, StepCommit, WatchedRun
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.local.disk import LOCAL_DISK

@@ -30,7 +30,7 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.hub_names.disk_tensors import Computation, HubNames, HubTensor, NamingRequest
-from ckptkit.hub_names.transformers.model_classes import build_model, unsaved_names
+from ckptkit.hub_names.transformers.model_classes import build_model, list_kept, unsaved_names
 from ckptkit.hub_names.transformers.tracing import ComputedTensor, TracedTensor, revert_conversions
 
 Specs = Mapping[Fqn, tuple[DType, Shape]]
@@ -67,6 +67,7 @@ def answer_names(request: NamingRequest, conversions: Sequence[Any] | None = Non
         tensors={Fqn(n): _describe(Fqn(n), tensor) for n, tensor in disk.items()},
         unsaved=tuple(name for name in live if name in ignored),
         unknown=() if is_done else tuple(sorted(unknown)),
+        kept=list_kept(model),
     )
 
 

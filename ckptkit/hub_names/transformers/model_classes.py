@@ -51,6 +51,13 @@ def unsaved_names(model: Any) -> frozenset[str]:
     return frozenset(model._keys_to_ignore_on_save or ())  # noqa: SLF001  as saving does
 
 
+def list_kept(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns what a model keeps in float32: in 16 bits of any kind, and in float16 alone."""
+    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    in_float16 = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return tuple(sorted(always)), tuple(sorted(in_float16))
+
+
 def _config_class(config: Mapping[str, Any]) -> Any:
     model_type = str(config.get("model_type"))
     if model_type in CONFIG_MAPPING:

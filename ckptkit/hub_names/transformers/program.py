@@ -63,12 +63,12 @@ def _replies() -> int:
 
 
 def answer_question(question: dict[str, Any]) -> dict[str, Any]:
-    """Answers a request for names, or for what loading would report; for the process alone.
+    """Answers what a model keeps in float32, its names, or what loading would report.
 
     Args:
         question: As a line of JSON holds it.
     """
-    if find_spec("transformers.core_model_loading") is None:
+    if "library" not in question and find_spec("transformers.core_model_loading") is None:
         import transformers
 
         error = CannotPlanError(
@@ -78,6 +78,14 @@ def answer_question(question: dict[str, Any]) -> dict[str, Any]:
         )
         return {"error": error.to_json()}
     try:
+        if "kept" in question:
+            from ckptkit.hub_names.transformers.model_classes import build_model, list_kept
+
+            return {"kept": list_kept(build_model(question["kept"], ()))}
+        if question.get("library") == "diffusers":
+            from ckptkit.hub_names.transformers.diffusers_classes import report_on_diffusers
+
+            return report_on_diffusers(LoadRequest.from_json(question["loading"])).to_json()
         if "loading" in question:
             from ckptkit.hub_names.transformers.loading import report_loading
 

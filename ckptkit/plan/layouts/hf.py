@@ -32,6 +32,8 @@ from ckptkit.plan.plan import (
     split_by_size,
 )
 
+STEM = "model"
+
 
 def make_index_file(
     path: str, names: Sequence[str], groups: Sequence[Sequence[Product]]
@@ -53,7 +55,6 @@ def make_index_file(
     return lay_out_file(path, [(len(data), Literal(data), None)])
 
 
-STEM = "model"
 ADAPTER_STEM = "adapter_model"
 SINGLE_NAME = f"{STEM}.safetensors"
 INDEX_NAME = f"{SINGLE_NAME}.index.json"
@@ -63,34 +64,46 @@ _METADATA_KEY = "__metadata__"  # what a header calls its own facts; no tensor m
 _METADATA = {"format": "pt"}
 
 
-def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[OutputFile]:
+def layout_hf_weights(
+    products: Sequence[Product], max_file_bytes: int, stem: str = STEM
+) -> list[OutputFile]:
     """Lays tensors out as `model.safetensors`, or as several files with an index.
 
     Files are filled in the order of the names, so that they depend on the model alone, and not on
     the order in which ranks saved their tensors.
+
+    Args:
+        products: What is written.
+        max_file_bytes: Bytes of tensor data after which a new file starts.
+        stem: What names of files begin with.
 
     Returns:
         The weight files, and their index where there are several.
     """
     ordered = sorted(products, key=lambda product: name_order(product.spec.name))
     groups = split_by_size(ordered, max_file_bytes)
-    names = name_shards(STEM, "safetensors", len(groups))
-    return layout_hf_files(list(zip(names, groups, strict=True)))
+    names = name_shards(stem, "safetensors", len(groups))
+    return layout_hf_files(list(zip(names, groups, strict=True)), stem)
 
 
-def layout_hf_files(groups: Sequence[tuple[str, Sequence[Product]]]) -> list[OutputFile]:
+def layout_hf_files(
+    groups: Sequence[tuple[str, Sequence[Product]]], stem: str = STEM
+) -> list[OutputFile]:
     """Lays tensors out in the given files.
 
     Args:
         groups: `(name of the file, its tensors)`.
+        stem: What the name of the index begins with.
 
     Returns:
         The weight files, and their index unless the only file is `model.safetensors`.
     """
     files = [_weights_file(*group) for group in groups]
     names = [name for name, _ in groups]
-    if names != [SINGLE_NAME]:
-        files.append(make_index_file(INDEX_NAME, names, [products for _, products in groups]))
+    single = f"{stem}.safetensors"
+    if names != [single]:
+        index = f"{single}.index.json"
+        files.append(make_index_file(index, names, [products for _, products in groups]))
     return files
 
 

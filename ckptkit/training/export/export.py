@@ -47,6 +47,7 @@ from ckptkit.training.export.output_plan import (
     adapter_options,
     disk_names,
     is_adapter,
+    kept_of,
     merge_tables,
     pack_table,
     parse_config,
@@ -238,7 +239,8 @@ class ExportAttempt:
                 return True
             return bool(self._agree(same is not False, all))
 
-        plan = plan_model(table, side, options, is_tied, names, where=str(self._request.out))
+        kept, where = kept_of(parts_of_model(bound)), str(self._request.out)
+        plan = plan_model(table, side, options, is_tied, names, kept, where=where)
         for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
             logger.warning("%s: %s", self._request.out, note)
         return plan, names
@@ -363,6 +365,7 @@ class ExportOptions(TypedDict, total=False):
     Attributes:
         dtype: Of floating tensors: "float32", "bfloat16" or "float16", or "keep" (default) for
             the one that they are trained in. Integers are never cast.
+        cast_all: Whether tensors are cast too that the class of the model keeps in float32.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB"; by
             default as `ckptkit consolidate` has it.
         overwrite: Whether an output that holds something is replaced.
@@ -372,6 +375,7 @@ class ExportOptions(TypedDict, total=False):
     """
 
     dtype: DTypeChoice | DTypeLike
+    cast_all: bool
     max_shard_size: int | str
     overwrite: bool
     names: Literal["auto", "live"]
@@ -405,6 +409,7 @@ def make_request(
     request = ConsolidateRequest(
         dtype=options.get("dtype", "keep"),
         names=options.get("names", "auto"),
+        cast_all=options.get("cast_all", False),
         max_file_bytes=parse_size(size, option="max_shard_size"),
     )
     return ExportRequest(Path(path).absolute(), request, overwrite, source)

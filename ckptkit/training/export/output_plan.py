@@ -18,7 +18,7 @@ import operator
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckptkit.consumers.class_facts import find_kept_by_diffusers, kept_by_transformers
+from ckptkit.consumers.folder_truth import Truth, parse_texts, tell_truth
+from ckptkit.consumers.side_files import (
+    choose_side_files,
+    is_side_file,
+    rewrite_side_file,
+    sum_bytes_by_dtype,
+    update_config,
+)
+from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, GENERATION, find_consumer
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError, UnsupportedError, UsageError
 from ckptkit.core.geometry import intersect
@@ -54,14 +64,12 @@ from ckptkit.plan.plan import (
     TensorSpec,
     lay_out_file,
 )
-from ckptkit.plan.selection import make_products, refuse_casting_quantized
-from ckptkit.plan.side_files import (
-    CONFIG,
-    choose_side_files,
-    is_side_file,
-    rewrite_side_file,
-    sum_bytes_by_dtype,
-    update_config,
+from ckptkit.plan.selection import (
+    DTypePolicy,
+    KeptDtypes,
+    describe_kept,
+    make_products,
+    refuse_casting_quantized,
 )
 from ckptkit.plan.ties import (
     choose_ties_to_drop,
@@ -203,8 +211,7 @@ def _taken(local: torch.Tensor, box: Box, shared: Box, window: Window) -> torch.
     return ordered[(0,) * len(rest)]
 
 
-_OF_MODELS = frozenset({CONFIG, "generation_config.json"})
-ADAPTER_CONFIG = "adapter_config.json"
+_OF_MODELS = frozenset({CONFIG, GENERATION})
 # SHiRA's files have indices that its state dict lacks, those of prompts what a module computes.
 _COMPUTED = frozenset(
     {
@@ -253,6 +260,7 @@ def plan_model(
     options: ConsolidateRequest,
     is_tied: Callable[[Fqn, Fqn], bool],
     names: ExportNames,
+    kept: KeptDtypes,
     *,
     where: str,
 ) -> Plan:
@@ -264,32 +272,40 @@ def plan_model(
         options: How to write it.
         is_tied: Returns whether two tensors that are declared tied hold the same bytes.
         names: The names of its tensors on disk.
+        kept: What its class keeps in float32; see `kept_of`.
         where: The output, for messages.
 
     Returns:
         The plan; its tensors are described and not yet bound to what they are copied from.
     """
     config, entries, extents = parse_config(side), list(_entries(table)), _extents(table)
+    policy = DTypePolicy(options.dtype, kept=KeptDtypes() if options.cast_all else kept)
     if options.names != "live":
         refuse_random_weights(entries, location=where, config=config)
-    refuse_casting_quantized(entries, options, config, location=where)
+        refuse_casting_quantized(entries, config, policy, location=where)
     same, broken = dict[Fqn, Fqn](), dict(find_tie_conflicts(config, extents))
     for target, source in find_tie_candidates(config, extents).items():
         (same if is_tied(target, source) else broken)[target] = source
     dropped = choose_ties_to_drop(config, same, broken)
-    live = {p.spec.name: p.spec for p in make_products(entries, options, dropped, CastKernel)}
+    live = {p.spec.name: p.spec for p in make_products(entries, policy, dropped, CastKernel)}
     products = [Product(spec, Copy(SOURCE, Key(spec.name))) for spec in names.specs(live)]
-    weights = layout_hf_weights(products, options.max_file_bytes)
-    if config is not None:
+    consumer, truth = find_consumer(config), Truth()
+    weights = layout_hf_weights(products, options.max_file_bytes, consumer.stem)
+    if config is not None and consumer.owns_config:
         written = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         config = update_config(config, written, allow_code=options.allow_code)
-        config = untie_config(config) if broken else config
-    notes = tuple(
-        f"the configuration ties {target!r} to {source!r}, but they differ: both are written"
-        for target, source in broken.items()
+        told = replace(parse_texts(side), config=untie_config(config) if broken else config)
+        truth = tell_truth(told, None, [str(product.spec.name) for product in products])
+    notes = (
+        *(
+            f"the configuration ties {target!r} to {source!r}, but they differ: both are written"
+            for target, source in broken.items()
+        ),
+        *describe_kept(policy, entries),
+        *truth.notes,
     )
     ties = {names.name_of(target): names.name_of(source) for target, source in dropped.items()}
-    return Plan((*weights, *_side_files(side, config)), ties, notes)
+    return Plan((*weights, *_side_files({**side, **truth.changed})), ties, notes)
 
 
 def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRequest) -> Plan:
@@ -307,10 +323,11 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
             where=ADAPTER_CONFIG,
             hint="write it with save_pretrained of the PEFT model",
         )
-    products = make_products(list(_entries(table)), options, {}, CastKernel)
+    policy = DTypePolicy(options.dtype)
+    products = make_products(list(_entries(table)), policy, {}, CastKernel)
     beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
     own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
-    return Plan((layout_adapter(products), own, *_side_files(beside, None)), {})
+    return Plan((layout_adapter(products), own, *_side_files(beside)), {})
 
 
 def places_of(plan: Plan) -> dict[Fqn, OutputPlace]:
@@ -352,20 +369,30 @@ def _extents(table: Table) -> dict[Fqn, tuple[DType, Shape]]:
     return {name: (spec.dtype, spec.shape) for name, spec in table.items()}
 
 
+def kept_of(modules: Sequence[nn.Module]) -> KeptDtypes:
+    """Returns what the class of a live model keeps in float32, as its library says it.
+
+    Source: transformers 5.23, `PreTrainedModel._get_dtype_plan`; diffusers 0.42, `ModelMixin`.
+    """
+    model = innermost(modules[0])
+    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    if isinstance(getattr(model, "config", None), Mapping):  # as models of diffusers have it
+        return find_kept_by_diffusers({"_class_name": type(model).__name__.removeprefix("FSDP")})
+    return kept_by_transformers(sorted(always), sorted(kept))
+
+
 def parse_config(side: Mapping[str, bytes]) -> dict[str, Any] | None:
     data = side.get(CONFIG)
     return None if data is None else parse_model_config(data, where=CONFIG)
 
 
-def _side_files(
-    side: Mapping[str, bytes], config: Mapping[str, Any] | None
-) -> Iterator[OutputFile]:
+def _side_files(side: Mapping[str, bytes]) -> Iterator[OutputFile]:
     listed = {name: len(data) for name, data in side.items() if is_side_file(name)}
     files, _ = choose_side_files([("", listed)], allow_code=False)
     for file in files:
         data = side[file.name]
-        read = partial(side.__getitem__, file.name)
-        changed = rewrite_side_file(file.name, len(data), read, config, allow_code=False)
+        changed = rewrite_side_file(file.name, len(data), partial(side.__getitem__, file.name))
         yield _literal(file.name, data if changed is None else changed)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.compare_names import Subject, compare_now
 from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.checksums import ChecksumShare, compute_share, digest_of, is_whole
@@ -37,7 +38,6 @@ from ckptkit.engine.casts import Caster, overflow_error
 from ckptkit.options import changed_options
 from ckptkit.plan.load_report import EXPORT
 from ckptkit.plan.plan import Literal, Plan
-from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.base import Row
 from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.shared_target import PartFile, SharedTarget

@@ -37,6 +37,7 @@ _SIDE = (
         options.BASE,
         help="Model folder with configuration and tokenizer, if the checkpoints have none.",
     ),
+    *options.FILLING,
     options.MODEL_CONFIG,
     options.OVERWRITE,
     replace(
@@ -45,6 +46,7 @@ _SIDE = (
         choices=_DTYPES,
         parse=partial(choose_dtype, choices=_DTYPES),
     ),
+    options.CAST_ALL,
     _OF_CONVERSION["keep_dtype"],
     options.NAMES,
     options.MAP,

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 import zstandard
 
+from ckptkit.consumers.side_files import rewrite_side_file
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import Fqn
@@ -39,7 +40,6 @@ from ckptkit.lora.recorded_base import parse_recorded_base as recorded_base
 from ckptkit.name_maps.apply import apply_map
 from ckptkit.name_maps.language import invert, parse_map
 from ckptkit.name_maps.shipped import list_map_names, read_map_text
-from ckptkit.plan.side_files import rewrite_side_file
 from ckptkit.runs.step_manifests import read_findings
 from ckptkit.runs.steps import parse_metrics, save_number_of
 from ckptkit.storage.manifests import EarlierOutput
@@ -86,8 +86,8 @@ def _run_adapter(data: bytes) -> None:
 def _run_model_config(data: bytes) -> None:
     config = parse_model_config(data, where="x")
     list_model_types(config)
-    rewrite_side_file("config.json", len(data), lambda: data, config, allow_code=False)
-    rewrite_side_file("generation_config.json", len(data), lambda: data, None, allow_code=False)
+    rewrite_side_file("config.json", len(data), lambda: data)
+    rewrite_side_file("generation_config.json", len(data), lambda: data)
     base_model_of(config, None, None)
     write_card(ModelFacts("m", None, None, config, None)).encode()
     parse_model_config(model_config_to_json(config), where="what was written")

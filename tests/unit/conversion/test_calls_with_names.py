@@ -32,6 +32,7 @@ NAMELESS = "no name is given there"
 S3 = "requests of S3 by exact keys"
 
 ALLOWED = {
+    ("ckptkit/consumers/table", "Consumer.has_companion", "fnmatchcase"): CONSTANT,
     ("ckptkit/hub/folder_files", "_is_of_step", "fnmatchcase"): CONSTANT,
     ("ckptkit/hub/folder_files", "choose_step_files", "fnmatchcase"): GIVEN,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "fnmatchcase"): CONSTANT,
@@ -53,7 +54,7 @@ ALLOWED = {
     ("ckptkit/conversion/naming_program", "start_program", "subprocess.Popen"): PROGRAM,
     ("ckptkit/name_maps/shipped", "list_map_names", "_FOLDER.glob"): CONSTANT,
     ("ckptkit/options", "matches", "fnmatchcase"): GIVEN,
-    ("ckptkit/plan/side_files", "_fits", "fnmatchcase"): GIVEN,
+    ("ckptkit/consumers/side_files", "_fits", "fnmatchcase"): GIVEN,
     ("ckptkit/storage/remote/store", "read_hub_range", "filesystem.open"): EXACT,
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.endpoint"): NAMELESS,
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.resolve_path"): EXACT,

@@ -44,7 +44,7 @@ from ckptkit.plan.coverage import find_problems
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.plan import SOURCE, Plan, Share, tasks_of
-from ckptkit.plan.selection import make_products
+from ckptkit.plan.selection import DTypePolicy, make_products
 from ckptkit.storage.overlay import MemorySource
 from tests.memory_target import MemoryTarget
 
@@ -101,7 +101,8 @@ def run(
     **options: Any,
 ) -> tuple[dict[str, bytes], Digests]:
     request = ConsolidateRequest(**options)
-    products = make_products(list(origin.index.tensors.values()), request, {}, CastKernel)
+    policy = DTypePolicy(request.dtype, request.keep_dtype)
+    products = make_products(list(origin.index.tensors.values()), policy, {}, CastKernel)
     plan = Plan(tuple(layout(products, request.max_file_bytes)), {})
     target = target or MemoryTarget()
     executor = Executor(
@@ -373,7 +374,8 @@ def in_parts(
 
     def executor() -> tuple[Executor, Plan]:
         origin = shelf.origin()
-        products = make_products(list(origin.index.tensors.values()), request, {}, CastKernel)
+        policy = DTypePolicy(request.dtype, request.keep_dtype)
+        products = make_products(list(origin.index.tensors.values()), policy, {}, CastKernel)
         plan = Plan(tuple(layout(products, request.max_file_bytes)), {})
         inputs = Inputs({SOURCE: origin}, {})
         return Executor(plan, inputs, target, ExecutionSettings(1), ignore), plan

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
+from ckptkit.consumers.table import TRANSFORMERS
 from ckptkit.core.errors import AccessError, RefusedError
 from ckptkit.hub.client import is_repo_id
 from ckptkit.hub.contents import (
@@ -105,7 +106,7 @@ def test_files_of_a_model_go_and_all_others_stay_with_a_reason() -> None:
         "wandb/run.log",
         "notes.txt",
     ]
-    chosen = choose_files([*model, *other], code=False, optimizer=False)
+    chosen = choose_files([*model, *other], TRANSFORMERS, code=False, optimizer=False)
     assert set(chosen.files) == set(model)
     assert {skipped.path for skipped in chosen.skipped} == set(other)
     assert all(skipped.reason for skipped in chosen.skipped)
@@ -119,7 +120,9 @@ def test_options_let_more_files_through_but_never_the_training_arguments() -> No
         "a.txt",
         "old/optimizer.bin",
     ]
-    chosen = choose_files(paths, code=True, optimizer=True, include=["*.txt", "training_args.bin"])
+    chosen = choose_files(
+        paths, TRANSFORMERS, code=True, optimizer=True, include=["*.txt", "training_args.bin"]
+    )
     assert chosen.files == ("a.txt", "modeling_x.py", "optimizer.bin")
 
 

@@ -185,14 +185,13 @@ def test_a_kept_name_keeps_its_type_whatever_the_rest_becomes() -> None:
 
 def test_products_copy_what_stays_compute_what_changes_and_leave_out_what_is_tied() -> None:
     entries = [entry("a"), entry("b", dtype="int64"), entry("c", dtype="bfloat16"), entry("d")]
-    request = ConsolidateRequest(dtype="bfloat16")
     casts: list[tuple[str, str, str]] = []
 
     def cast(origin: str, key: Key, before: DType, after: DType) -> CastKernel:
         casts.append((key, before.name, after.name))
         return CastKernel(origin, key, before, after)
 
-    products = make_products(entries, request, {Fqn("d"): Fqn("a")}, cast)
+    products = make_products(entries, DTypePolicy("bfloat16"), {Fqn("d"): Fqn("a")}, cast)
     assert [product.spec.name for product in products] == ["a", "b", "c"]
     assert [type(product.body) for product in products] == [Compute, Copy, Copy]
     assert products[1].body == Copy(SOURCE, Key("b"))
@@ -275,13 +274,13 @@ def test_a_finite_number_that_float16_cannot_hold_is_refused(tmp_path: Path) -> 
 )
 def test_what_has_a_scale_beside_it_is_not_cast(names: dict[str, str], refused: bool) -> None:
     entries = [entry(name, dtype=dtype) for name, dtype in names.items()]
-    request = ConsolidateRequest(dtype="bfloat16")
+    policy = DTypePolicy("bfloat16")
     if refused:
         with pytest.raises(RefusedError, match="is quantized") as caught:
-            refuse_casting_quantized(entries, request, None, location="here")
+            refuse_casting_quantized(entries, None, policy, location="here")
         assert caught.value.exit_status == 4
     else:
-        refuse_casting_quantized(entries, request, None, location="here")
+        refuse_casting_quantized(entries, None, policy, location="here")
     refuse_casting_quantized(entries, ConsolidateRequest(), None, location="here")
     live = ConsolidateRequest(dtype="bfloat16", names="live")
     refuse_casting_quantized(entries, live, None, location="here")
@@ -291,5 +290,5 @@ def test_a_quantized_configuration_forbids_a_cast() -> None:
     config = {"quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(RefusedError, match="quantization_config"):
         refuse_casting_quantized(
-            [entry("l.weight")], ConsolidateRequest(dtype="float16"), config, location="here"
+            [entry("l.weight")], config, DTypePolicy("float16"), location="here"
         )

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
+from ckptkit.consumers.table import CONFIG, GENERATION, Consumer
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import TensorEntry
-from ckptkit.core.model_configs import model_config_to_json, parse_json_object, to_json
+from ckptkit.core.model_configs import parse_json_object, to_json
 
-CONFIG = "config.json"
 # What `from_pretrained` of models, tokenizers and processors reads, and nothing else: the folder of
 # a run also has optimizer state, random states and `training_args.bin`, which contains the token.
-_MODEL = (CONFIG, "generation_config.json")
+_MODEL = (CONFIG, GENERATION)
 _TOKENIZER = (  # the others of the group are useless without one of these
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,12 +44,10 @@ _PROCESSOR = (
 )
 _CODE = "*.py"
 _AUTO_MAP = "auto_map"
+_DTYPES = ("dtype", "torch_dtype")
 _QUANTIZATION = "quantization_config"
 # Methods whose files hold packed numbers always. Others also pack weights while they are loaded.
 _PACKING = frozenset({"awq", "fp8", "gptq", "mxfp4"})
-MAX_JSON_BYTES = 16 << 20  # larger ones are copied without being parsed
-TOKENIZER = "tokenizer.json"
-MAX_TOKENIZER_BYTES = 48 << 20  # the largest in use, of 262,144 tokens, has 33 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,18 @@ def is_tokenizer_file(name: str) -> bool:
     return _fits(name, _TOKENIZER)
 
 
+def is_of_tokenizer(name: str) -> bool:
+    """Says whether a file is part of a tokenizer."""
+    return _fits(name, (*_TOKENIZER, *_BESIDE_TOKENIZER))
+
+
+def is_of_processor(name: str) -> bool:
+    """Says whether a file is part of a processor of images, sound or videos."""
+    return _fits(name, _PROCESSOR)
+
+
 def is_side_file(name: str) -> bool:
+    """Says whether a file belongs to a model folder of any kind, by its path in the folder."""
     return _fits(name, (*_MODEL, *_TOKENIZER, *_BESIDE_TOKENIZER, *_PROCESSOR, _CODE))
 
 
@@ -126,6 +136,23 @@ def choose_side_files(
     return [chosen[name] for name in sorted(chosen)], sorted(code - chosen.keys())
 
 
+def choose_companions(folders: Sequence[Listed], consumer: Consumer, config: str) -> list[SideFile]:
+    """Takes the files that a consumer has besides those of all models, from one folder.
+
+    Args:
+        folders: Those that are searched, nearest to the weights first.
+        consumer: Who loads the output.
+        config: The folder of the configuration, behind which none is searched; empty for none.
+    """
+    for origin, names in folders:
+        own = [name for name in names if consumer.has_companion(name)]
+        if own and (not consumer.leading or consumer.leading in own):
+            return [SideFile(name, origin, name, names[name]) for name in sorted(own)]
+        if origin == config:
+            break
+    return []
+
+
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
     deep = name.count("/")  # which `*` matches too
     return any(deep == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
@@ -162,30 +189,24 @@ def update_config(
     floating = {dtype: size for dtype, size in dtypes.items() if dtype.kind == "float"}
     if floating:
         main = max(floating, key=lambda dtype: floating[dtype]).name
+        before = {changed.get(key) for key in _DTYPES} - {None, main}
         if "torch_dtype" in changed:  # the key of Transformers 4, still read by 5
             changed["torch_dtype"] = main
         if "dtype" in changed or "torch_dtype" not in changed:
             changed["dtype"] = main
+        for name, part in config.items():  # parts that had the type of the whole
+            if isinstance(part, Mapping) and any(part.get(key) in before for key in _DTYPES):
+                stated = {key: main for key in _DTYPES if part.get(key) in before}
+                changed[name] = {**part, **stated}
     return changed if allow_code else drop_auto_map(changed)
 
 
-def rewrite_side_file(
-    name: str,
-    size_bytes: int,
-    read: Callable[[], bytes],
-    config: Mapping[str, Any] | None,
-    *,
-    allow_code: bool,
-) -> bytes | None:
-    """Returns the new content of a side file, or None where it is copied unchanged.
+def rewrite_side_file(name: str, size_bytes: int, read: Callable[[], bytes]) -> bytes | None:
+    """Returns a side file without `auto_map`, which names python files; None where it has none.
 
-    `read` is called only where the content has to be parsed; `config` is the model's configuration
-    as it is written; `allow_code` keeps `auto_map`, which names python files.
+    `read` is called only where the content has to be parsed.
     """
-    if name == CONFIG and config is not None:
-        return model_config_to_json(config)
-    is_config = name.endswith("config.json") and size_bytes <= MAX_JSON_BYTES
-    if allow_code or not is_config:
+    if not name.endswith("config.json") or size_bytes > MAX_JSON_BYTES:
         return None
     document = parse_json_object(read(), where=name)
     return to_json(drop_auto_map(document)) if has_auto_map(document) else None

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.core.dtypes import dtype_named
-from ckptkit.core.errors import FormatError, NotACheckpointError
-from ckptkit.core.model_configs import parse_json_object, to_json
-from ckptkit.options import ConsolidateRequest
-from ckptkit.plan.side_files import (
+from ckptkit.consumers.side_files import (
     choose_side_files,
     drop_auto_map,
     has_auto_map,
     sum_bytes_by_dtype,
     update_config,
 )
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import FormatError, NotACheckpointError
+from ckptkit.core.model_configs import parse_json_object, to_json
+from ckptkit.options import ConsolidateRequest
 
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 LLAMA = {

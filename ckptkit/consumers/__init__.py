@@ -1,0 +1,1 @@
+"""What loads an output, and what it expects of a folder."""

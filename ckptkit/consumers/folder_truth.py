@@ -1,0 +1,480 @@
+"""Does a model folder say the truth about itself? One check, before any output is committed.
+
+Weights can be right while the files beside them make another model of them: one that never stops,
+that recomputes every token, or whose configuration promises layers that are not there. What
+training alone explains is put right, and said; all else is said.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptkit.consumers.class_facts import caches_by_default, find_text_model
+from ckptkit.consumers.table import CONFIG, GENERATION
+from ckptkit.core.errors import FormatError
+from ckptkit.core.model_configs import (
+    architecture_of,
+    model_config_to_json,
+    parse_json_object,
+    parse_model_config,
+    to_json,
+)
+from ckptkit.core.text import Aside, counted
+
+Document = Mapping[str, Any]
+_LISTED = 3
+_NESTING = 3  # of the parts of a configuration; real ones nest twice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderTexts:
+    """The small files of a model folder, parsed; those that are absent are None or empty.
+
+    Attributes:
+        config: `config.json`.
+        generation: `generation_config.json`.
+        tokenizer: `tokenizer.json`.
+        tokenizer_config: `tokenizer_config.json`, with what `special_tokens_map.json` adds.
+        template: The chat template.
+    """
+
+    config: Document | None = None
+    generation: Document | None = None
+    tokenizer: Document | None = None
+    tokenizer_config: Document = field(default_factory=dict)
+    template: str = ""
+
+
+MAX_JSON_BYTES = 16 << 20  # larger ones are copied without being parsed
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+TELLING = {
+    CONFIG: MAX_JSON_BYTES,
+    GENERATION: MAX_JSON_BYTES,
+    TOKENIZER: 48 << 20,  # the largest in use, of 262,144 tokens, has 33 MB
+    TOKENIZER_CONFIG: MAX_JSON_BYTES,
+    SPECIAL_TOKENS: MAX_JSON_BYTES,
+    TEMPLATE: MAX_JSON_BYTES,
+}
+"""The files that say what a model is, and the size in bytes up to which they are parsed."""
+
+
+def parse_texts(contents: Mapping[str, bytes], where: str = "") -> FolderTexts:
+    """Parses the files of `TELLING`; those but `config.json` that cannot be parsed are left out.
+
+    Args:
+        contents: The contents by name; all other files are ignored.
+        where: The folder, for messages.
+    """
+    parsed: dict[str, dict[str, Any]] = {}
+    for name in (GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        if name in contents:
+            with suppress(FormatError):
+                parsed[name] = parse_json_object(contents[name], where=name)
+    settings = {**parsed.get(SPECIAL_TOKENS, {}), **parsed.get(TOKENIZER_CONFIG, {})}
+    template = settings.get("chat_template")
+    template = template if isinstance(template, str) else ""
+    if TEMPLATE in contents:
+        template = contents[TEMPLATE].decode(errors="replace")
+    config = None
+    if CONFIG in contents:
+        config = parse_model_config(contents[CONFIG], where=posixpath.join(where, CONFIG))
+    return FolderTexts(
+        config=config,
+        generation=parsed.get(GENERATION),
+        tokenizer=parsed.get(TOKENIZER),
+        tokenizer_config=settings,
+        template=template,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a folder has to say instead.
+
+    Attributes:
+        changed: The files with another content, or that are new, by name.
+        notes: What was put right, and what is not.
+    """
+
+    changed: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Notes:
+    """Notes on a folder, in the words of one who writes it, or of one who cannot change it."""
+
+    lines: list[str]
+    set_to: str = "is set to"
+    left_out: str = "is left out"
+    written: str = "is written with"
+    option: str = "; --generation-config keep leaves it"
+
+
+def tell_truth(
+    folder: FolderTexts,
+    base: FolderTexts | None,
+    names: Iterable[str],
+    *,
+    keep_generation: bool = False,
+    writes: bool = True,
+) -> Truth:
+    """Compares the files of a folder with each other, with its tensors, and with the base.
+
+    Args:
+        folder: The folder, as it would be written.
+        base: The model that training began from, or None.
+        names: Of the tensors that are written.
+        keep_generation: Whether `generation_config.json` is left as it is.
+        writes: Whether the folder is written; else notes say what it should have.
+
+    Returns:
+        The configurations to write, and notes for the user.
+    """
+    if folder.config is None:
+        return Truth()
+    notes = _Notes([])
+    if not writes:
+        notes = _Notes([], "should be", "should be left out", "should have", "")
+    config = _undo_training(folder.config, None if base is None else base.config, notes)
+    generation = folder.generation
+    if generation is not None and not keep_generation:
+        generation = _undo_training_of_generation(generation, base, notes)
+    told = replace(folder, config=config, generation=generation)
+    generation = _settle_stopping(told, notes, keep=keep_generation)
+    notes.lines.extend(_find_lost_tokens(told))
+    notes.lines.extend(find_unkept_promises(config, names))
+    changed = {CONFIG: model_config_to_json(config)}
+    if generation is not None and generation != folder.generation:
+        changed[GENERATION] = to_json(generation)
+    return Truth(changed, tuple(notes.lines))
+
+
+# --- what training leaves in a configuration ---
+
+_ATTENTION = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal")
+_SWITCHES = ("output_hidden_states", "output_attentions")
+_DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
+_CACHE = "use_cache"
+
+
+def _undo_training(config: Document, base: Document | None, notes: _Notes) -> dict[str, Any]:
+    """Returns a configuration without what only training needs, at each of its levels."""
+    changed = _undo_in_part(config, base, notes, "")
+    path = changed.get("_name_or_path")
+    if isinstance(path, str) and is_local_path(path):
+        del changed["_name_or_path"]
+        notes.lines.append(
+            Aside(f"'_name_or_path' {path!r} of config.json, a local path, {notes.left_out}")
+        )
+    return changed
+
+
+def _undo_in_part(
+    config: Document, base: Document | None, notes: _Notes, where: str
+) -> dict[str, Any]:
+    changed = dict(config)
+    # A part of the base that states nothing has the defaults of its class.
+    if changed.get(_CACHE) is False and _caches(changed, base):
+        changed[_CACHE] = True
+        reason = "as in the base" if base is not None else "as training alone turns it off"
+        notes.lines.append(f"'{where}use_cache' of config.json {notes.set_to} true, {reason}")
+    elif changed.get(_CACHE) is False and _generates(changed):
+        slow = "generation computes the whole text anew for each token"
+        notes.lines.append(f"'{where}use_cache' of config.json is false, as in the base: {slow}")
+    for key in (*_ATTENTION, "gradient_checkpointing"):
+        value = changed.get(key)
+        if value and isinstance(value, (str, bool)) and (base or {}).get(key) != value:
+            del changed[key]
+            notes.lines.append(f"'{where}{key}' {value!r} of config.json {notes.left_out}")
+    for key in _SWITCHES:
+        if changed.get(key) is not True:
+            continue
+        if base is None:
+            notes.lines.append(
+                f"'{where}{key}' of config.json is true: models return more than usual"
+            )
+        elif not base.get(key):
+            changed[key] = False
+            notes.lines.append(
+                f"'{where}{key}' of config.json {notes.set_to} false, as in the base"
+            )
+    notes.lines.extend(_dropouts(changed, base or {}, where))
+    for key, value in changed.items():
+        if isinstance(value, Mapping) and where.count(".") < _NESTING:
+            inner = None if base is None else base.get(key)
+            part = inner if isinstance(inner, Mapping) else None if base is None else {}
+            changed[key] = _undo_in_part(value, part, notes, f"{where}{key}.")
+    return changed
+
+
+def _dropouts(config: Document, base: Document, where: str) -> Iterator[str]:
+    for key in filter(_DROPOUT.search, config):
+        here, there = config[key], base.get(key)
+        if {type(here), type(there)} <= {int, float} and here != there:
+            yield f"'{where}{key}' of config.json is {here} against {there} in the base"
+
+
+def _caches(config: Document, base: Document | None) -> bool:
+    """Returns whether `use_cache: false` is a mark of training.
+
+    The Trainer of Transformers 5 sets it for each model, gradient checkpointing in all versions.
+    """
+    model_type = config.get("model_type")
+    usual = isinstance(model_type, str) and caches_by_default(model_type)
+    return usual if base is None else base.get(_CACHE, usual) is True
+
+
+def _undo_training_of_generation(
+    generation: Document, base: FolderTexts | None, notes: _Notes
+) -> dict[str, Any]:
+    changed = dict(generation)
+    stated = {} if base is None or base.generation is None else base.generation
+    if changed.get(_CACHE) is False and stated.get(_CACHE) is not False:
+        changed[_CACHE] = True
+        notes.lines.append(f"'use_cache' of {GENERATION} {notes.set_to} true")
+    return changed
+
+
+def is_local_path(text: str) -> bool:
+    """Returns whether a name is a path on this machine, and not that of a model on the Hub.
+
+    >>> is_local_path("/data/llama"), is_local_path("org/name"), is_local_path("./out")
+    (True, False, True)
+    """
+    return text.startswith(("/", "./", "../", "~", "\\")) or text.count("/") > 1 or ":\\" in text
+
+
+# --- where generation stops ---
+
+_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+# Tokens with which turns end, by the names that model families give them.
+_END_OF_TURN = re.compile(
+    r"im_end|eot_id|\beot\b|end_of_turn|endofturn|turn_end|end_turn|eoturn|END_OF_TURN",
+    re.IGNORECASE,
+)
+# What a template writes of a message, and the first special token behind it.
+_CONTENT = re.compile(r"content\b")
+# Some families write the bar of full width.
+_SPECIAL = re.compile(r"<[|\uff5c]?[^\s<>{}'\"|\uff5c]+[|\uff5c]?>|\[/?[A-Z_]+\]")
+_GENERATES = re.compile(r"For(?:CausalLM|ConditionalGeneration|Seq2SeqLM|ImageTextToText)$|LMHead")
+
+
+def _settle_stopping(folder: FolderTexts, notes: _Notes, *, keep: bool) -> Document | None:
+    """Returns a generation configuration that stops where the tokenizer ends a turn.
+
+    Source: transformers 5.23, `trainer_utils._align_special_token`: the token goes first, and those
+    that were there stay. `_from_model_config` is left out, with which the ids of config.json count.
+    """
+    config, generation = folder.config or {}, folder.generation
+    if generation is None and not _generates(config):
+        return generation
+    stated = _stated_ids(config, generation, "eos_token_id")
+    # Where there is a generation configuration, the ids of config.json do not count.
+    ends = {number: text for text, number in _ends_of_turns(folder)}
+    if not stated:
+        ends |= {number: "" for number in _ids_in(config, "eos_token_id") if number not in ends}
+    lacking = {number: text for number, text in ends.items() if number not in stated}
+    if lacking:
+        ids = [*lacking, *stated]
+        listed = " and ".join(f"{t!r} ({n})" if t else f"{n}" for n, t in lacking.items())
+        file = "config.json" if generation is None else "generation_config.json"
+        has = ", ".join(map(str, stated)) or "none"
+        said = f"turns end with {listed}, and 'eos_token_id' of {file} has {has}"
+        if keep:
+            notes.lines.append(f"{said}: generation does not stop there")
+            return generation
+        generation = dict(generation if generation is not None else _ids_of(config))
+        generation.pop("_from_model_config", None)
+        generation["eos_token_id"] = ids if len(ids) > 1 else ids[0]
+        notes.lines.append(f"{said}: {GENERATION} {notes.written} {ids}{notes.option}")
+    notes.lines.extend(_other_ids(folder, generation))
+    return generation
+
+
+def _generates(config: Document) -> bool:
+    name, kind = architecture_of(config), config.get("model_type")
+    if name:
+        return _GENERATES.search(name) is not None
+    return isinstance(kind, str) and bool(find_text_model(kind))
+
+
+def _ids_of(config: Document) -> dict[str, Any]:
+    """Returns what Transformers takes over where there is no generation configuration."""
+    return {key: config[key] for key in _IDS if config.get(key) is not None}
+
+
+def _stated_ids(config: Document, generation: Document | None, key: str) -> list[int]:
+    """Returns the ids that count when a model generates."""
+    return _ids_in(config if generation is None else generation, key)
+
+
+def _ids_in(document: Document, key: str) -> list[int]:
+    text = document.get("text_config")
+    values = document.get(key, text.get(key) if isinstance(text, Mapping) else None)
+    listed = values if isinstance(values, list) else [values]
+    return [value for value in listed if type(value) is int]
+
+
+def _ends_of_turns(folder: FolderTexts) -> Iterator[tuple[str, int]]:
+    """Yields the end that a tokenizer names, and that with which its template ends turns."""
+    numbers = token_numbers(folder)
+    eos = token_text(folder.tokenizer_config.get("eos_token"))
+    if eos in numbers:
+        yield eos, numbers[eos]
+    for token in _tokens_behind_content(folder.template):
+        if token in numbers and token != eos and _END_OF_TURN.search(token):
+            yield token, numbers[token]
+            return
+
+
+def _tokens_behind_content(template: str) -> Iterator[str]:
+    """Yields the special tokens that a template writes next after the content of a message."""
+    for match in _CONTENT.finditer(template):
+        behind = _SPECIAL.search(template, match.end())
+        if behind is not None:
+            yield behind[0]
+
+
+def _other_ids(folder: FolderTexts, generation: Document | None) -> Iterator[str]:
+    """Yields notes on the beginning and the padding of texts, where files disagree."""
+    numbers, config = token_numbers(folder), folder.config or {}
+    for key in _IDS[1:]:
+        name = key.removesuffix("_id")
+        token = token_text(folder.tokenizer_config.get(name))
+        stated = _stated_ids(config, generation, key)
+        if token in numbers and stated and numbers[token] not in stated:
+            said = f"the tokenizer's '{name}' is {token!r} ({numbers[token]})"
+            yield f"{said}, and '{key}' of the configuration is {', '.join(map(str, stated))}"
+
+
+def token_text(value: object) -> str:
+    """Returns the text of a token, which configurations have as a text or as an object."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def token_numbers(folder: FolderTexts) -> dict[str, int]:
+    """Returns the numbers of the tokens that are added to a vocabulary, and of named ones in it."""
+    numbers: dict[str, int] = {}
+    tokenizer = folder.tokenizer or {}
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    named = {token_text(folder.tokenizer_config.get(f"{key.removesuffix('_id')}")) for key in _IDS}
+    if isinstance(vocabulary, Mapping):
+        numbers |= {name: vocabulary[name] for name in named if type(vocabulary.get(name)) is int}
+    elif isinstance(vocabulary, list):  # a Unigram's tokens are numbered in order
+        pieces = ((number, piece) for number, piece in enumerate(vocabulary) if piece)
+        numbers |= {p[0]: number for number, p in pieces if isinstance(p, list) and p[0] in named}
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, Mapping) and type(token.get("id")) is int:
+            numbers[token_text(token)] = token["id"]
+    decoder = folder.tokenizer_config.get("added_tokens_decoder")
+    for number, token in decoder.items() if isinstance(decoder, Mapping) else ():
+        if str(number).isdecimal() and len(str(number)) < len("1000000000"):
+            numbers.setdefault(token_text(token), int(number))
+    return numbers
+
+
+# --- tokens without rows, layers without weights ---
+
+
+def _find_lost_tokens(folder: FolderTexts) -> Iterator[str]:
+    """Yields notes on tokens that a template writes and the tokenizer splits into pieces."""
+    if folder.tokenizer is None or not folder.template:
+        return
+    known = token_numbers(folder)
+    model = folder.tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    whole = vocabulary if isinstance(vocabulary, Mapping) else {}
+    written = dict.fromkeys(_SPECIAL.findall(folder.template))
+    split = [t for t in written if t not in known and t not in whole and _looks_special(t)]
+    if split:
+        more = f" and {len(split) - _LISTED:,} more" if len(split) > _LISTED else ""
+        yield (
+            f"the chat template writes {', '.join(map(repr, split[:_LISTED]))}{more}, for which the"
+            " tokenizer has no token of its own"
+        )
+
+
+def _looks_special(text: str) -> bool:
+    return text.startswith(("<|", "<\uff5c")) or bool(_END_OF_TURN.search(text))
+
+
+_PREDICTING = re.compile(r"(?:^|\.)(?:mtp\w*|nextn\w*)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "n_mtp_layers")
+
+
+def find_unkept_promises(config: Document, names: Iterable[str]) -> Iterator[str]:
+    """Yields notes on layers for further tokens that a configuration counts and nobody wrote."""
+    listed = list(names)
+    parts = [("", config)]
+    parts += [(f"{k}.", v) for k, v in config.items() if isinstance(v, Mapping)]
+    for where, part in parts:
+        layers = part.get("num_hidden_layers")
+        for key in _COUNTS:
+            count = part.get(key)
+            if type(count) is not int or count < 1 or type(layers) is not int:
+                continue
+            if any(is_for_further_tokens(name, layers) for name in listed):
+                continue
+            what = counted(count, "layer")
+            yield (
+                f"'{where}{key}' of config.json promises {what} for further tokens, and no tensor"
+                f" of {'it' if count == 1 else 'them'} is written; --fill-from MODEL takes"
+                f" {'it' if count == 1 else 'them'} from a model that has"
+                f" {'it' if count == 1 else 'them'}"
+            )
+
+
+def is_for_further_tokens(name: str, layers: int) -> bool:
+    """Returns whether a tensor belongs to layers that predict further tokens.
+
+    Args:
+        name: Of the tensor.
+        layers: How many layers the model has besides them.
+    """
+    match = _LAYER.search(name)
+    return bool(_PREDICTING.search(name)) or (match is not None and int(match[1]) >= layers)
+
+
+_TOWERS = re.compile(
+    r"(?:^|\.)(visual|vision\w*|audio\w*|image\w*|multi_modal_projector|mm_projector)\."
+)
+_VALUE = re.compile(r"(?:^|\.)(v_head|value_head|score)\.")
+
+
+def describe_lacking(base: str, lacking: Collection[str], config: Document, *, option: str) -> str:
+    """Describes tensors that a base has and an output lacks.
+
+    Args:
+        base: The base, as the user named it.
+        lacking: Their names.
+        config: The configuration of the output.
+        option: What takes them from the base.
+    """
+    ordered = sorted(lacking)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    counts = [part.get("num_hidden_layers") for part in parts]
+    layers = next((count for count in counts if type(count) is int), 1 << 30)
+    kinds = {
+        "layers for further tokens": sum(is_for_further_tokens(n, layers) for n in ordered),
+        "towers for images or sound": sum(bool(_TOWERS.search(name)) for name in ordered),
+        "a value head": sum(bool(_VALUE.search(name)) for name in ordered),
+    }
+    said = " and ".join(kind for kind, count in kinds.items() if count)
+    more = f" and {len(ordered) - _LISTED:,} more" if len(ordered) > _LISTED else ""
+    return (
+        f"{base} has {counted(len(ordered), 'tensor')} that the output lacks"
+        f"{f', of {said}' if said else ''}: {', '.join(map(repr, ordered[:_LISTED]))}{more};"
+        f" {option} takes {'it' if len(ordered) == 1 else 'them'} from there"
+    )

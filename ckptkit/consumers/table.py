@@ -1,0 +1,209 @@
+"""The libraries that load what an output holds, one row each, and what each expects of a folder.
+
+Everything that differs between them is a field of a row: names of files, who writes the
+configuration, which tensors stay in float32, how names are compared, and how the folder is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from ckptkit.consumers.class_facts import find_kept_by_diffusers, find_kept_by_transformers
+from ckptkit.core.model_configs import architecture_of
+from ckptkit.plan.selection import KeptDtypes
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+PIPELINE_INDEX = "model_index.json"
+MODULES = "modules.json"
+_LIGHTNING = "Lightning"
+Comparing = Literal["transformers", "diffusers", "headers", "nothing"]
+
+
+def _keeps_nothing(_config: Mapping[str, Any]) -> KeptDtypes:
+    return KeptDtypes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """A library that loads an output.
+
+    Attributes:
+        name: The library, for messages.
+        library: Its name on the Hub; empty where cards say nothing.
+        stem: What the names of weight files begin with.
+        is_split: Whether it reads weights that are in several files.
+        companions: Patterns of files that belong to the model besides those of `side_files`; they
+            are taken from the folder of the configuration, or a nearer one.
+        leading: The companion without which the others mean nothing; empty for none.
+        owns_config: Whether keys of `config.json` follow from the weights, so that it is written
+            anew; else it is copied as it is.
+        is_renamed: Whether names in files may differ from those of training.
+        comparing: What names and shapes are compared with.
+        find_kept: Returns what its class of a configuration keeps in float32.
+        load: The line of Python that loads the folder; `{out}` is its path as a literal, `{name}`
+            a class.
+    """
+
+    name: str
+    library: str = ""
+    stem: str = "model"
+    is_split: bool = True
+    companions: tuple[str, ...] = ()
+    leading: str = ""
+    owns_config: bool = False
+    is_renamed: bool = False
+    comparing: Comparing = "nothing"
+    find_kept: Callable[[Mapping[str, Any]], KeptDtypes] = _keeps_nothing
+    load: str = ""
+
+    def has_companion(self, path: str) -> bool:
+        """Returns whether a file, by its path in the folder, belongs to the model."""
+        return any(
+            path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
+            for pattern in self.companions
+        )
+
+
+TRANSFORMERS = Consumer(
+    name="Transformers",
+    library="transformers",
+    owns_config=True,
+    is_renamed=True,
+    comparing="transformers",
+    find_kept=find_kept_by_transformers,
+    load="transformers.{name}.from_pretrained({out})",
+)
+SENTENCE_TRANSFORMERS = Consumer(
+    name="sentence-transformers",
+    library="sentence-transformers",
+    companions=(
+        MODULES,
+        "config_sentence_transformers.json",
+        "sentence_*_config.json",
+        "router_config.json",
+        "[0-9]*_*/*",
+        "*_[0-9]*_*/*",  # of a router
+    ),
+    leading=MODULES,
+    owns_config=True,
+    is_renamed=True,
+    comparing="transformers",
+    find_kept=find_kept_by_transformers,
+    load="sentence_transformers.SentenceTransformer({out})",
+)
+DIFFUSERS = Consumer(
+    name="diffusers",
+    library="diffusers",
+    stem="diffusion_pytorch_model",
+    comparing="diffusers",
+    find_kept=find_kept_by_diffusers,
+    load="diffusers.{name}.from_pretrained({out})",
+)
+# A folder of several models, which is published as a whole and never written.
+PIPELINE = Consumer(
+    name="a pipeline of diffusers",
+    library="diffusers",
+    companions=(PIPELINE_INDEX, "*/*.json", "*/*.safetensors", "*/*.txt", "*/*.model"),
+    leading=PIPELINE_INDEX,
+    load="diffusers.DiffusionPipeline.from_pretrained({out})",
+)
+# Source: lerobot 0.4, `PreTrainedPolicy._save_pretrained` and `DataProcessorPipeline`.
+LEROBOT = Consumer(
+    name="LeRobot",
+    library="lerobot",
+    is_split=False,
+    companions=(
+        "policy_preprocessor*.json",
+        "policy_postprocessor*.json",
+        "policy_preprocessor*.safetensors",
+        "policy_postprocessor*.safetensors",
+        "train_config.json",
+    ),
+    comparing="headers",
+    load="lerobot.policies.factory.get_policy_class({kind}).from_pretrained({out})",
+)
+PEFT = Consumer(
+    name="PEFT",
+    library="peft",
+    stem="adapter_model",
+    is_split=False,
+    load="peft.PeftModel.from_pretrained(model, {out})",
+)
+LIGHTNING = Consumer(
+    name="Lightning",
+    load="module.load_state_dict(safetensors.torch.load_file({weights}))",
+)
+# Also a configuration that no library in this table writes, which is copied as it is.
+PLAIN = Consumer(
+    name="plain tensors",
+    is_renamed=True,
+    comparing="headers",
+    load="safetensors.torch.load_file({weights})",
+)
+CONSUMERS = (
+    TRANSFORMERS,
+    SENTENCE_TRANSFORMERS,
+    DIFFUSERS,
+    PIPELINE,
+    LEROBOT,
+    PEFT,
+    LIGHTNING,
+    PLAIN,
+)
+
+
+def find_consumer(
+    config: Mapping[str, Any] | None, files: Collection[str] = (), writer: str = ""
+) -> Consumer:
+    """Returns the library that loads a folder.
+
+    Args:
+        config: Its parsed `config.json`, or None.
+        files: The files beside the weights, by their paths in the folder.
+        writer: What wrote the weights, as far as the source shows.
+    """
+    if ADAPTER_CONFIG in files:
+        return PEFT
+    if config is None and PIPELINE_INDEX in files:
+        return PIPELINE
+    if config is None:
+        return LIGHTNING if _LIGHTNING in writer else PLAIN
+    if isinstance(config.get("_class_name"), str) and "model_type" not in config:
+        return DIFFUSERS
+    if isinstance(config.get("model_type"), str) or architecture_of(config):
+        return SENTENCE_TRANSFORMERS if MODULES in files else TRANSFORMERS
+    if isinstance(config.get("type"), str) and {"input_features", "output_features"} <= set(config):
+        return LEROBOT
+    return PLAIN
+
+
+def name_model(config: Mapping[str, Any]) -> str:
+    """Returns what a configuration calls its kind of model; empty where it names none."""
+    keys = {DIFFUSERS: "_class_name", LEROBOT: "type"}
+    value = config.get(keys.get(find_consumer(config), "model_type"))
+    return value if isinstance(value, str) else ""
+
+
+def name_class(consumer: Consumer, config: Mapping[str, Any], *, has_head: bool) -> str:
+    """Returns the class whose `from_pretrained` loads a folder.
+
+    Args:
+        consumer: The library.
+        config: Its configuration.
+        has_head: Whether the weights hold, or tie, a language model's head.
+    """
+    if consumer is DIFFUSERS:
+        name = str(config["_class_name"])
+        return name if name.isidentifier() and name.isascii() else "AutoModel"
+    name = architecture_of(config) or ("ForCausalLM" if has_head else "AutoModel")
+    if name.endswith(_CAUSAL):
+        return "AutoModelForCausalLM"
+    return name if name.isidentifier() and name.isascii() else "AutoModel"
+
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")

@@ -1,0 +1,69 @@
+"""Text models of multimodal configurations: recognised by names, and put into the whole model.
+
+`AutoModelForCausalLM` gives a text model for the configuration of many multimodal ones, and people
+train that. Its tensors fit `text_config`, not the whole.
+
+Source: transformers 5.23, `AutoModelForCausalLM.from_pretrained` and `get_text_config`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckptkit.consumers.class_facts import find_text_model
+
+_PARTS = ("text_config", "llm_config", "language_config")
+# What only names of a whole model have.
+_OF_WHOLE = re.compile(
+    r"(?:^|\.)(?:language_model|text_model|llm|thinker|visual|vision\w*|audio\w*|image\w*|video\w*"
+    r"|multi_modal_projector|mm_projector|connector|embed_vision|embed_audio|aligner|talker)\."
+)
+_ROOT = "model."
+_OF_ROOT = ("dtype", "torch_dtype", "transformers_version", "tie_word_embeddings")
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def find_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any] | None:
+    """Returns the configuration of the text model whose tensors these are; None if they are not.
+
+    Args:
+        config: The configuration of a multimodal model.
+        names: Of the tensors, as training holds them.
+    """
+    part = next((config[k] for k in _PARTS if isinstance(config.get(k), Mapping)), None)
+    if part is None or not names or any(map(_OF_WHOLE.search, names)):
+        return None
+    if not any(name.startswith(_ROOT) for name in names):
+        return None
+    kinds = part.get("model_type"), config.get("model_type")
+    found = next((c for k in kinds if isinstance(k, str) and (c := find_text_model(k))), "")
+    if not found:
+        return None
+    inherited = {key: config[key] for key in (*_OF_ROOT, *_IDS) if config.get(key) is not None}
+    own = {key: value for key, value in part.items() if value is not None or key not in inherited}
+    return {**inherited, **own, "architectures": [found]}
+
+
+def place_in_whole(names: Collection[str], base: Collection[str]) -> dict[str, str] | None:
+    """Returns the names of a text model's tensors in the multimodal model; None if none fit.
+
+    Args:
+        names: As the text model has them.
+        base: The names in the files of the multimodal model.
+    """
+    stems = {name: name.removeprefix(_ROOT) for name in names if name.startswith(_ROOT)}
+    first = next(iter(stems.values()), "")
+    there = set(base)
+    found = [known[: -len(first)] for known in sorted(there) if known.endswith(f".{first}")]
+    # Conversions may split tensors on disk, so that not all names are there.
+    fitting = [(sum(prefix + stem in there for stem in stems.values()), prefix) for prefix in found]
+    if not fitting:
+        return None
+    _, prefix = max(fitting, key=lambda pair: pair[0])
+    placed = {name: prefix + stem for name, stem in stems.items()}
+    for name in names:
+        if name not in stems:  # such as the head
+            placed[name] = next((known for known in there if known.endswith(f".{name}")), name)
+    return placed

@@ -1,0 +1,191 @@
+"""Models of diffusers are written as diffusers loads them, their configuration unchanged."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit.core.errors import AmbiguousSourceError, RefusedError
+from ckptkit_cli.main import main
+from tests.reports.folders import REPORTS, notes_of, same, save, weights
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,
+]  # diffusers takes 4 s to import
+CASE = REPORTS / "01-diffusers-flux"
+STEM = "diffusion_pytorch_model"
+
+
+@pytest.mark.parametrize("base", ["base/transformer", "base"])
+def test_a_report_of_a_folder_that_diffusers_did_not_load(
+    base: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import diffusers
+
+    out = tmp_path / "out"
+    assert main(["consolidate", str(CASE / "ckpt"), str(out), "--base", str(CASE / base)]) == 0
+    assert f"diffusers.FluxTransformer2DModel.from_pretrained('{out}')" in capfd.readouterr().out
+    assert filecmp.cmp(out / "config.json", CASE / "base/transformer/config.json", shallow=False)
+    assert sorted(names(out)) == ["ckptkit.json", "config.json", f"{STEM}.safetensors"]
+    assert same(weights(out), load_file(CASE / "truth.safetensors"))
+    model = diffusers.FluxTransformer2DModel.from_pretrained(out)
+    truth = load_file(CASE / "truth.safetensors")
+    assert all(torch.equal(t, truth[n]) for n, t in model.state_dict().items())
+
+
+def test_files_of_a_size_have_the_index_that_diffusers_reads(tmp_path: Path) -> None:
+    import diffusers
+
+    out = tmp_path / "out"
+    ckptkit.consolidate(CASE / "ckpt", out, base=CASE / "base", max_shard_size=4000)
+    assert (out / f"{STEM}.safetensors.index.json").exists()
+    model = diffusers.FluxTransformer2DModel.from_pretrained(out)
+    truth = load_file(CASE / "truth.safetensors")
+    assert all(torch.equal(t, truth[n]) for n, t in model.state_dict().items())
+    ckptkit.consolidate(CASE / "ckpt", tmp_path / "like", base=out, like=out)
+    assert names(tmp_path / "like") == names(out)
+
+
+def test_inspect_knows_the_folder_and_verify_reads_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["inspect", str(CASE / "base" / "transformer")]) == 0
+    said = capfd.readouterr().out
+    assert "FluxTransformer2DModel" in said
+    assert "these weights load as they are" in said
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def built(name: str, **values: Any) -> Any:
+    import diffusers
+
+    return getattr(diffusers, name)(**values)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "UNet2DConditionModel": {
+        "sample_size": 8,
+        "block_out_channels": (4, 8),
+        "norm_num_groups": 2,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+        "cross_attention_dim": 8,
+        "attention_head_dim": 2,
+        "layers_per_block": 1,
+    },
+    "AutoencoderKL": {"block_out_channels": (4,), "norm_num_groups": 2, "latent_channels": 2},
+    "WanTransformer3DModel": {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 1,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 8,
+        "freq_dim": 8,
+        "ffn_dim": 8,
+        "num_layers": 1,
+    },
+    "ControlNetModel": {
+        "block_out_channels": (4,),
+        "down_block_types": ("DownBlock2D",),
+        "norm_num_groups": 2,
+        "cross_attention_dim": 8,
+        "attention_head_dim": 2,
+        "layers_per_block": 1,
+        "conditioning_embedding_out_channels": (4, 8),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_what_save_pretrained_of_diffusers_writes(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    model = built(name, **MODELS[name])
+    model.save_pretrained(tmp_path / "base")
+    step = save(model.state_dict(), tmp_path / "step")
+    ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base", dtype=dtype)
+    if dtype != "keep":
+        model = type(model).from_pretrained(tmp_path / "base", torch_dtype=getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "theirs")
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "theirs"))
+    assert names(tmp_path / "out") - {"ckptkit.json"} == names(tmp_path / "theirs")
+    assert type(model).from_pretrained(tmp_path / "out") is not None
+
+
+def test_names_are_compared_with_the_class(tmp_path: Path) -> None:
+    model = built("AutoencoderKL", **MODELS["AutoencoderKL"])
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / f"{STEM}.safetensors").unlink()
+    state = dict(model.state_dict())
+    first = next(iter(state))
+    without = save({n: t for n, t in state.items() if n != first}, tmp_path / "without")
+    with pytest.raises(RefusedError, match=f"1 parameter would be missing.*{first}"):
+        ckptkit.consolidate(without, tmp_path / "out", base=tmp_path / "base")
+    wrapped = save({f"net.{n}": t for n, t in state.items()}, tmp_path / "wrapped")
+    with pytest.raises(RefusedError) as caught:
+        ckptkit.consolidate(wrapped, tmp_path / "out", base=tmp_path / "base")
+    assert "--strip-prefix net." in caught.value.hint
+    ckptkit.consolidate(wrapped, tmp_path / "out", base=tmp_path / "base", strip_prefix="net.")
+    shaped = save({**state, first: torch.zeros(3)}, tmp_path / "shaped")
+    with pytest.raises(RefusedError, match="another shape"):
+        ckptkit.consolidate(shaped, tmp_path / "other", base=tmp_path / "base")
+
+
+def test_frozen_parts_of_a_model_of_diffusers_are_filled(tmp_path: Path) -> None:
+    state = load_file(CASE / "truth.safetensors")
+    half = {n: t for n, t in state.items() if "transformer_blocks" in n}
+    step = save(half, tmp_path / "step")
+    with pytest.raises(RefusedError) as caught:
+        ckptkit.consolidate(step, tmp_path / "out", base=CASE / "base")
+    assert "--fill-from-base" in caught.value.hint
+    ckptkit.consolidate(step, tmp_path / "out", base=CASE / "base", fill_from_base=True)
+    found = weights(tmp_path / "out")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], half[name]) for name in half)
+
+
+def test_a_pipeline_without_the_trained_model_asks_for_a_component(tmp_path: Path) -> None:
+    step = save({"a.weight": torch.zeros(3)}, tmp_path / "step")
+    with pytest.raises(AmbiguousSourceError) as caught:
+        ckptkit.consolidate(step, tmp_path / "out", base=CASE / "base")
+    assert "transformer" in caught.value.message
+    named = caught.value.hint.rpartition(" ")[2]
+    assert (Path(named) / "config.json").exists()
+
+
+def test_a_text_encoder_of_a_pipeline_is_a_model_of_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(CASE / "base", pipeline)
+    config = transformers.CLIPTextConfig(
+        vocab_size=24,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    model = transformers.CLIPTextModel(config)
+    model.save_pretrained(pipeline / "text_encoder")
+    index = json.loads((pipeline / "model_index.json").read_text())
+    index["text_encoder"] = ["transformers", "CLIPTextModel"]
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    step = save(model.state_dict(), tmp_path / "step")
+    notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=pipeline)
+    assert any("'text_encoder'" in note for note in notes)
+    loaded = transformers.CLIPTextModel.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in loaded.state_dict().items())

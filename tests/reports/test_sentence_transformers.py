@@ -1,0 +1,146 @@
+"""Folders of sentence-transformers give the vectors of the model that was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.errors import RefusedError
+from ckptkit_cli.main import main
+from tests.reports.folders import REPORTS, notes_of, save, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CASE, LORA = REPORTS / "21-sentence-transformers", REPORTS / "21-sentence-transformers-lora"
+SENTENCES = ["a cat sat on the mat", "dog runs in the park"]
+
+
+def vectors(folder: Path) -> Any:
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu").encode(SENTENCES)
+
+
+@pytest.mark.parametrize("options", [{}, {"strip_prefix": "0.model."}])
+def test_a_report_of_other_vectors(options: dict[str, str], tmp_path: Path) -> None:
+    ckptkit.consolidate(CASE / "ckpt", tmp_path / "out", base=CASE / "base", **options)  # type: ignore[arg-type]
+    assert np.array_equal(vectors(tmp_path / "out"), np.load(CASE / "expected.npy"))
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
+
+
+def test_a_merged_adapter_gives_the_vectors_of_training(tmp_path: Path) -> None:
+    ckptkit.merge_adapter(LORA / "adapter", tmp_path / "out", base=LORA / "base")
+    expected = np.load(LORA / "expected.npy")
+    assert np.allclose(vectors(tmp_path / "out"), expected, atol=1e-6)
+
+
+def test_a_conversion_of_the_folder_itself_keeps_its_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(CASE / "base"), str(tmp_path / "out"), "--to", "hf"]
+    assert main([*words, "--dtype", "bfloat16"]) == 0
+    assert "sentence_transformers.SentenceTransformer(" in capfd.readouterr().out
+    found = vectors(tmp_path / "out")
+    assert np.abs(np.linalg.norm(found, axis=1) - 1).max() < 1e-2
+
+
+def trained_model(
+    folder: Path, *further: Any, attribute: str = "model"
+) -> tuple[Any, dict[str, Any]]:
+    """Writes the folder of a model with further modules; returns it as trained, and its state."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(CASE / "base"), device="cpu")
+    modules = [*model, *further]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
+    trained = SentenceTransformer(str(folder), device="cpu")
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    state = {
+        name.replace("0.model.", f"0.{attribute}.", 1): tensor
+        for name, tensor in trained.state_dict().items()
+    }
+    return trained, state
+
+
+@pytest.mark.parametrize("attribute", ["model", "auto_model"])
+def test_dense_layers_are_written_into_their_folders(attribute: str, tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    layers = (Dense(32, 16), Dense(16, 8))
+    trained, state = trained_model(tmp_path / "base", *layers, attribute=attribute)
+    step = save(state, tmp_path / "step")
+    notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=tmp_path / "base")
+    assert np.array_equal(vectors(tmp_path / "out"), trained.encode(SENTENCES))
+    assert sum(f"'0.{attribute}.'" in note for note in notes) == 1
+    assert ckptkit.verify(tmp_path / "out").ok
+
+
+def test_an_encoder_alone_gets_the_modules_of_its_base(tmp_path: Path) -> None:
+    trained, state = trained_model(tmp_path / "base")
+    inner = {n.removeprefix("0.model."): t for n, t in state.items() if n.startswith("0.model.")}
+    step = save(inner, tmp_path / "step")
+    ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base")
+    assert np.array_equal(vectors(tmp_path / "out"), trained.encode(SENTENCES))
+
+
+def test_an_encoder_in_a_folder_of_its_own_is_written_at_the_root(tmp_path: Path) -> None:
+    trained, state = trained_model(tmp_path / "base")
+    inner = tmp_path / "base" / "0_Transformer"
+    inner.mkdir()
+    for path in [*(tmp_path / "base").glob("*.json"), *(tmp_path / "base").glob("*.safetensors")]:
+        if path.name not in {"modules.json", "config_sentence_transformers.json"}:
+            path.rename(inner / path.name)
+    modules = tmp_path / "base" / "modules.json"
+    listed = json.loads(modules.read_text())
+    listed[0]["path"] = "0_Transformer"
+    modules.write_text(json.dumps(listed))
+    step = save(state, tmp_path / "step")
+    ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base")
+    assert np.array_equal(vectors(tmp_path / "out"), trained.encode(SENTENCES))
+    assert not (tmp_path / "out" / "0_Transformer").exists()
+
+
+def test_encoders_behind_a_router_are_refused_with_a_command_that_works(tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Router
+
+    first, second = (SentenceTransformer(str(CASE / "base"), device="cpu")[0] for _ in range(2))
+    router = Router.for_query_document(query_modules=[first], document_modules=[second])
+    model = SentenceTransformer(modules=[router], device="cpu")
+    model.save_pretrained(str(tmp_path / "base"))
+    step = save(model.state_dict(), tmp_path / "step")
+    (step / "config.json").write_text((CASE / "base" / "config.json").read_text())
+    shutil.copy(tmp_path / "base" / "modules.json", step)
+    with pytest.raises(RefusedError, match="behind a router") as caught:
+        ckptkit.consolidate(step, tmp_path / "out")
+    words = caught.value.hint.partition("such as ")[2].replace("'", "").split()
+    assert main(["consolidate", str(step), str(tmp_path / "out"), *words]) == 0
+    inner = {n.partition(".model.")[2]: t for n, t in model.state_dict().items() if ".query." in n}
+    found = weights(tmp_path / "out")
+    assert found
+    assert all(torch.equal(found[name], inner[name]) for name in found)
+
+
+def test_an_average_with_modules_beside_the_encoder_is_refused_with_a_way(tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    _, state = trained_model(tmp_path / "base", Dense(32, 16))
+    steps = [save(state, tmp_path / name) for name in ("a", "b")]
+    with pytest.raises(RefusedError, match="not averaged"):
+        ckptkit.average(steps, tmp_path / "out", base=tmp_path / "base")
+    ckptkit.average(
+        *(steps, tmp_path / "out"),
+        base=tmp_path / "base",
+        strip_prefix="0.model.",
+        exclude=["[1-9]*"],
+    )
+    assert len(weights(tmp_path / "out")) == 23

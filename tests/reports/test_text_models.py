@@ -1,0 +1,138 @@
+"""The text model of a multimodal configuration is written as such, or put into the whole."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit.consumers.text_models import find_text_config, place_in_whole
+from ckptkit.core.errors import RefusedError, UsageError
+from tests.reports.folders import REPORTS, notes_of, save, weights
+from tests.small_models import class_named, small_model_config
+
+CASE = REPORTS / "11-qwen35-text"
+PROMPT = torch.tensor([[1, 2, 3, 4]])
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=PROMPT).logits
+
+
+def test_a_report_of_a_text_model_is_written_as_what_was_trained(tmp_path: Path) -> None:
+    notes = notes_of(ckptkit.consolidate, CASE / "ckpt", tmp_path / "out", base=CASE / "base")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert "vision_config" not in config
+    assert any("--into-base" in note for note in notes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    truth = load_file(CASE / "truth.safetensors")
+    live = model.state_dict()
+    assert live.keys() == truth.keys()
+    assert all(torch.equal(live[name], tensor) for name, tensor in truth.items())
+
+
+def test_it_is_put_into_the_multimodal_base(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    manifest = ckptkit.consolidate(CASE / "ckpt", out, base=CASE / "base", into_base=True)
+    base, truth = (
+        load_file(p) for p in (CASE / "base/model.safetensors", CASE / "truth.safetensors")
+    )
+    found = weights(out)
+    assert found.keys() >= base.keys()
+    model = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(out)
+    live = model.state_dict()
+    for name, tensor in truth.items():
+        placed = name.replace("model.", "model.language_model.", 1)
+        assert torch.equal(live[placed if name.startswith("model.") else name], tensor)
+    visual = [name for name in base if "visual" in name]
+    assert set(manifest.source["filled"]["tensors"]) == set(visual)
+    assert all(torch.equal(found[name], base[name]) for name in visual)
+
+
+# A multimodal class, and the class of its text model.
+PAIRS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "LlavaForConditionalGeneration": "LlamaForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PAIRS)
+def test_text_models_of_families_behave_as_they_were_trained(name: str, tmp_path: Path) -> None:
+    whole_class = class_named(name)
+    whole = whole_class(small_model_config(whole_class))
+    base, out = tmp_path / "base", tmp_path / "out"
+    whole.save_pretrained(base)
+    text_class = class_named(PAIRS[name])
+    config = whole.config.get_text_config()
+    text = text_class(config)
+    step = save(text.state_dict(), tmp_path / "step")
+    ckptkit.consolidate(step, out, base=base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(loaded) is text_class
+    assert all(torch.equal(t, text.state_dict()[n]) for n, t in loaded.state_dict().items())
+    assert torch.allclose(logits(loaded), logits(text), atol=1e-5)  # other attention kernels
+    ckptkit.consolidate(step, tmp_path / "whole", base=base, into_base=True)
+    joined = whole_class.from_pretrained(tmp_path / "whole")
+    assert torch.allclose(logits(joined), logits(text), atol=1e-5)
+    before, after = whole.state_dict(), joined.state_dict()
+    towers = [n for n in before if "vision" in n or "visual" in n or "projector" in n]
+    assert towers
+    assert all(torch.equal(before[n], after[n]) for n in towers)
+
+
+def test_a_whole_model_is_not_taken_for_its_text_model() -> None:
+    config = {
+        "model_type": "qwen3_5",
+        "text_config": {"model_type": "qwen3_5_text"},
+        "vision_config": {},
+    }
+    whole = ["model.language_model.embed_tokens.weight", "model.visual.merger.weight"]
+    assert find_text_config(config, whole) is None
+    assert find_text_config(config, whole[:1]) is None
+    assert find_text_config({"model_type": "llama"}, ["model.embed_tokens.weight"]) is None
+    assert find_text_config(config, ["net.embed_tokens.weight"]) is None
+    found = find_text_config(config, ["model.embed_tokens.weight"])
+    assert found is not None
+    assert found["architectures"] == ["Qwen3_5ForCausalLM"]
+
+
+def test_names_are_placed_where_most_of_them_are() -> None:
+    names = ["model.embed_tokens.weight", "model.layers.0.mlp.weight", "lm_head.weight"]
+    base = [
+        "vision.layers.0.mlp.weight",
+        "language_model.model.embed_tokens.weight",
+        "language_model.model.layers.0.mlp.weight",
+        "language_model.lm_head.weight",
+    ]
+    assert place_in_whole(names, base) == {name: f"language_model.{name}" for name in names}
+    assert place_in_whole(names, ["other.weight"]) is None
+
+
+def test_what_is_no_text_model_of_the_base_is_not_put_into_it(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=24,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    step = save(model.state_dict(), tmp_path / "step")
+    with pytest.raises(RefusedError, match="no text model"):
+        ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base", into_base=True)
+    with pytest.raises(UsageError, match="none was named"):
+        ckptkit.consolidate(step, tmp_path / "out", into_base=True)

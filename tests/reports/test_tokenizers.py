@@ -1,0 +1,178 @@
+"""The files of a base's tokenizer are written where training changed none of its tokens."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+import ckptkit
+from ckptkit.core.errors import NotACheckpointError, UsageError
+from tests.reports.folders import REPORTS, notes_of, save
+
+OF_5 = REPORTS / "09-tokenizer-v5"
+PIECES = REPORTS / "20-tokenizer-model"
+OF_4 = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json")
+
+
+def equal(out: Path, base: Path, *names: str) -> bool:
+    return all(filecmp.cmp(out / name, base / name, shallow=False) for name in names)
+
+
+def test_a_report_of_files_that_engines_do_not_read(tmp_path: Path) -> None:
+    notes = notes_of(ckptkit.consolidate, OF_5 / "ckpt", tmp_path / "out", base=OF_5 / "base")
+    assert equal(tmp_path / "out", OF_5 / "base", *OF_4, "merges.txt", "added_tokens.json")
+    assert sum("tokens of the base" in note for note in notes) == 1
+    ckptkit.consolidate(OF_5 / "ckpt", tmp_path / "base", base=OF_5 / "base", tokenizer_from="base")
+    assert equal(tmp_path / "base", OF_5 / "base", *OF_4)
+
+
+def test_the_files_of_the_step_are_written_on_request_with_what_readers_refuse(
+    tmp_path: Path,
+) -> None:
+    step = OF_5 / "ckpt" / "checkpoint-1"
+    notes = notes_of(
+        *(ckptkit.consolidate, OF_5 / "ckpt", tmp_path / "out"),
+        base=OF_5 / "base",
+        tokenizer_from="step",
+    )
+    assert equal(tmp_path / "out", step, "tokenizer.json", "tokenizer_config.json")
+    assert not (tmp_path / "out" / "vocab.json").exists()
+    assert any("'extra_special_tokens' as a list" in note for note in notes)
+    assert any("--tokenizer-from base" in note for note in notes)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_report_of_a_missing_sentencepiece_model(is_merged: bool, tmp_path: Path) -> None:
+    base, out = PIECES / "base", tmp_path / "out"
+    if is_merged:
+        ckptkit.merge_adapter(PIECES / "adapter", out, base=base)
+    else:
+        ckptkit.consolidate(PIECES / "ckpt", out, base=base)
+    assert equal(out, base, "tokenizer.model", "tokenizer.json")
+
+
+def write_tokenizer(
+    folder: Path, words: list[str], added: list[str], *, template: str = "", **roles: str
+) -> None:
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(BPE(vocabulary, [])), **roles
+    )
+    tokenizer.add_tokens(added, special_tokens=True)
+    tokenizer.chat_template = template or None
+    tokenizer.save_pretrained(folder)
+
+
+def write_model(folder: Path, tokens: int) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=tokens,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.config.architectures = ["LlamaForCausalLM"]
+    save(model.state_dict(), folder)
+    model.config.save_pretrained(folder)
+
+
+WORDS = ["a", "b", "c", "<s>", "</s>"]
+PLAIN, CHAT = {"eos_token": "</s>"}, {"eos_token": "<|im_end|>"}
+
+
+def test_roles_and_template_of_the_step_are_kept_in_the_form_of_the_base(tmp_path: Path) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    write_model(step, 8)
+    write_tokenizer(step, WORDS, ["<|im_end|>"], template="{{ 'new' }}", **CHAT)
+    write_tokenizer(base, WORDS, ["<|im_end|>"], template="{{ 'old' }}", **PLAIN)
+    settings_of_4 = json.loads((base / "tokenizer_config.json").read_text())
+    settings_of_4 |= {"extra_special_tokens": {}, "tokenizer_class": "LlamaTokenizerFast"}
+    settings_of_4["chat_template"] = "{{ 'old' }}"
+    (base / "chat_template.jinja").unlink()
+    (base / "tokenizer_config.json").write_text(json.dumps(settings_of_4))
+    (base / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    notes = notes_of(ckptkit.consolidate, step, out, base=base)
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert written | CHAT == written
+    assert written["tokenizer_class"] == "LlamaTokenizerFast"
+    assert written["extra_special_tokens"] == {}
+    assert written["chat_template"] == "{{ 'new' }}"
+    assert (out / "chat_template.jinja").read_text() == "{{ 'new' }}"
+    assert json.loads((out / "special_tokens_map.json").read_text()) == CHAT
+    assert any("'eos_token', the chat template of the step" in note for note in notes)
+
+
+def test_a_tokenizer_with_further_tokens_is_that_of_the_step(tmp_path: Path) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    write_model(step, 8)
+    write_tokenizer(step, WORDS, ["<tool>"])
+    write_tokenizer(base, WORDS, [])
+    (base / "vocab.json").write_text("{}")
+    ckptkit.consolidate(step, out, base=base)
+    assert equal(out, step, "tokenizer.json")
+    assert not (out / "vocab.json").exists()
+
+
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    step, out = tmp_path / "step", tmp_path / "out"
+    write_model(step, 8)
+    write_tokenizer(step, WORDS, [])
+    with pytest.raises(NotACheckpointError, match="no --base was named"):
+        ckptkit.consolidate(step, out, tokenizer_from="base")
+    with pytest.raises(UsageError, match="cannot be combined"):
+        ckptkit.consolidate(step, out, tokenizer=step, tokenizer_from="step")
+    with pytest.raises(UsageError, match="not among"):
+        ckptkit.consolidate(step, out, tokenizer_from="here")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    added=st.lists(st.sampled_from(["<x>", "<y>", "<z>"]), unique=True),
+    of_base=st.lists(st.sampled_from(["<x>", "<y>", "<z>"]), unique=True),
+    eos=st.sampled_from(["</s>", "<s>", None]),
+    template=st.sampled_from(["", "{{ 'one' }}", "{{ 'two' }}"]),
+    has_merges_as_texts=st.booleans(),
+)
+def test_what_is_written_tokenizes_as_the_step_does(
+    added: list[str],
+    of_base: list[str],
+    eos: str | None,
+    template: str,
+    has_merges_as_texts: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("drawn")
+    step, base, out = folder / "step", folder / "base", folder / "out"
+    write_model(step, 12)
+    roles: dict[str, Any] = {} if eos is None else {"eos_token": eos}
+    write_tokenizer(step, WORDS, added, template=template, **roles)
+    write_tokenizer(base, WORDS, of_base, template="{{ 'one' }}", **PLAIN)
+    (base / "vocab.json").write_text("{}")
+    if has_merges_as_texts:  # as older libraries write them
+        document = json.loads((base / "tokenizer.json").read_text())
+        document["model"]["merges"] = [" ".join(pair) for pair in document["model"]["merges"]]
+        (base / "tokenizer.json").write_text(json.dumps(document))
+    ckptkit.consolidate(step, out, base=base)
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (out, step))
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours("a<x>b<z></s>").input_ids == theirs("a<x>b<z></s>").input_ids
+    assert eos is None or ours.eos_token == eos
+    assert not template or ours.chat_template == template
+    assert (out / "vocab.json").exists() == (added == of_base)
