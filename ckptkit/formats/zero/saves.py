@@ -35,9 +35,11 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import MIXED_SAVES, refuse_mixed_sizes
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.objects import find_unread, whole_object_error
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.trees import Membership, classify
+from ckptkit.formats.trees import Membership, classify, describe_objects_in
 from ckptkit.formats.zero.flat_vectors import (
     OPTIMIZER,
     FlatParameter,
@@ -119,6 +121,7 @@ class DeepSpeedSave(ABC):
             writer=", ".join([*parts, *([tool] if tool else [])]),
             version=version,
             notes=tuple(notes),
+            warnings=describe_objects_in(self.models[0].archive),
         )
 
 
@@ -217,10 +220,15 @@ class WeightEntries:
         self._shared = read_shared_parameters(save.first)
         self.values: dict[KeyPath, Any] = {}
         module = save.first.inner(MODULE)
+        whole = save.first.values.get(MODULE)
+        if isinstance(whole, InertObject):
+            raise whole_object_error(whole, module.where)
         names = []
         for name, value in module.values.items():
             if isinstance(value, TensorRef) and isinstance(name, str):
                 names.append(name)
+            elif (unread := find_unread(value)) is not None:
+                raise unread.error(f"{module.where}, {quote(str(name))}")
             else:
                 self.values[MODULE, str(name)] = value
         for name in self.masters:

@@ -16,11 +16,8 @@ from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import MIXED_SAVES, refuse_missing_ranks, refuse_stale_ranks
-from ckptkit.formats.pickle.machine import Global
-from ckptkit.formats.pickle.pickles import Builder, inert_class
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import ALLOWED
-from ckptkit.formats.trees import rebuild_with_attributes
 from ckptkit.storage.base import Source
 
 MODULE = "module"
@@ -105,20 +102,7 @@ def _stage(*args: object) -> int:
     raise FormatError("ZeRO's stage is not a number")
 
 
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_UNIVERSAL_CLASSES = "deepspeed.checkpoint.universal_checkpoint"
-_OWN: Mapping[tuple[str, str], Builder | Global] = {
-    (_SCALERS, "LossScaler"): inert_class(_SCALERS, "LossScaler"),
-    (_SCALERS, "DynamicLossScaler"): inert_class(_SCALERS, "DynamicLossScaler"),
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage,
-    ("deepspeed.utils.tensor_fragment", "fragment_address"): inert_class(
-        "deepspeed.utils.tensor_fragment", "fragment_address"
-    ),
-    (_UNIVERSAL_CLASSES, "SubparamShape"): inert_class(_UNIVERSAL_CLASSES, "SubparamShape"),
-    ("torch._tensor", "_rebuild_from_type_v2"): rebuild_with_attributes,
-    ("torch", "Tensor"): Global("torch", "Tensor"),
-}
-_ALLOWED = {**ALLOWED, **_OWN}
+_ALLOWED = {**ALLOWED, ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage}
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,7 @@ def test_a_walk_is_in_order_and_names_rare_keys() -> None:
         (("b", 1, "None"), 3),
         (("b", 1, "1.5"), 4),
         (("a",), ()),
-        ((7, "<tuple>"), "x"),
+        ((7, "<key 0>"), "x"),
     ]
 
 
