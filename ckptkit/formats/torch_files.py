@@ -31,7 +31,6 @@ from ckptkit.core.index import (
     ChunkTable,
     Key,
     KeyPath,
-    Part,
     Problem,
     RecordTable,
     RunFacts,
@@ -198,11 +197,7 @@ class TorchContents:
         paths = [loaded.path for loaded in self._tensors]
         memberships = classify(paths, where=where, values=self._values)
         pairs = list(zip(self._tensors, memberships, strict=True))
-        parts = [part_of_path(loaded.path[:-1]) for loaded in self._holders]
-        # Only if nothing else can be the model, an object that keys do not call a model is.
-        has_model = "model" in {*parts, *(member.part for member in memberships)}
-        wanted: Part | None = "model" if has_model else None
-        holders = [held for held, part in zip(self._holders, parts, strict=True) if part == wanted]
+        holders = self._wanted_holders(has_model=any(m.part == "model" for m in memberships))
         of_holders = classify([loaded.path for loaded in holders], where=where)
         pairs += zip(holders, of_holders, strict=True)
         entries: dict[Key, TensorEntry] = {}
@@ -236,6 +231,18 @@ class TorchContents:
             ),
             problems=tuple(problems),
         )
+
+    def _wanted_holders(self, *, has_model: bool) -> list[_LoadedTensor]:
+        """Returns the objects in which a model is: all that keys call one, beside other models.
+
+        If there is no other model, it is the first of these, or the first whose keys say nothing.
+        """
+        parts = [part_of_path(loaded.path[:-1]) for loaded in self._holders]
+        pairs = list(zip(self._holders, parts, strict=True))
+        named = [loaded for loaded, part in pairs if part == "model"]
+        if has_model:
+            return named
+        return (named or [loaded for loaded, part in pairs if part is None])[:1]
 
     def _objects(self, entries: Sequence[TensorEntry]) -> dict[KeyPath, Any]:
         """Returns what to tell the user of: objects, and other values among the weights."""

@@ -26,6 +26,7 @@ from ckptkit.formats.dcp.join import (
 )
 from ckptkit.formats.dcp.save_plans import PLANS, SavePlans
 from ckptkit.formats.dcp.shortcuts import (
+    INDEX,
     SIZE,
     FastMachine,
     RunValues,
@@ -34,6 +35,7 @@ from ckptkit.formats.dcp.shortcuts import (
 from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count, overflows
 from ckptkit.formats.pickle.machine import Global, InertObject, Machine
 from ckptkit.formats.pickle.pickles import OPCODES
+from ckptkit.formats.pickle.torch_values import TensorRef, parse_values
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -174,7 +176,7 @@ class _Reader:
         rows = TensorRows(self.values, self.where)
         kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
         for key, state in self.states.items():
-            if isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata":
+            if _is_of_object(state):
                 continue
             where = self.where.tensor(key)
             fields = fields_of(state, _TENSOR_STORAGE, where)
@@ -194,6 +196,9 @@ class _Reader:
             kinds[key] = dtype, shape
         storage = StorageRows(self.values, self.numbers, self.where)
         storage.read(self._table("storage_data"))
+        is_raw = self.library == _LIBRARIES["bytecheckpoint"]
+        if is_raw:
+            self._check_strides()
         plans = self.fields.pop("all_local_plans", None)
         if plans is not None:
             SavePlans(self.values, self.numbers, self.where).compare(plans, rows)
@@ -201,7 +206,6 @@ class _Reader:
         self.fields["storage_data"] = None
         planner_data = self._planner_data()
         version = self.fields.get("version")
-        is_raw = self.library == _LIBRARIES["bytecheckpoint"]
         join = Join(rows, storage, list(self.numbers), is_raw=is_raw)
         columns, blobs = join.run()
         return DcpMetadata(
@@ -224,6 +228,30 @@ class _Reader:
             is_raw=is_raw,
             short=frozenset(join.keys[number] for number in join.short),
         )
+
+    def _check_strides(self) -> None:
+        """Refuses bare elements in another order than row by row, as ByteCheckpoint may have them.
+
+        Of each chunk it keeps the tensor as torch pickles it, without the elements.
+        """
+        ordered: set[bytes] = set()
+        for index, pickled in self._table("all_tensor_metadata").items():
+            key = str(fields_of(index, INDEX, self.where).get("fqn"))
+            where = self.where.tensor(key)
+            if _is_of_object(self.states.get(key)):
+                continue
+            if not isinstance(pickled, bytes):
+                raise where.error("description of a chunk is not a pickle")
+            if pickled in ordered:
+                continue
+            tensor = parse_values(pickled, where=where.text)
+            if not isinstance(tensor, TensorRef) or not tensor.row_major or tensor.storage_offset:
+                raise UnsupportedError(
+                    "elements of a chunk are not stored row by row, which is not modelled",
+                    where=where.text,
+                    hint="make the tensor contiguous before the save",
+                )
+            ordered.add(pickled)
 
     def _table(self, name: str) -> dict[Any, Any]:
         table = self.fields.get(name)
@@ -283,6 +311,10 @@ class _Reader:
         if _CHECKPOINT in self.owners:
             return "torch 2.3"
         return "torch 2.1 or 2.2" if self.owners else "torch 2.8 or earlier"
+
+
+def _is_of_object(state: object) -> bool:
+    return isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata"
 
 
 def _describe(key: object) -> str:

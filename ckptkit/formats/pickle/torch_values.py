@@ -336,9 +336,9 @@ class InertDefaultDict(InertDict):
         self.factory = factory
 
 
-def _default_dict(*args: object) -> InertDefaultDict:
+def _default_dict(*args: object) -> InertDefaultDict | InertObject:
     if len(args) > 1:
-        raise FormatError(f"'defaultdict' is made from {len(args)} arguments, not from one")
+        return InertObject(Global("collections", "defaultdict"), args)
     return InertDefaultDict(args[0] if args else None)
 
 
@@ -352,14 +352,14 @@ class InertDeque(list[Any]):
         self.longest = longest
 
 
-def _deque(*args: object) -> InertDeque:
+def _deque(*args: object) -> InertDeque | InertObject:
     match args:
         case () | ([] | (),):
             return InertDeque(None)
         case ([] | (), longest):
             if longest is None or is_count(longest):
                 return InertDeque(longest)
-    raise FormatError("'deque' is made from something that is not its limit")
+    return InertObject(Global("collections", "deque"), args)
 
 
 # Classes and functions whose instances are values, and no objects of other code. Below protocol 3
