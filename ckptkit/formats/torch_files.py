@@ -81,7 +81,7 @@ _OPTIMIZER_FILE = re.compile(r"optimizer(_\d{1,7})?\.(bin|pt)")
 _NUMBER = re.compile(r".*_(\d{1,7})")
 _ONLY_TENSOR: KeyPath = ("tensor",)  # the path of a tensor that is in no container
 _ALL = "*"  # the name of all tensors of an object
-_PACKED = BY_NAME["uint8"]  # the type of a tensor whose own is not known
+_UNKNOWN = BY_NAME["float32"]  # in place of a type that is not known
 
 
 class TorchFileReader:
@@ -169,7 +169,7 @@ class TorchContents:
                 loaded = _LoadedTensor(place, path, value.dtype, value.shape, value, chunk)
             elif (unread := find_unread(value)) is not None:
                 self._unread[place] = value
-                dtype = unread.dtype or _PACKED
+                dtype = unread.dtype or _UNKNOWN
                 loaded = _LoadedTensor(place, path, dtype, unread.shape, error=unread.error())
             else:
                 self._values[(*under, *steps)] = value
@@ -184,7 +184,7 @@ class TorchContents:
                 )
         holders = find_holders(objects.values())
         self._holders += (
-            _LoadedTensor((*place, _ALL), path, _PACKED, (), error=whole_object_error(value, ""))
+            _LoadedTensor((*place, _ALL), path, _UNKNOWN, (), error=whole_object_error(value, ""))
             for place, value in objects.items()
             if id(value) in holders
         )

@@ -188,13 +188,22 @@ _DEQUANTIZE = (
     "load it where it was saved, and save `{name: tensor.dequantize() if tensor.is_quantized or"
     " type(tensor) is not torch.Tensor else tensor for name, tensor in model.state_dict().items()}`"
 )
-# What to do about tensors of a package's own classes.
-_HINTS = {
-    "torchao": _DEQUANTIZE,
-    "transformer_engine": "save with weights in bfloat16, in Megatron-Core without"
-    " --fp8-param-gather",
-    "torch": "save `tensor.full_tensor()` of a DTensor; or `tensor.data`, as plain tensors",
+# Tensors of a package's own classes: what they are, and what to do about them.
+_PACKAGES = {
+    "torchao": (
+        "one of the tensors that torchao quantized, packed numbers with scales",
+        _DEQUANTIZE,
+    ),
+    "transformer_engine": (
+        "a weight in eight bits or fewer, with scales",
+        "save with weights in bfloat16, in Megatron-Core without --fp8-param-gather",
+    ),
+    "torch": (
+        "which is not modelled",
+        "save `tensor.full_tensor()` of a DTensor; of others `tensor.data`, as a plain tensor",
+    ),
 }
+_OTHERS = ("which is not modelled", f"{_DEQUANTIZE}, or as its class has it")
 _TENSOR_CLASSES = {
     Global("torch", "Tensor"),
     Global("torch.nn.parameter", "Parameter"),
@@ -216,8 +225,8 @@ _OTHER_TENSORS = {
 
 def tensor_of_class(cls: Global, dtype: DType | None = None, shape: Shape = ()) -> UnreadTensor:
     """Returns a tensor of a class that is not modelled."""
-    hint = _HINTS.get(cls.module.partition(".")[0], f"{_DEQUANTIZE}, or as its class has it")
-    return UnreadTensor(f"a {quote(str(cls))}, which is not modelled", hint, dtype, shape)
+    what, hint = _PACKAGES.get(cls.module.partition(".")[0], _OTHERS)
+    return UnreadTensor(f"a {quote(str(cls))}, {what}", hint, dtype, shape)
 
 
 def rebuild_from_type(*args: object) -> object:
@@ -267,9 +276,8 @@ def _rebuild_quantized(*args: object) -> UnreadTensor:
             map(is_count, shape)
         ):
             sizes = tuple(size for size in shape if isinstance(size, int))
-            return UnreadTensor(
-                "quantized by torch, packed numbers with scales", _DEQUANTIZE, None, sizes
-            )
+            kind = "one of the tensors that torch quantized, packed numbers with scales"
+            return UnreadTensor(kind, _DEQUANTIZE, None, sizes)
     raise FormatError("quantized tensor is rebuilt from something that does not describe one")
 
 
