@@ -161,8 +161,7 @@ class TorchContents:
             )
         characters = MAX_KEY_CHARACTERS * file.pickle_bytes
         objects: dict[KeyPath, InertObject] = {}
-        # No real pickle has more than one value per byte.
-        for steps, value in walk_values(file.root, limit=file.pickle_bytes, where=file.where):
+        for steps, value in walk_values(file.root, limit=file.most_values, where=file.where):
             place = (*under, *(steps or _ONLY_TENSOR))
             if isinstance(value, TensorRef):
                 chunk = self._table.chunk(file, value)

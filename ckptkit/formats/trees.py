@@ -16,6 +16,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ckptkit.core.dtypes import DType
@@ -23,11 +24,13 @@ from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
     InputError,
+    LimitError,
     UnsafePickleError,
     UnsupportedError,
 )
 from ckptkit.core.index import ChunkTable, Fqn, Key, KeyPath, Part, Problem, Shape, TensorEntry
 from ckptkit.formats.parsing import is_count
+from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.objects import describe_objects, is_object
 from ckptkit.formats.pickle.pickles import ordered_dict, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
@@ -288,8 +291,11 @@ def problem_of(entry: TensorEntry, error: CkptkitError) -> Problem:
 
 def describe_objects_in(file: TorchArchive) -> tuple[str, ...]:
     """Returns a note on the objects of other code in a file; none if it has none."""
-    values = walk_values(file.root, limit=file.pickle_bytes, where=file.where)
-    return describe_objects({path: value for path, value in values if is_object(value)})
+    found: dict[KeyPath, InertObject | Global] = {}
+    values = walk_values(file.root, limit=file.most_values, where=file.where)
+    with suppress(FormatError, LimitError):  # of values that nobody needs
+        found.update((path, value) for path, value in values if is_object(value))
+    return describe_objects(found)
 
 
 def detect_framework_by_paths(paths: Iterable[KeyPath]) -> Framework:

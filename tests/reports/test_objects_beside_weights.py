@@ -477,6 +477,46 @@ def test_lightnings_trainer_writes_what_is_read(value: Any, listed: str, tmp_pat
     assert "Watch.value" in objects_in(notes)
 
 
+def test_objects_in_the_meta_file_of_a_sharded_strategy_are_listed(tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    folder = tmp_path / "last.ckpt"
+    dcp.save({"state_dict": state}, checkpoint_id=folder)
+    nested: Any = 1
+    for _ in range(50):
+        nested = [nested]
+    meta = {"pytorch-lightning_version": "2.6.6", "global_step": 3, "epoch": 0}
+    for number, more in enumerate(({"hyper_parameters": {"mode": Mode.FAST}}, {"deep": nested})):
+        torch.save(meta | more, folder / "meta.pt")
+        tensors, notes = converted(folder, tmp_path / f"out{number}")
+        assert_same(tensors, state)
+        listed = [note for note in notes if note.startswith(LEFT_OUT)]
+        expected = f"{LEFT_OUT}hyper_parameters.mode (Mode of {HERE})"
+        assert listed == ([expected] if number == 0 else [])
+        assert ckptkit.inspect(folder).version == "2.6.6"
+
+
+def test_objects_in_the_files_of_ranks_are_listed_once(tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    folder = tmp_path / "step"
+    folder.mkdir()
+    for rank in range(2):
+        torch.save({"model": state, "config": RunConfig()}, folder / f"state_rank{rank}.pt")
+    tensors, notes = converted(folder, tmp_path / "out")
+    assert_same(tensors, state)
+    assert objects_in(notes) == f"config (RunConfig of {HERE})"
+    torch.save(Net(), folder / "state_rank1.pt")
+    with pytest.raises(UnsafePickleError, match=r"a whole module.*Net"):
+        converted(folder, tmp_path / "module")
+
+
+def test_values_that_are_shared_over_and_over_are_read(tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    shared = {f"key{number}": [number, "x"] for number in range(100)}
+    torch.save({"model": state, "runs": [shared] * 300}, tmp_path / "model.pt")
+    tensors, _ = converted(tmp_path / "model.pt", tmp_path / "out")
+    assert_same(tensors, state)
+
+
 def history(values: list[float]) -> Any:
     """What mmengine keeps of a value that it logs."""
     made = HistoryBuffer()

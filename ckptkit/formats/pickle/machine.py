@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ckptkit.core.errors import (
@@ -37,52 +38,111 @@ _UNSET = object()
 # Modules that run commands or code, or reach files or the network, and have no class of which
 # checkpoints hold instances; with all that is below them.
 _HARMFUL_MODULES = frozenset(
-    {
-        *("os", "posix", "nt", "sys", "subprocess", "_posixsubprocess", "_winapi", "popen2", "pty"),
-        *("shutil", "tempfile", "fileinput", "importlib", "imp", "_imp", "runpy", "pkgutil"),
-        *("_frozen_importlib", "_frozen_importlib_external", "zipimport", "codeop", "marshal"),
-        *("pickle", "_pickle", "cPickle", "shelve", "pdb", "bdb", "cProfile", "timeit", "doctest"),
-        *("pydoc", "webbrowser", "ctypes", "_ctypes", "cffi", "_cffi_backend", "socket", "_socket"),
-        *("ssl", "_ssl", "socketserver", "SocketServer", "http", "httplib", "urllib2", "ftplib"),
-        *(
-            "smtplib",
-            "poplib",
-            "imaplib",
-            "telnetlib",
-            "nntplib",
-            "xmlrpc",
-            "xmlrpclib",
-            "asyncore",
-        ),
-        *("pip", "ensurepip", "venv", "setuptools", "distutils", "lib2to3", "idlelib"),
-        *("rlcompleter", "faulthandler", "_xxsubinterpreters", "urllib.request", "logging.config"),
-        *("asyncio.subprocess", "multiprocessing.util", "numpy.testing", "numpy.f2py"),
-        *("numpy.distutils", "numpy.lib.npyio", "numpy.lib._npyio_impl", "torch.hub", "torch.jit"),
-        *("torch.package", "torch.utils.cpp_extension", "torch.utils.model_zoo"),
-    }
+    [
+        "os",
+        "posix",
+        "nt",
+        "sys",
+        "subprocess",
+        "_posixsubprocess",
+        "_winapi",
+        "popen2",
+        "pty",
+        "shutil",
+        "tempfile",
+        "fileinput",
+        "importlib",
+        "imp",
+        "_imp",
+        "_frozen_importlib",
+        "_frozen_importlib_external",
+        "zipimport",
+        "runpy",
+        "pkgutil",
+        "codeop",
+        "pickle",
+        "_pickle",
+        "cPickle",
+        "marshal",
+        "shelve",
+        "pdb",
+        "bdb",
+        "cProfile",
+        "timeit",
+        "doctest",
+        "pydoc",
+        "webbrowser",
+        "ctypes.util",
+        "cffi",
+        "_cffi_backend",
+        "socket",
+        "_socket",
+        "ssl",
+        "_ssl",
+        "socketserver",
+        "SocketServer",
+        "http.client",
+        "http.server",
+        "httplib",
+        "urllib.request",
+        "urllib2",
+        "ftplib",
+        "smtplib",
+        "poplib",
+        "imaplib",
+        "telnetlib",
+        "nntplib",
+        "xmlrpc",
+        "xmlrpclib",
+        "asyncore",
+        "asyncio.subprocess",
+        "logging.config",
+        "multiprocessing.util",
+        "pip._internal",
+        "ensurepip",
+        "venv",
+        "distutils.core",
+        "distutils.spawn",
+        "lib2to3",
+        "idlelib",
+        "rlcompleter",
+        "faulthandler",
+        "_xxsubinterpreters",
+        "numpy.testing",
+        "numpy.f2py",
+        "numpy.distutils",
+        "numpy.lib.npyio",
+        "numpy.lib._npyio_impl",
+        "torch.hub",
+        "torch.jit",
+        "torch.package",
+        "torch.utils.cpp_extension",
+        "torch.utils.model_zoo",
+    ]
 )
-_BUILTINS = frozenset(
-    {
-        *("eval", "exec", "execfile", "compile", "__import__", "open", "file", "input", "getattr"),
-        *("raw_input", "apply", "reload", "breakpoint", "globals", "locals", "vars", "setattr"),
-        *("delattr", "help", "exit", "quit"),
-    }
+_BUILTINS = (
+    "eval exec execfile compile __import__ open file input raw_input apply reload breakpoint"
+    " globals locals vars getattr setattr delattr help exit quit"
 )
-_LOADS = frozenset({"load", "loads", "unsafe_load"})
+# Of modules that hold other things too.
 _HARMFUL_NAMES: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("builtins", "__builtin__"), _BUILTINS),
-    **dict.fromkeys(("io", "_io"), frozenset({"open", "open_code", "FileIO"})),
-    **dict.fromkeys(("cloudpickle", "dill", "dill._dill", "joblib", "yaml"), _LOADS),
-    **dict.fromkeys(("torch", "torch.serialization"), _LOADS),
-    "code": frozenset({"interact", "InteractiveConsole", "InteractiveInterpreter"}),
-    "codecs": frozenset({"open"}),
-    "commands": frozenset({"getoutput", "getstatusoutput"}),
-    "numpy": frozenset({"load", "loadtxt", "genfromtxt", "fromfile"}),
-    "platform": frozenset({"popen"}),
-    "profile": frozenset({"run", "runctx", "Profile"}),
-    "torch.utils.collect_env": frozenset({"run"}),
-    "trace": frozenset({"Trace"}),
-    "urllib": frozenset({"urlopen", "urlretrieve"}),
+    module: frozenset(names.split())
+    for modules, names in (
+        ("builtins __builtin__", _BUILTINS),
+        ("io _io", "open open_code FileIO"),
+        ("torch torch.serialization cloudpickle dill dill._dill joblib yaml", "load loads"),
+        ("numpy", "load loadtxt genfromtxt fromfile"),
+        ("ctypes", "CDLL PyDLL WinDLL OleDLL cdll pydll windll oledll pythonapi"),
+        ("code", "interact InteractiveConsole InteractiveInterpreter"),
+        ("codecs", "open"),
+        ("commands", "getoutput getstatusoutput"),
+        ("platform", "popen"),
+        ("profile", "run runctx Profile"),
+        ("torch.utils.collect_env", "run"),
+        ("trace", "Trace"),
+        ("urllib", "urlopen urlretrieve"),
+    )
+    for module in modules.split()
 }
 
 
@@ -457,7 +517,10 @@ def is_harmful(module: str, name: str) -> bool:
         return True
     if name in _HARMFUL_NAMES.get(module, ()):
         return True
-    return not _HARMFUL_MODULES.isdisjoint(name.split(".")[:-1])
+    steps = name.split(".")
+    return not _HARMFUL_MODULES.isdisjoint(steps[:-1]) or any(
+        attribute in _HARMFUL_NAMES.get(step, ()) for step, attribute in pairwise(steps)
+    )
 
 
 def _reconstruct(_: Machine, args: tuple[object, ...]) -> object:

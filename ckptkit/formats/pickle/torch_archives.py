@@ -32,6 +32,8 @@ from ckptkit.formats.pickle.torch_values import ALLOWED, StorageRef, TensorRef, 
 from ckptkit.formats.pickle.torch_zip import MAX_PICKLE_BYTES, open_archive
 from ckptkit.storage.base import Source
 
+_LEAST_VALUES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class PickledDict:
@@ -144,6 +146,11 @@ class TorchArchive:
     @property
     def is_legacy(self) -> bool:
         return isinstance(self.archive, LegacyArchive)
+
+    @property
+    def most_values(self) -> int:
+        """How many values the pickle may unfold into, where some are shared."""
+        return max(self.pickle_bytes, _LEAST_VALUES)
 
     @property
     def where(self) -> str:

@@ -217,9 +217,10 @@ class RankFileLoader:
             raise whole_object_error(archive.root, archive.where)
         tensors: dict[KeyPath, RankTensor] = {}
         values: dict[KeyPath, Any] = {}
-        limit = archive.pickle_bytes
-        characters = MAX_KEY_CHARACTERS * limit
-        for steps, value in walk_values(archive.root, limit=limit, where=archive.where):
+        characters = MAX_KEY_CHARACTERS * archive.most_values
+        for steps, value in walk_values(
+            archive.root, limit=archive.most_values, where=archive.where
+        ):
             path = (*under, *steps) or ("tensor",)
             if isinstance(value, RankTensor):
                 tensors[path] = value

@@ -250,13 +250,13 @@ class WeightEntries:
             tensors = _find_expert(file, stored, layers)
             stored |= {name: (file, tensor) for name, tensor in tensors.items()}
         names = list(stored)
+        for name in self.masters:
+            if name not in module.values:
+                raise module.error(f"holds a master copy of {quote(name)} but not the parameter")
         for group in read_parameter_groups(save.first):
             for name in group:
                 if name not in stored and not _EXPERT.fullmatch(name):
                     raise module.error(f"trains {quote(name)}, which is in no file")
-        for name in self.masters:
-            if name not in module.values:
-                raise module.error(f"holds a master copy of {quote(name)} but not the parameter")
         memberships = classify([(MODULE, name) for name in names], where=save.where)
         live, masters = [], []
         for name, membership in zip(names, memberships, strict=True):

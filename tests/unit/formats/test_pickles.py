@@ -159,6 +159,7 @@ def test_a_refusal_says_where_and_what_to_do() -> None:
     "name",
     [
         ("torch", "os.system"),  # through a module that another one imports
+        ("library", "helpers.builtins.eval"),
         ("numpy.testing._private.utils", "runstring"),
         ("importlib", "import_module"),
         ("torch.hub", "load"),
