@@ -276,6 +276,8 @@ def _rebuild_quantized(*args: object) -> UnreadTensor:
             map(is_count, shape)
         ):
             sizes = tuple(size for size in shape if isinstance(size, int))
+            if overflows(sizes, BY_NAME["float32"]):
+                raise FormatError(f"size of a tensor of shape {list(sizes)} overflows")
             kind = "one of the tensors that torch quantized, packed numbers with scales"
             return UnreadTensor(kind, _DEQUANTIZE, None, sizes)
     raise FormatError("quantized tensor is rebuilt from something that does not describe one")
