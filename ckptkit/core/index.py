@@ -403,7 +403,8 @@ class RunFacts:
         settings: What the checkpoint itself says of its model and what decides how the elements of
             its tensors are laid out, by the keys of Transformers' configurations.
         notes: Further facts for `inspect`, such as what was ignored.
-        warnings: What the save itself found and users of the step should know.
+        warnings: What users of the step should know: what the save itself found, and which objects
+            of other code are left out.
     """
 
     world_size: int | None = None
