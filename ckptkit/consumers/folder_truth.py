@@ -352,6 +352,13 @@ def _other_ids(folder: FolderTexts, generation: Document | None) -> Iterator[str
         if token in numbers and stated and numbers[token] not in stated:
             said = f"the tokenizer's '{name}' is {token!r} ({numbers[token]})"
             yield f"{said}, and '{key}' of the configuration is {', '.join(map(str, stated))}"
+    text = config.get("text_config")
+    sizes = [part.get("vocab_size") for part in (config, text) if isinstance(part, Mapping)]
+    rows = next((size for size in sizes if type(size) is int), 1 << 62)
+    for key in _IDS:
+        beyond = [one for one in _stated_ids(config, generation, key) if one >= rows]
+        if beyond:
+            yield f"'{key}' is {beyond[0]:,}, and the vocabulary has {rows:,} tokens"
 
 
 def token_text(value: object) -> str:

@@ -45,6 +45,7 @@ class Consumer:
         is_renamed: Whether names in files may differ from those of training.
         comparing: What names and shapes are compared with.
         find_kept: Returns what its class of a configuration keeps in float32.
+        without_config: What becomes of an output without a configuration.
         load: The line of Python that loads the folder; `{out}` is its path as a literal, `{name}`
             a class.
     """
@@ -59,6 +60,7 @@ class Consumer:
     is_renamed: bool = False
     comparing: Comparing = "nothing"
     find_kept: Callable[[Mapping[str, Any]], KeptDtypes] = _keeps_nothing
+    without_config: str = "without which from_pretrained does not load the output"
     load: str = ""
 
     def has_companion(self, path: str) -> bool:
@@ -136,6 +138,7 @@ PEFT = Consumer(
 )
 LIGHTNING = Consumer(
     name="Lightning",
+    without_config="so that the module that was trained loads the output with load_state_dict",
     load="module.load_state_dict(safetensors.torch.load_file({weights}))",
 )
 # Also a configuration that no library in this table writes, which is copied as it is.

@@ -52,9 +52,9 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
     added, added_there = _added(step.tokenizer), _added(base.tokenizer)
     if not tokens.vocabulary or tokens != there:
         return None
-    # A token of the vocabulary is listed as an added one where it has a role, such as the end.
-    roles = {_plain(one.tokenizer_config.get(role)) for one in (step, base) for role in _ROLES}
-    if not added.keys() ^ added_there.keys() <= roles:
+    # Added ones are never split. A role makes one of a token of the vocabulary, in any reader.
+    roles = {_plain(step.tokenizer_config.get(role)) for role in _ROLES}
+    if not added_there.keys() <= added.keys() <= added_there.keys() | roles:
         return None
     settings = {
         key: step.tokenizer_config[key]

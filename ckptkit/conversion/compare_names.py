@@ -32,6 +32,7 @@ from ckptkit.hub_names.known_models import (
     compare_with_base,
     compare_with_counts,
     determine_need,
+    is_made_by_model,
 )
 from ckptkit.plan.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, make_refusal
 
@@ -196,10 +197,17 @@ def _looks_wrong(subject: Subject) -> bool:
     return any(not report.is_clean for report in _compare_without_asking(subject))
 
 
-def find_lacking(subject: Subject) -> tuple[str, ...]:
-    """Returns the names that the base has on disk and the output lacks, though it loads."""
+def find_lacking(subject: Subject) -> tuple[tuple[str, ...], list[str]]:
+    """Returns what the base has on disk and the output lacks, though it loads.
+
+    Returns:
+        The names of tensors, and those of buffers that models make themselves.
+    """
     shapes = _shapes_of_base(subject)
-    return compare_with_base(subject.request, shapes, "").missing if shapes else ()
+    if not shapes:
+        return (), []
+    made = sorted(name for name in shapes if is_made_by_model(name) and name not in subject.tensors)
+    return compare_with_base(subject.request, shapes, "").missing, made
 
 
 def compare_now(subject: Subject) -> tuple[str, ...]:

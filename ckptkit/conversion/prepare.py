@@ -20,7 +20,7 @@ from ckptkit.consumers.side_files import (
     sum_bytes_by_dtype,
     update_config,
 )
-from ckptkit.consumers.table import MODULES
+from ckptkit.consumers.table import MODULES, PLAIN, Consumer
 from ckptkit.consumers.text_models import find_text_config, place_in_whole
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
@@ -63,7 +63,7 @@ from ckptkit.conversion.write import (
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.core.text import Aside
+from ckptkit.core.text import Aside, counted
 from ckptkit.engine.kernels import CastKernel, Preparations, first_rows, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
@@ -175,9 +175,9 @@ class ConversionJob:
             delete_source=options.get("delete_source", False),
         )
 
-    def advise_on_config(self, unusable: str = "") -> str:
+    def advise_on_config(self, consumer: Consumer = PLAIN, unusable: str = "") -> str:
         """Returns what to do where no configuration was found, but perhaps something unusable."""
-        text = "no config.json was found, without which from_pretrained does not load the output"
+        text = f"no config.json was found, {consumer.without_config}"
         if unusable:
             text = f"{unusable}; without a config.json from_pretrained does not load the output"
         which = "with the model that was trained: its id on the Hub, or a folder"
@@ -395,7 +395,7 @@ class _Planner:
         if request.cast_all or request.dtype not in {"float16", "bfloat16"}:
             return None
         kept = KeptDtypes()
-        if config is not None and request.names != "live":
+        if config is not None:
             kept = self._folders.consumer.find_kept(config)
             if determine_need(config, has_base=False).kind == "unknown":
                 kept = ask_kept(config, self._program) or kept
@@ -726,7 +726,8 @@ class _Planner:
         self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
     ) -> dict[str, Any] | None:
         if config is None:
-            self._notes.append(self._job.advise_on_config(self._folders.describe_unusable_config()))
+            consumer, unusable = self._folders.consumer, self._folders.describe_unusable_config()
+            self._notes.append(self._job.advise_on_config(consumer, unusable))
             return None
         if not self._folders.consumer.owns_config:
             return dict(config)
@@ -776,9 +777,11 @@ class _Planner:
         comparison, notes = plan_comparison(subject, self._program)
         self._notes += notes
         if self._filling is None and subject.base is not None and config is not None:
-            lacking = find_lacking(subject)
-            self._lacking = lacking
-            if lacking:
-                base, option = str(self._folders.base), "--fill-from-base"
-                self._notes.append(describe_lacking(base, lacking, config, option=option))
+            self._lacking, made = find_lacking(subject)
+            base, option = str(self._folders.base), "--fill-from-base"
+            if self._lacking:
+                self._notes.append(describe_lacking(base, self._lacking, config, option=option))
+            if made:
+                text = f"{counted(len(made), 'buffer')} that models make themselves"
+                self._notes.append(Aside(f"{base} has {text}, such as {made[0]!r}: not written"))
         return comparison

@@ -21,6 +21,8 @@ from ckptkit.core.errors import (
     InputError,
     MissingFileError,
     NotACheckpointError,
+    UnsafePickleError,
+    UnsupportedError,
 )
 from ckptkit.core.index import ChunkTable, Key, Problem, TensorEntry, TensorIndex
 from ckptkit.core.manifest import UNVERIFIED, Manifest
@@ -44,6 +46,7 @@ from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
 _READ_BYTES = 1 << 20
+_UNREAD = frozenset({UnsupportedError.code, UnsafePickleError.code})
 
 
 def check_objects(source: Source, index: TensorIndex) -> tuple[int, int, list[Problem]]:
@@ -189,6 +192,15 @@ def _verify_source(
         lacking = checkpoint.damaged.items()
         passed = (Problem(_DAMAGED, step, f"{lack}; {instead}") for step, lack in lacking)
         proven = []
+        # What the optimizer keeps in a form that is not read is no damage.
+        unread = {
+            key
+            for key, problem in problems.items()
+            if problem.code in _UNREAD and index.tensors[key].part != "model"
+        }
+        problems = {key: problem for key, problem in problems.items() if key not in unread}
+        if unread:
+            proven.append(f"tensors of the optimizer that are not read: {len(unread):,}")
         if match:
             proven.append(f"objects beside the tensors that have their CRC-32: {match:,}")
         if unverified:

@@ -129,7 +129,7 @@ class ChecksumError(InputError):
 
 
 class UnsafePickleError(InputError):
-    """A pickle names something outside the allow-list, or misuses something inside it."""
+    """A pickle names what does harm where it is executed, or has a model that needs code."""
 
     code = "unsafe-pickle"
     usual_hint = "ckptkit runs no code from a checkpoint; do not load the file elsewhere either"

@@ -404,7 +404,8 @@ class RunFacts:
             its tensors are laid out, by the keys of Transformers' configurations; of an adapter,
             rank and alpha by those of PEFT's.
         notes: Further facts for `inspect`, such as what was ignored.
-        warnings: What the save itself found and users of the step should know.
+        warnings: What users of the step should know: what the save itself found, and which objects
+            of other code are left out.
     """
 
     world_size: int | None = None

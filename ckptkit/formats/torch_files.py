@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import (
+    CkptkitError,
     FormatError,
     InputError,
     LimitError,
@@ -32,6 +34,7 @@ from ckptkit.core.index import (
     Problem,
     RecordTable,
     RunFacts,
+    Shape,
     TensorEntry,
     TensorIndex,
 )
@@ -42,15 +45,26 @@ from ckptkit.formats.parsing import (
     find_data_files,
     group_model_files,
 )
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.objects import (
+    describe_objects,
+    find_holders,
+    find_unread,
+    is_object,
+    whole_object_error,
+)
 from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.trees import (
+    EXTRA_STATE,
     TRAINING_VALUES,
     Framework,
     classify,
     detect_framework,
     join_path,
+    part_of_path,
+    problem_of,
 )
 from ckptkit.storage.base import Source
 
@@ -66,6 +80,8 @@ _NOT_A_MODEL = re.compile(
 _OPTIMIZER_FILE = re.compile(r"optimizer(_\d{1,7})?\.(bin|pt)")
 _NUMBER = re.compile(r".*_(\d{1,7})")
 _ONLY_TENSOR: KeyPath = ("tensor",)  # the path of a tensor that is in no container
+_ALL = "*"  # the name of all tensors of an object
+_UNKNOWN = BY_NAME["float32"]  # in place of a type that is not known
 
 
 class TorchFileReader:
@@ -92,11 +108,19 @@ class TorchFileReader:
 
 @dataclass(frozen=True, slots=True)
 class _LoadedTensor:
-    """A tensor, its path, and its chunk."""
+    """A tensor, its path, its file, and its chunk.
+
+    A tensor that cannot be read has no chunk, and the error that says why; the tensors of an object
+    are one of these.
+    """
 
     path: KeyPath
-    tensor: TensorRef
-    chunk: Chunk
+    file: str
+    dtype: DType
+    shape: Shape
+    tensor: TensorRef | None = None
+    chunk: Chunk | None = None
+    error: CkptkitError | None = None
 
     @property
     def key(self) -> Key:
@@ -109,6 +133,8 @@ class TorchContents:
 
     _table: ArchiveTable = field(default_factory=ArchiveTable)
     _tensors: list[_LoadedTensor] = field(default_factory=list)
+    _unread: dict[KeyPath, Any] = field(default_factory=dict)  # tensors that are not modelled
+    _holders: list[_LoadedTensor] = field(default_factory=list)  # objects with tensors
     _values: dict[KeyPath, Any] = field(default_factory=dict)
     _framework: Framework = field(default_factory=Framework)
     _notes: list[str] = field(default_factory=list)
@@ -120,8 +146,13 @@ class TorchContents:
             source: The source of the file.
             path: The file.
             under: Keys that are put in front of the paths of all its values.
+
+        Raises:
+            UnsafePickleError: If the file is one object, such as a whole module.
         """
         file = self._table.open(source, path, TRAINING_VALUES)
+        if isinstance(file.root, InertObject):
+            raise whole_object_error(file.root, file.where)
         if not self._framework.name:
             self._framework = detect_framework(file.root)
         if file.is_legacy:
@@ -129,39 +160,59 @@ class TorchContents:
                 f"{posixpath.basename(path)} has the layout of torch before 1.6, without checksums"
             )
         characters = MAX_KEY_CHARACTERS * file.pickle_bytes
-        # No real pickle has more than one value per byte.
-        for steps, value in walk_values(file.root, limit=file.pickle_bytes, where=file.where):
-            if not isinstance(value, TensorRef):
+        objects: dict[KeyPath, InertObject] = {}
+        for steps, value in walk_values(file.root, limit=file.most_values, where=file.where):
+            place = (*under, *(steps or _ONLY_TENSOR))
+            if isinstance(value, TensorRef):
+                chunk = self._table.chunk(file, value)
+                loaded = _LoadedTensor(place, path, value.dtype, value.shape, value, chunk)
+            elif (unread := find_unread(value)) is not None:
+                self._unread[place] = value
+                dtype = unread.dtype or _UNKNOWN
+                loaded = _LoadedTensor(place, path, dtype, unread.shape, error=unread.error())
+            else:
                 self._values[(*under, *steps)] = value
+                if isinstance(value, InertObject):
+                    objects[place] = value
                 continue
-            loaded = _LoadedTensor(
-                (*under, *(steps or _ONLY_TENSOR)), value, self._table.chunk(file, value)
-            )
             self._tensors.append(loaded)
             characters -= len(loaded.key)
             if characters < 0:
                 raise LimitError(
                     "names of tensors are far longer than the pickle", where=file.where
                 )
+        holders = find_holders(objects.values())
+        self._holders += (
+            _LoadedTensor((*place, _ALL), path, _UNKNOWN, (), error=whole_object_error(value, ""))
+            for place, value in objects.items()
+            if id(value) in holders
+        )
 
     def files_by_key(self) -> dict[str, str]:
-        files, records = self._table.files, self._table.records
-        return {t.key: files[records[t.chunk.record].file].path for t in self._tensors}
+        return {t.key: t.file for t in self._tensors}
 
     def index(self, where: str) -> TensorIndex:
         """Returns the index of all files that were added."""
         paths = [loaded.path for loaded in self._tensors]
         memberships = classify(paths, where=where, values=self._values)
+        pairs = list(zip(self._tensors, memberships, strict=True))
+        holders = self._wanted_holders(has_model=any(m.part == "model" for m in memberships))
+        of_holders = classify([loaded.path for loaded in holders], where=where)
+        pairs += zip(holders, of_holders, strict=True)
         entries: dict[Key, TensorEntry] = {}
+        problems: list[Problem] = []
         views: dict[tuple[int, TensorRef], set[Key]] = defaultdict(set)  # of one storage
-        for loaded, membership in zip(self._tensors, memberships, strict=True):
-            shape = loaded.tensor.shape
-            chunks = ChunkTable.of([loaded.chunk], len(shape))
-            entry = membership.entry(loaded.path, loaded.tensor.dtype, shape, chunks)
+        for loaded, membership in pairs:
+            if loaded.error is not None and membership.part == "other":
+                continue  # nobody needs it
+            chunks = ChunkTable.of(list(filter(None, [loaded.chunk])), len(loaded.shape))
+            entry = membership.entry(loaded.path, loaded.dtype, loaded.shape, chunks)
             if entry.key in entries:
                 raise FormatError(f"two tensors are called {entry.key!r}", where=where)
             entries[entry.key] = entry
-            if 0 not in shape:
+            if loaded.error is not None:
+                problems.append(problem_of(entry, loaded.error))
+            if loaded.tensor is not None and loaded.chunk is not None and 0 not in loaded.shape:
                 views[loaded.chunk.record, loaded.tensor].add(entry.key)
         return TensorIndex(
             format=TorchFileReader.name,
@@ -175,8 +226,40 @@ class TorchContents:
                 writer=self._framework.name or "torch.save",
                 version=self._framework.version,
                 notes=tuple(self._notes),
+                warnings=describe_objects(self._objects(list(entries.values()))),
             ),
+            problems=tuple(problems),
         )
+
+    def _wanted_holders(self, *, has_model: bool) -> list[_LoadedTensor]:
+        """Returns the objects in which a model is: all that keys call one, beside other models.
+
+        If there is no other model, it is the first of these, or the first whose keys say nothing.
+        """
+        parts = [part_of_path(loaded.path[:-1]) for loaded in self._holders]
+        pairs = list(zip(self._holders, parts, strict=True))
+        named = [loaded for loaded, part in pairs if part == "model"]
+        if has_model:
+            return named
+        return (named or [loaded for loaded, part in pairs if part is None])[:1]
+
+    def _objects(self, entries: Sequence[TensorEntry]) -> dict[KeyPath, Any]:
+        """Returns what to tell the user of: objects, and other values among the weights."""
+        paths = {entry.key_path for entry in entries}
+        models = {entry.key_path[:-1] for entry in entries if entry.part == "model"}
+        holders = {loaded.path[:-1] for loaded in self._holders}
+        unread = {path: value for path, value in self._unread.items() if path not in paths}
+        return unread | {
+            path: value
+            for path, value in self._values.items()
+            if is_object(value)
+            or path in holders
+            or (
+                isinstance(value, InertObject)
+                and path[:-1] in models
+                and EXTRA_STATE not in str(path[-1])
+            )
+        }
 
 
 def is_optimizer_file(path: str) -> bool:

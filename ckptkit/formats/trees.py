@@ -1,14 +1,12 @@
 """How training frameworks nest their state: state dicts, the classes beside them, and their marks.
 
-Which state dict a tensor belongs to follows from the path of keys to it. Frameworks add classes of
-their own to the file, which are kept as names and arguments and never imported or called. Keys that
-only one framework writes identify it.
+Which state dict a tensor belongs to follows from the path of keys to it. Keys that only one
+framework writes identify it.
 
 Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py (`dump_checkpoint`),
 lightning/fabric/strategies/model_parallel.py (`_save_checkpoint`),
 lightning/fabric/utilities/data.py (`AttributeDict`), lightning 2.6;
-torchtitan/components/checkpoint.py (`CheckpointManager`), torchtitan 0.2; omegaconf 2.1 to 2.4,
-torch/optim, functools.
+torchtitan/components/checkpoint.py (`CheckpointManager`), torchtitan 0.2.
 """
 
 from __future__ import annotations
@@ -18,22 +16,25 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import FormatError, InputError, UnsafePickleError, UnsupportedError
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    InputError,
+    LimitError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from ckptkit.core.index import ChunkTable, Fqn, Key, KeyPath, Part, Problem, Shape, TensorEntry
 from ckptkit.formats.parsing import is_count
-from ckptkit.formats.pickle.machine import Global
-from ckptkit.formats.pickle.pickles import Builder, ordered_dict
-from ckptkit.formats.pickle.torch_archives import ArchiveTable
-from ckptkit.formats.pickle.torch_values import (
-    ALLOWED,
-    TensorRef,
-    inert_value,
-    rebuild_tensor_v2,
-    rebuild_tensor_v3,
-)
+from ckptkit.formats.pickle.machine import Global, InertObject
+from ckptkit.formats.pickle.objects import describe_objects, is_object
+from ckptkit.formats.pickle.pickles import ordered_dict, walk_values
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
+from ckptkit.formats.pickle.torch_values import ALLOWED
 from ckptkit.storage.base import Source
 
 # Dictionary keys of an optimizer, of a model, and of what is neither.
@@ -169,6 +170,11 @@ def _part_of_key(key: str) -> Part | None:
     return "model" if _MODEL.fullmatch(key) else None
 
 
+def part_of_path(path: KeyPath) -> Part | None:
+    """Returns the part that keys on the path of a container determine; None if they do not."""
+    return next(filter(None, (_part_of_key(str(step)) for step in path)), None)
+
+
 def join_path(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
@@ -210,92 +216,17 @@ def _without_wrappers(memberships: Iterable[Membership]) -> list[Membership]:
     ]
 
 
-_OPTIMIZERS = {
-    **{name.lower(): name for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax")},
-    **{name.lower(): name for name in ("NAdam", "RAdam", "Adadelta", "ASGD", "Rprop", "LBFGS")},
-    "_adafactor": "Adafactor",
-    "sparse_adam": "SparseAdam",
-}
-_SCHEDULERS = (
-    *("LRScheduler", "_LRScheduler", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR"),
-    *("ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR", "CyclicLR"),
-    *("CosineAnnealingWarmRestarts", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"),
-)
-_OMEGACONF = (
-    *(("omegaconf.dictconfig", "DictConfig"), ("omegaconf.listconfig", "ListConfig")),
-    *(("omegaconf.base", name) for name in ("ContainerMetadata", "Metadata")),
-    *(
-        ("omegaconf.nodes", f"{kind}Node")
-        for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path")
-    ),
-)
 _ATTRIBUTES = (
     "lightning.fabric.utilities.data",
     "lightning_fabric.utilities.data",
     "lightning.pytorch.utilities.parsing",
     "pytorch_lightning.utilities.parsing",
 )
-_TENSOR_CLASSES = (
-    ("torch", "Tensor"),
-    ("torch.nn.parameter", "Parameter"),
-    ("torch.nn.parameter", "Buffer"),
-)
-_REBUILDERS = {"_rebuild_tensor_v2": rebuild_tensor_v2, "_rebuild_tensor_v3": rebuild_tensor_v3}
-_OTHER_TENSORS = {
-    "_rebuild_sparse_tensor": "sparse",
-    "_rebuild_sparse_csr_tensor": "sparse",
-    "_rebuild_qtensor": "quantized by torch",
-    "_rebuild_nested_tensor": "nested",
-    "_rebuild_meta_tensor_no_storage": "on the device 'meta', without values",
-    "_rebuild_device_tensor_from_numpy": "of another device, stored through numpy",
-    "_rebuild_wrapper_subclass": "of a class that wraps others",
-}
-
-
-def rebuild_with_attributes(*args: object) -> TensorRef:
-    """Returns the tensor for `_rebuild_from_type_v2`, torch's form of a tensor with attributes."""
-    match args:
-        case (Global("torch._utils", name), Global() as cls, tuple(inner), _) if (
-            name in _REBUILDERS and (cls.module, cls.name) in _TENSOR_CLASSES
-        ):
-            return _REBUILDERS[name](*inner)
-        case (_, Global() as cls, _, _):
-            raise UnsupportedError(
-                f"tensor is of the class '{cls}', which is not modelled",
-                hint="save `tensor.data` or `tensor.dequantize()`, as plain tensors",
-            )
-    raise FormatError("tensor with attributes is rebuilt from something that does not describe one")
-
-
-def _refuse(kind: str) -> Builder:
-    def build(*_args: object) -> TensorRef:
-        raise UnsupportedError(
-            f"tensor is {kind}, which is not modelled",
-            hint="save it again as a plain tensor on the CPU",
-        )
-
-    return build
-
-
 TRAINING_VALUES: Mapping[tuple[str, str], object] = {
     **ALLOWED,
-    **{("torch._utils", name): _refuse(kind) for name, kind in _OTHER_TENSORS.items()},
-    **{name: Global(*name) for name in _TENSOR_CLASSES},
-    ("torch._tensor", "_rebuild_from_type_v2"): rebuild_with_attributes,
-    **{name: inert_value(*name) for name in _OMEGACONF},
     **{(module, "AttributeDict"): ordered_dict for module in _ATTRIBUTES},
-    ("typing", "Any"): Global("typing", "Any"),
-    ("functools", "partial"): inert_value("functools", "partial"),
-    **{
-        (f"torch.optim.{module}", name): Global(f"torch.optim.{module}", name)
-        for module, name in _OPTIMIZERS.items()
-    },
-    **{
-        ("torch.optim.lr_scheduler", name): Global("torch.optim.lr_scheduler", name)
-        for name in _SCHEDULERS
-    },
 }
-"""`ALLOWED`, and the classes that training frameworks add to their dictionaries."""
+"""`ALLOWED`, and a dictionary of Lightning's."""
 
 LIGHTNING_META = "meta.pt"
 _LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -313,6 +244,7 @@ class Framework:
         version: Its version; empty where unknown.
         step: The training step, or None.
         notes: Files that could not be read and are not needed.
+        warnings: The note on objects of other code.
         problems: Files that are damaged and not needed.
     """
 
@@ -320,6 +252,7 @@ class Framework:
     version: str = ""
     step: int | None = None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 
@@ -346,7 +279,23 @@ def read_lightning_meta(source: Source, path: str) -> Framework:
     except InputError as error:
         return Framework("Lightning", problems=(Problem(error.code, path, error.message),))
     framework = detect_framework(file.root)
-    return replace(framework, name=framework.name or "Lightning Fabric")
+    warnings = describe_objects_in(file)
+    return replace(framework, name=framework.name or "Lightning Fabric", warnings=warnings)
+
+
+def problem_of(entry: TensorEntry, error: CkptkitError) -> Problem:
+    """Returns the problem of a tensor that is in the index and cannot be read."""
+    hint = error.hint if entry.part == "model" else "weights are written without --optimizer"
+    return Problem(error.code, entry.key, error.message, hint)
+
+
+def describe_objects_in(file: TorchArchive) -> tuple[str, ...]:
+    """Returns a note on the objects of other code in a file; none if it has none."""
+    found: dict[KeyPath, InertObject | Global] = {}
+    values = walk_values(file.root, limit=file.most_values, where=file.where)
+    with suppress(FormatError, LimitError):  # of values that nobody needs
+        found.update((path, value) for path, value in values if is_object(value))
+    return describe_objects(found)
 
 
 def detect_framework_by_paths(paths: Iterable[KeyPath]) -> Framework:

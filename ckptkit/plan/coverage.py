@@ -13,6 +13,7 @@ from ckptkit.core.errors import (
     LimitError,
     MissingFileError,
     TruncatedFileError,
+    UnsafePickleError,
     UnsupportedError,
 )
 from ckptkit.core.geometry import drop_replicas, find_defect
@@ -26,6 +27,7 @@ _ERRORS: dict[str, type[InputError]] = {
         TruncatedFileError,
         IncompleteCheckpointError,
         UnsupportedError,
+        UnsafePickleError,
         LimitError,
         ChecksumError,
     )

@@ -69,7 +69,8 @@ def select_optimizer_states(
         The states, and the entries of the tensors in them.
     """
     entries = [entry for entry in index.of_part("optimizer") if _find_path(entry) is not None]
-    tree = _choose_tree({entry.tree: None for entry in entries}, model, location)
+    reasons = [note for note in index.run.notes if "optimizer states" in note]
+    tree = _choose_tree({entry.tree: None for entry in entries}, model, location, reasons)
     entries = [entry for entry in entries if entry.tree == tree]
     _refuse_numbers(entries, location)
     first = entries[0].key_path
@@ -137,10 +138,12 @@ def _refuse_numbers(entries: Sequence[TensorEntry], location: str) -> None:
         )
 
 
-def _choose_tree(trees: Mapping[str, None], model: str, location: str) -> str:
+def _choose_tree(
+    trees: Mapping[str, None], model: str, location: str, reasons: Sequence[str]
+) -> str:
     if not trees:
         raise RefusedError(
-            "holds no states of an optimizer",
+            ": ".join(["holds no states of an optimizer", *reasons[:1]]),
             where=f"--optimizer {location}",
             hint="leave --optimizer out, or name the step that has them",
         )

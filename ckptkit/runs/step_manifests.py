@@ -130,7 +130,7 @@ class StepManifests:
                 *named.notes,
                 *(f"saved without {name}: {why}" for name, why in found.lost.items()),
             ),
-            warnings=found.notes,
+            warnings=(*named.warnings, *found.notes),
         )
 
     def problems(self, folder: str) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.core.errors import CkptkitError, FormatError, InputError
+from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.formats.dcp.metadata import ALLOWED, parse_metadata
 from ckptkit.formats.pickle.pickles import parse_pickle, walk_values
 from tests.attacks.archives import archive_with
@@ -33,6 +33,19 @@ BOMBS: dict[str, bytes] = {
     "nested 60,000 deep": b"\x80\x02" + b"]" * 60_000 + b"a" * 59_999 + b".",
     "marks without an end": b"(" * 200_000,
     "a list that contains itself": b"\x80\x02]q\x00h\x00a.",
+    "objects nested 60,000 deep": b"\x80\x02cm\nC\nq\x00"
+    + b"h\x00(" * 60_000
+    + b"t\x81" * 60_000
+    + b".",
+    "an object that is its own state": b"\x80\x02cm\nC\n)\x81q\x00h\x00b.",
+    "an object doubled 40 times": b"\x80\x02cm\nC\nq\x00)\x81"
+    + b"q\x01h\x00h\x01h\x01\x86\x81" * 40
+    + b".",
+    "arguments that are copied": b"\x80\x02("
+    + b"N" * 20_000
+    + b"tq\x00"
+    + b"cm\nf\nh\x00R" * 9_000
+    + b".",
     "a key that hashes slowly": b"\x80\x02}" + b"K\x01" * 2 + b"\x86" * 1 + b"2" * 5000 + b".",
 }
 
@@ -86,8 +99,8 @@ def test_tuples_that_hash_alike_are_counted(bounded: Callable[..., Any]) -> None
     few = pickle.loads(keys_of(alike, 50))  # noqa: S301, TID251 - made right here
     assert few == dict.fromkeys(islice(product(alike, repeat=5), 50))
     data = keys_of(alike, 20_000)
-    with bounded(seconds=20, most_bytes=64 << 20), pytest.raises(InputError, match="tuples"):
-        parse_pickle(data, {}, where="x")
+    with bounded(seconds=20, most_bytes=64 << 20):
+        assert len(parse_pickle(data, {}, where="x")) == 20_000  # type: ignore[arg-type]
     integers = pickle.dumps(dict.fromkeys(n * (2**61 - 1) for n in range(2000)), 4)
-    with bounded(seconds=5, most_bytes=64 << 20), pytest.raises(FormatError):
-        parse_pickle(integers, {}, where="x")
+    with bounded(seconds=5, most_bytes=64 << 20):
+        assert len(parse_pickle(integers, {}, where="x")) == 2000  # type: ignore[arg-type]

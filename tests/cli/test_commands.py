@@ -110,7 +110,7 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
 
 def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
     words = run("consolidate", "--help").stdout.split()
-    options = {word.rstrip(",") for word in words if word.startswith("--")}
+    options = {word.rstrip(",.:") for word in words if word.startswith("--")}
     assert options - {"--help", "--dtype"} == {
         *(
             "--select",
@@ -127,6 +127,8 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
         *("--if-exists", "--events", "--src-option", "--dst-option"),
         *("--engine", "--slice", "--bandwidth", "--optimizer", "--model-config"),
         *("--resume", "--delete-source", "--strip-prefix", "--map", "--check"),
+        *("--cast-all", "--generation-config", "--tokenizer-from"),
+        *("--fill-from", "--fill-from-base", "--into-base"),
     }
 
 

@@ -95,7 +95,7 @@ PLAIN, CHAT = {"eos_token": "</s>"}, {"eos_token": "<|im_end|>"}
 def test_roles_and_template_of_the_step_are_kept_in_the_form_of_the_base(tmp_path: Path) -> None:
     step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
     write_model(step, 8)
-    write_tokenizer(step, WORDS, ["<|im_end|>"], template="{{ 'new' }}", **CHAT)
+    write_tokenizer(step, WORDS, ["<|im_end|>", "</s>"], template="{{ 'new' }}", **CHAT)
     write_tokenizer(base, WORDS, ["<|im_end|>"], template="{{ 'old' }}", **PLAIN)
     settings_of_4 = json.loads((base / "tokenizer_config.json").read_text())
     settings_of_4 |= {"extra_special_tokens": {}, "tokenizer_class": "LlamaTokenizerFast"}
@@ -175,4 +175,5 @@ def test_what_is_written_tokenizes_as_the_step_does(
     assert ours("a<x>b<z></s>").input_ids == theirs("a<x>b<z></s>").input_ids
     assert eos is None or ours.eos_token == eos
     assert not template or ours.chat_template == template
-    assert (out / "vocab.json").exists() == (added == of_base)
+    assert added == of_base or not (out / "vocab.json").exists()
+    assert (added, eos) != (of_base, "</s>") or (out / "vocab.json").exists()

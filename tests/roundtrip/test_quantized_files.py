@@ -51,4 +51,6 @@ def test_tensors_of_torchao_are_refused_as_what_they_are(tmp_path: Path) -> None
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     torch.save(model.state_dict(), tmp_path / "model.pt")
     with pytest.raises(UnsupportedError, match="tensors that torchao quantized"):
-        ckptkit.inspect(tmp_path)
+        ckptkit.consolidate(tmp_path / "model.pt", tmp_path / "out")
+    (problem,) = ckptkit.inspect(tmp_path).problems
+    assert (problem.code, problem.where) == ("unsupported", "0.weight")

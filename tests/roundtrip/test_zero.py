@@ -310,7 +310,7 @@ WRONG: dict[str, tuple[int, str, Change, type[CkptkitError], str]] = {
     ),
     "experts": (
         *(2, WEIGHTS, lambda d: d.update(num_experts=[4])),
-        *(UnsupportedError, "experts in files of their own"),
+        *(MissingFileError, "0 of the files of 4 experts"),
     ),
     "not a dictionary": (
         2,
@@ -343,7 +343,8 @@ def test_files_that_contradict_each_other_are_refused(what: str, tmp_path: Path)
         ("zero_pp_rank_1_mp_rank_00_optim_states.pt", FormatError, "are of two checkpoints"),
         ("zero_pp_rank_0_mp_rank_00_model_states.pt", FormatError, "are of two checkpoints"),
         ("mp_rank_01_model_states.pt", UnsupportedError, "slices of tensor parallelism"),
-        ("layer_00_expert_1_mp_rank_00_model_states.pt", UnsupportedError, "experts in files"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", FormatError, "a model without experts"),
+        ("expert_1_mp_rank_00_model_states.pt", UnsupportedError, "experts in files"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", UnsupportedError, "experts in files"),
         ("layer_01-model_00-model_states.pt", UnsupportedError, "layers of a pipeline"),
         ("zero/a.weight/fp32.pt", FormatError, "beside the files of a universal checkpoint"),

@@ -357,6 +357,8 @@ class MergePreparation:
                 " load the output"
             )
             return None
+        if not self._folders.consumer.owns_config:
+            return config
         resized, notes = resize_config(
             config, changes, shapes, products, is_live=self._base.is_live
         )
@@ -403,7 +405,7 @@ class MergePreparation:
         quantized: QuantizedBase,
     ) -> PlannedOutput:
         request, folders = self._request, self._folders
-        weights = layout_hf_weights(products, request.max_file_bytes)
+        weights = layout_hf_weights(products, request.max_file_bytes, folders.consumer.stem)
         truth = folders.tell_truth(
             *(folders.texts(self._side), config, [str(p.spec.name) for p in products]),
             keep_generation=request.generation_config == "keep",

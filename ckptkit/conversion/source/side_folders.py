@@ -96,6 +96,7 @@ _OF_STEPS = (
     *("optimizer", "optim", "optimizer_0", "context"),
 )
 _NAMED = 3
+_OF_OLMO = b'"_CLASS_"'  # a key of OLMo-core's config.json, which is not one of Transformers
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +257,7 @@ class SideFolders:
 
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], tuple[str, ...]]:
         """Chooses side files by their sizes; returns them, and notes on where they are from."""
-        listed = [(origin, _list_sizes(self.sources[origin])) for origin in self._searched]
+        listed = [(origin, self._list(origin)) for origin in self._searched]
         chosen, code = choose_side_files(
             listed, allow_code=allow_code, config=self._config, tokenizer=self._tokenizer
         )
@@ -362,6 +363,16 @@ class SideFolders:
             said += f"; the step writes {', '.join(map(repr, change.parts))} in another way"
         notes.append(Aside(f"{said}; --tokenizer-from step writes those of the step"))
         return base
+
+    def _list(self, origin: str) -> dict[str, int]:
+        """Returns the sizes of the side files of a folder, without a `config.json` of others."""
+        source = self.sources[origin]
+        sizes = _list_sizes(source)
+        size = sizes.get(CONFIG, MAX_JSON_BYTES + 1)
+        with suppress(InputError):
+            if size <= MAX_JSON_BYTES and _OF_OLMO in source.read(CONFIG, 0, size):
+                del sizes[CONFIG]
+        return sizes
 
     def read(self, file: SideFile) -> bytes:
         """Returns the content, which has the digest that ckptkit wrote for it, if there is one."""

@@ -313,7 +313,8 @@ def join_indexes(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]
         tensors=tensors,
         values=values,
         aliases=tuple(aliases),
-        run=_join_facts([index.run for index in indexes]),
+        # Files of ranks without tensors, such as the state of a trainer, say least.
+        run=_join_facts([i.run for i in sorted(indexes, key=lambda i: not i.tensors)]),
         problems=tuple(problems),
     )
 
@@ -346,4 +347,5 @@ def _join_facts(runs: Sequence[RunFacts]) -> RunFacts:
         mesh=next((run.mesh for run in runs if run.mesh), ()),
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
         settings=next((run.settings for run in runs if run.settings), ()),
+        warnings=tuple(dict.fromkeys(warning for run in runs for warning in run.warnings)),
     )

@@ -192,8 +192,16 @@ def fields_of(value: object, cls: Global, where: Location) -> dict[str, Any]:
     """Returns the fields of an inert instance of a dataclass."""
     if isinstance(value, Unread):
         raise ShortcutError
-    if not isinstance(value, InertObject) or value.cls != cls:
+    if not isinstance(value, InertObject):
         raise where.error(f"expected a {cls.name}, found something else")
+    # Libraries have copies of torch's classes, and classes derived from them, of the same names.
+    if value.cls.name != cls.name:
+        raise UnsupportedError(
+            f"has an object of {quote(str(value.cls))} where torch has a {quote(cls.name)}",
+            where=where.text,
+            hint="read it with the library of that class, and save it with"
+            " torch.distributed.checkpoint",
+        )
     if not isinstance(value.state, dict):
         raise where.error(f"a {cls.name} has no fields")
     return value.state
@@ -223,8 +231,11 @@ class Join:
     small.
     """
 
-    def __init__(self, rows: TensorRows, entries: StorageRows, keys: list[str]) -> None:
+    def __init__(
+        self, rows: TensorRows, entries: StorageRows, keys: list[str], *, is_raw: bool = False
+    ) -> None:
         self.keys = keys
+        self.is_raw = is_raw  # stored are the elements, without a container
         self.where = rows.where
         self.numbers = np.array(rows.numbers, np.int64)
         self.shapes = rows.shapes
@@ -246,6 +257,7 @@ class Join:
         self.bounds = np.searchsorted(self.key[self.by_key], np.arange(len(keys) + 1))
         self.tied_files: dict[int, int] = {}  # files with shared bytes: the end of the last chunk
         self.is_bare = True  # no stored item is longer than its elements
+        self.short: set[int] = set()  # keys of tensors with items that are shorter
 
     def run(self) -> tuple[dict[str, Columns], dict[str, StoredRange]]:
         """Returns the columns of each tensor, and the stored bytes of each Python object."""
@@ -258,6 +270,9 @@ class Join:
             tensors.update(columns)
             used.append(entries)
         chunks = np.concatenate([objects[:0], *used])
+        if self.is_raw and not self.is_bare:
+            raise self.where.error("chunks do not have the lengths of their elements")
+        self.is_bare &= not self.is_raw
         is_bare = self.is_bare and len(chunks) > 0
         self.is_bare = is_bare and not np.isin(self.key[chunks], self.transformed).any()
         try:
@@ -358,7 +373,7 @@ class Join:
         offsets, sizes, number, owner = offsets[full], sizes[full], number[full], owner[full]
         size_bytes = sizes.prod(axis=1) * self.itemsizes[block][owner]
         short = (self.length[entry] < size_bytes) & ~np.isin(number, self.transformed)
-        self._refuse(short, number, "a chunk is stored in fewer bytes than its elements have")
+        self.short.update(distinct(number[short]).tolist())
         self.is_bare &= bool((self.length[entry] == size_bytes).all())
         file, start, length = self.file[entry], self.start[entry], self.length[entry]
         stops = np.cumsum(np.bincount(owner, minlength=len(block))).tolist()

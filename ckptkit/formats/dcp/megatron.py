@@ -25,7 +25,6 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -41,9 +40,9 @@ from ckptkit.formats.parsing import (
     stat_or_missing,
     stays_inside,
 )
-from ckptkit.formats.pickle.machine import Global, InertObject
+from ckptkit.formats.pickle.machine import InertObject
 from ckptkit.formats.pickle.pickles import parse_pickle
-from ckptkit.formats.pickle.torch_values import inert_value, storage_ref
+from ckptkit.formats.pickle.torch_values import storage_ref
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.trees import EXTRA_STATE, TRAINING_VALUES
 from ckptkit.storage.base import Source
@@ -83,37 +82,6 @@ _PLAIN_VALUES = ("checkpoint_version", "iteration")
 _NUMBERED_EXPERT = re.compile(
     r"(.*\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d{1,7})((?:_[wv])?)"
 )
-# Packages whose functions could be made to do harm are named one by one in TRAINING_VALUES.
-_LISTED = frozenset({*sys.stdlib_module_names, "__builtin__", "copy_reg", "numpy", "torch"})
-# Values of the standard library: states of Transformer Engine, and of arguments, such as the signal
-# that ends a training.
-_VALUES = frozenset(
-    {
-        ("_io", "BytesIO"),
-        ("signal", "Signals"),
-        ("types", "SimpleNamespace"),
-        ("uuid", "UUID"),
-        ("uuid", "SafeUUID"),
-    }
-)
-_FUNCTIONS = ("torch.nn.functional", "torch._C._nn", "torch.nn.init")
-
-
-class _InertNames(dict[tuple[str, str], object]):
-    """What `common.pt` may name: any class of other packages is kept as its name and arguments."""
-
-    def get(self, key: tuple[str, str], default: object = None) -> object:
-        if key in self:
-            return self[key]
-        module, name = key
-        if module in _FUNCTIONS:
-            return Global(module, name)
-        if key in _VALUES:
-            return inert_value(module, name)
-        return default if module.partition(".")[0] in _LISTED else inert_value(module, name)
-
-
-ALLOWED_IN_STATES = _InertNames(TRAINING_VALUES)
 
 
 def split_key(key: str) -> KeyPath:
@@ -145,11 +113,7 @@ class CommonState:
 
 
 def parse_common(read: Read, size_bytes: int, *, where: str) -> CommonState:
-    """Parses an archive with the common state; no class of it is imported.
-
-    Raises:
-        UnsafePickleError: If it names a function of Python, numpy or torch that no state needs.
-    """
+    """Parses an archive with the common state; no class of it is imported."""
     root = parse_state(read, size_bytes, where=where)
     if (
         isinstance(root, list) and len(root) == 1
@@ -165,7 +129,7 @@ def parse_state(read: Read, size_bytes: int, *, where: str) -> object:
     if size_bytes > _MAX_BYTES:
         raise LimitError(f"has {size_bytes:,} bytes, at most {_MAX_BYTES:,} are read", where=where)
     pickle = open_archive(read, size_bytes, where=where).pickle()
-    return parse_pickle(pickle, ALLOWED_IN_STATES, where=where, persistent=storage_ref)
+    return parse_pickle(pickle, TRAINING_VALUES, where=where, persistent=storage_ref)
 
 
 def read_common(root: Mapping[Any, Any]) -> CommonState:

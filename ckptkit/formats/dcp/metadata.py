@@ -6,7 +6,7 @@ torch/distributed/_shard/sharded_tensor/metadata.py for `TensorProperties` up to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
-from ckptkit.core.errors import FormatError, UnsafePickleError, UnsupportedError
+from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.text import quote
 from ckptkit.formats.dcp.join import (
     Ints,
@@ -26,19 +26,16 @@ from ckptkit.formats.dcp.join import (
 )
 from ckptkit.formats.dcp.save_plans import PLANS, SavePlans
 from ckptkit.formats.dcp.shortcuts import (
-    CHUNK,
     INDEX,
-    INFO,
-    ITEM,
-    PLANNER,
     SIZE,
     FastMachine,
     RunValues,
     ShortcutError,
 )
 from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count, overflows
-from ckptkit.formats.pickle.machine import Global, InertObject
-from ckptkit.formats.pickle.pickles import inert_class, parse_pickle
+from ckptkit.formats.pickle.machine import Global, InertObject, Machine
+from ckptkit.formats.pickle.pickles import OPCODES
+from ckptkit.formats.pickle.torch_values import TensorRef, parse_values
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -51,11 +48,9 @@ _MEGATRON_FIELDS = {"all_local_plans", "mcore_data"}
 # dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride, which is
 # that of the tensor in memory. The archive of a chunk has the strides of its stored bytes.
 _PROPERTIES = range(5, 7)
-_OTHER_DTYPES = (  # of torch and not in `core.dtypes`; refused by name
-    *("complex32", "qint8", "quint8", "qint32", "quint4x2", "quint2x4", "float4_e2m1fn_x2"),
-    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
-    *(f"{sign}int{bits}" for sign in ("u", "") for bits in range(1, 8)),
-)
+# Libraries with classes of their own for torch's, of the same names and fields, by their packages.
+# ByteCheckpoint stores bare elements.
+_LIBRARIES = {"olmo_core": "OLMo-core", "bytecheckpoint": "ByteCheckpoint"}
 
 
 Transforms = tuple[tuple[str, ...], ...]
@@ -119,6 +114,10 @@ class DcpMetadata:
             of the last stored item.
         has_images: Whether the data files end with a safetensors image of all their tensors, to
             whose start each chunk refers, instead of one archive for each chunk.
+        is_megatron: Whether Megatron-Core wrote it.
+        library: The library that called torch's, or wrote the file itself; empty for others.
+        is_raw: Whether a stored item is the elements of a chunk, without a container.
+        short: Tensors of which an item has fewer bytes than elements of their type need.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -130,6 +129,9 @@ class DcpMetadata:
     tied_files: Mapping[int, int]
     has_images: bool = False
     is_megatron: bool = False
+    library: str = ""
+    is_raw: bool = False
+    short: frozenset[str] = frozenset()
 
 
 def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMetadata:
@@ -146,19 +148,24 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
         shortcuts: False to disable the fast path, for tests; the result is the same.
     """
     if shortcuts:
-        machine = FastMachine(data, ALLOWED, where=where)
+        fast = FastMachine(data, ALLOWED, where=where)
         with suppress(ShortcutError):
-            return _Reader(machine.run(), machine.values, where).metadata()
-    return _Reader(parse_pickle(data, ALLOWED, where=where), RunValues(), where).metadata()
+            return _Reader(fast.run(), fast.values, where, fast.globals).metadata()
+    machine = Machine(data, ALLOWED, OPCODES, where=where)
+    return _Reader(machine.run(), RunValues(), where, machine.globals).metadata()
 
 
 class _Reader:
     """Reads the inert objects of one file, once."""
 
-    def __init__(self, root: object, values: RunValues, where: str) -> None:
+    def __init__(
+        self, root: object, values: RunValues, where: str, names: Iterable[tuple[str, str]]
+    ) -> None:
         self.where = Location(where)
-        is_megatron = isinstance(root, InertObject) and root.cls == _MEGATRON_METADATA
+        is_megatron = isinstance(root, InertObject) and root.cls.name == _MEGATRON_METADATA.name
         self.fields = fields_of(root, _MEGATRON_METADATA if is_megatron else _METADATA, self.where)
+        packages = {module.partition(".")[0] for module, _ in names}
+        self.library = next((_LIBRARIES[name] for name in _LIBRARIES if name in packages), "")
         self.is_megatron = is_megatron or not _MEGATRON_FIELDS.isdisjoint(self.fields)
         self.values = values
         self.states = self._table("state_dict_metadata")
@@ -169,7 +176,7 @@ class _Reader:
         rows = TensorRows(self.values, self.where)
         kinds: dict[str, tuple[DType, tuple[int, ...]]] = {}
         for key, state in self.states.items():
-            if isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata":
+            if _is_of_object(state):
                 continue
             where = self.where.tensor(key)
             fields = fields_of(state, _TENSOR_STORAGE, where)
@@ -189,6 +196,9 @@ class _Reader:
             kinds[key] = dtype, shape
         storage = StorageRows(self.values, self.numbers, self.where)
         storage.read(self._table("storage_data"))
+        is_raw = self.library == _LIBRARIES["bytecheckpoint"]
+        if is_raw:
+            self._check_strides()
         plans = self.fields.pop("all_local_plans", None)
         if plans is not None:
             SavePlans(self.values, self.numbers, self.where).compare(plans, rows)
@@ -196,7 +206,7 @@ class _Reader:
         self.fields["storage_data"] = None
         planner_data = self._planner_data()
         version = self.fields.get("version")
-        join = Join(rows, storage, list(self.numbers))
+        join = Join(rows, storage, list(self.numbers), is_raw=is_raw)
         columns, blobs = join.run()
         return DcpMetadata(
             tensors={
@@ -214,7 +224,34 @@ class _Reader:
             tied_files=join.tied_files,
             has_images=join.is_bare,
             is_megatron=self.is_megatron,
+            library=self.library,
+            is_raw=is_raw,
+            short=frozenset(join.keys[number] for number in join.short),
         )
+
+    def _check_strides(self) -> None:
+        """Refuses bare elements in another order than row by row, as ByteCheckpoint may have them.
+
+        Of each chunk it keeps the tensor as torch pickles it, without the elements.
+        """
+        ordered: set[bytes] = set()
+        for index, pickled in self._table("all_tensor_metadata").items():
+            key = str(fields_of(index, INDEX, self.where).get("fqn"))
+            where = self.where.tensor(key)
+            if _is_of_object(self.states.get(key)):
+                continue
+            if not isinstance(pickled, bytes):
+                raise where.error("description of a chunk is not a pickle")
+            if pickled in ordered:
+                continue
+            tensor = parse_values(pickled, where=where.text)
+            if not isinstance(tensor, TensorRef) or not tensor.row_major or tensor.storage_offset:
+                raise UnsupportedError(
+                    "elements of a chunk are not stored row by row, which is not modelled",
+                    where=where.text,
+                    hint="make the tensor contiguous before the save",
+                )
+            ordered.add(pickled)
 
     def _table(self, name: str) -> dict[Any, Any]:
         table = self.fields.get(name)
@@ -276,6 +313,10 @@ class _Reader:
         return "torch 2.1 or 2.2" if self.owners else "torch 2.8 or earlier"
 
 
+def _is_of_object(state: object) -> bool:
+    return isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata"
+
+
 def _describe(key: object) -> str:
     return quote(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
@@ -300,7 +341,7 @@ def _spells(path: object, key: str) -> bool:
 
 def _size(*args: object) -> tuple[int, ...]:
     if len(args) != 1 or not isinstance(args[0], tuple):
-        raise UnsafePickleError("torch.Size is not made from a tuple")
+        raise FormatError("torch.Size is not made from a tuple")
     if not all(type(item) is int for item in args[0]):
         raise FormatError("torch.Size has items that are not integers")
     return args[0]
@@ -308,45 +349,12 @@ def _size(*args: object) -> tuple[int, ...]:
 
 def _layout(*args: object) -> Global:
     if len(args) != 1 or not isinstance(args[0], str) or not args[0].startswith("torch."):
-        raise UnsafePickleError("_get_layout is not called with the name of a layout")
+        raise FormatError("_get_layout is not called with the name of a layout")
     return Global("torch", args[0].removeprefix("torch."))
 
 
-def _memory_format(*args: object) -> int:
-    if len(args) != 1 or type(args[0]) is not int or args[0] not in range(3):
-        raise UnsafePickleError("_MEM_FORMAT_ENCODING is not made from 0, 1 or 2")
-    return args[0]
-
-
-def _path(*args: object) -> None:
-    if not all(isinstance(part, str) for part in args):
-        raise UnsafePickleError("a path is not made from strings")
-
-
-def _item_type(*args: object) -> int:
-    if len(args) != 1 or type(args[0]) is not int or args[0] not in range(1, 4):
-        raise UnsafePickleError("WriteItemType is not made from 1, 2 or 3")
-    return args[0]
-
-
-def _allowed() -> dict[tuple[str, str], object]:
-    names = ("StorageMeta", "BytesStorageMetadata", "TensorProperties")
-    classes = [Global(_CHECKPOINT, name) for name in names]
-    classes += [_METADATA, _TENSOR_STORAGE, Global(_SHARDED, "TensorProperties")]
-    classes += [CHUNK, INDEX, INFO, ITEM, *PLANS, _MEGATRON_METADATA]
-    classes += [Global(PLANNER, name) for name in ("TensorWriteData", "BytesIOWriteData")]
-    paths = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    return {
-        **{(cls.module, cls.name): inert_class(cls.module, cls.name) for cls in classes},
-        **{("torch", name): dtype for name, dtype in BY_NAME.items()},
-        **{("torch", name): Global("torch", name) for name in _OTHER_DTYPES},
-        (SIZE.module, SIZE.name): _size,
-        ("torch.serialization", "_get_layout"): _layout,
-        (_CHECKPOINT, "_MEM_FORMAT_ENCODING"): _memory_format,
-        (_SHARDED, "MEM_FORMAT_ENCODING"): _memory_format,
-        (PLANNER, "WriteItemType"): _item_type,
-        **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in paths},
-    }
-
-
-ALLOWED = _allowed()
+ALLOWED: Mapping[tuple[str, str], object] = {
+    **{("torch", name): dtype for name, dtype in BY_NAME.items()},
+    (SIZE.module, SIZE.name): _size,
+    ("torch.serialization", "_get_layout"): _layout,
+}

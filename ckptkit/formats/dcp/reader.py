@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ckptkit.core.errors import (
+    CkptkitError,
     FormatError,
     IncompleteCheckpointError,
     MissingFileError,
@@ -29,13 +31,16 @@ from ckptkit.core.index import (
     FileRange,
     FileRef,
     Ints,
+    Key,
     KeyPath,
     Problem,
     RecordTable,
     RunFacts,
     Shape,
+    TensorEntry,
     TensorIndex,
 )
+from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.compression import decompress, is_zstd
 from ckptkit.formats.dcp.join import LEAST_ARCHIVE_BYTES
@@ -59,11 +64,15 @@ from ckptkit.formats.dcp.megatron import (
 )
 from ckptkit.formats.dcp.metadata import DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.torch_values import UnreadTensor, explain_value, parse_values
+from ckptkit.formats.pickle.torch_zip import MAX_TENSOR_PICKLE_BYTES, open_archive
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header, read_shard_offsets
 from ckptkit.formats.trees import (
     LIGHTNING_META,
     classify,
     detect_framework_by_paths,
+    problem_of,
     read_lightning_meta,
 )
 from ckptkit.storage.base import Source, prefetch
@@ -140,7 +149,7 @@ class Images:
 METADATA = ".metadata"
 _DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # 'frozen' files are ckptkit's
 _OF_RANK = re.compile(r"__\d{1,7}\.metadata")
-_TORCH_ZIP = CONTAINERS.index("torch_zip")
+_RAW, _TORCH_ZIP = CONTAINERS.index("raw"), CONTAINERS.index("torch_zip")
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
 _MOST_DECOMPRESSED_BYTES = 64 << 20  # of one compressed object
 
@@ -247,6 +256,7 @@ class DcpReader:
             writer=", ".join(filter(None, [index.run.writer, framework.name])),
             version=framework.version,
             notes=(*index.run.notes, *framework.notes),
+            warnings=framework.warnings,
         )
         return replace(index, run=run, problems=(*index.problems, *framework.problems))
 
@@ -339,6 +349,9 @@ class _Assembly:
         encoding = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
         if any(any(map(is_zstd, tensor.transforms)) for tensor in tensors):
             encoding += ", compressed with zstd"
+        writer = f"torch.distributed.checkpoint of {self.metadata.writer}{encoding}"
+        if self.metadata.is_raw:  # it writes the file by itself
+            writer = ""
         return TensorIndex(
             format=DcpReader.name,
             files=tuple(self.files),
@@ -355,9 +368,9 @@ class _Assembly:
             },
             run=RunFacts(
                 world_size=int(ranks.max()) + 1 if len(ranks) else None,
-                writer=f"torch.distributed.checkpoint of {self.metadata.writer}{encoding}",
+                writer=", ".join(filter(None, [self.metadata.library, writer])),
             ),
-            problems=(*self._problems(), *self.missing),
+            problems=(*self._problems(), *self._explain_short(entries), *self.missing),
         )
 
     def _key_path(self, key: str) -> KeyPath:
@@ -376,7 +389,8 @@ class _Assembly:
         start = np.concatenate([empty, *(t.start for t in tensors)])
         length = np.concatenate([empty, *(t.length for t in tensors)])
         file = np.concatenate([empty, *(t.file for t in tensors)])
-        container: Ints | int = _TORCH_ZIP  # a single number takes no memory
+        # A single number takes no memory.
+        container: Ints | int = _RAW if self.metadata.is_raw else _TORCH_ZIP
         if any(tensor.transforms for tensor in tensors):
             kinds = [_ZSTD if tensor.transforms else _TORCH_ZIP for tensor in tensors]
             container = np.repeat(kinds, [len(tensor.file) for tensor in tensors])
@@ -394,3 +408,38 @@ class _Assembly:
             if tensor.transforms
             and (self.metadata.has_images or not all(map(is_zstd, tensor.transforms)))
         ]
+
+    def _explain_short(self, entries: Mapping[Key, TensorEntry]) -> Iterator[Problem]:
+        """Yields why chunks have fewer bytes than their elements: they are objects that pack them.
+
+        One chunk of each state dict is looked at.
+        """
+        found: dict[str, CkptkitError | None] = {}
+        for key in sorted(self.metadata.short):
+            entry = entries[Key(key)]
+            if entry.tree not in found:
+                found[entry.tree] = self._look_at_short(self.metadata.tensors[key])
+            error = found[entry.tree]
+            if error is not None:
+                yield problem_of(entry, error)
+
+    def _look_at_short(self, tensor: DcpTensor) -> CkptkitError | None:
+        """Returns the error for a tensor that is an object; None if its file is missing."""
+        size_bytes = tensor.sizes.prod(axis=1) * tensor.dtype.itemsize
+        row = int(np.argmax(tensor.length < size_bytes))
+        file = self.files[int(tensor.file[row])]
+        if file.size_bytes < 0:
+            return None
+        where = f"{posixpath.join(self.source.location, file.path)}, {quote(tensor.key)}"
+        read = read_from(self.source, file.path, int(tensor.start[row]))
+        value: object = None
+        with suppress(FormatError):
+            archive = open_archive(read, int(tensor.length[row]), where=where)
+            value = parse_values(archive.pickle(max_bytes=MAX_TENSOR_PICKLE_BYTES), where=where)
+        if isinstance(value, InertObject | UnreadTensor):
+            return explain_value(value, "")
+        raise FormatError(
+            "a chunk is stored in fewer bytes than its elements have",
+            where=f"{self.where}, key {quote(tensor.key)}",
+            hint="the file is damaged; take another copy of it",
+        )

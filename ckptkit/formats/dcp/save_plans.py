@@ -93,7 +93,8 @@ class SavePlans:
             raise self.where.error("'all_local_plans' is not a list")
         seen: set[int] = set()
         for plan in plans:
-            cls = plan.cls if isinstance(plan, InertObject) and plan.cls in PLANS else PLANS[0]
+            is_plan = isinstance(plan, InertObject) and plan.cls.name in {p.name for p in PLANS}
+            cls = plan.cls if is_plan else PLANS[0]
             items = fields_of(plan, cls, self.where).get("items")
             # A list that two plans shared would be walked once for each of them.
             if not isinstance(items, list) or id(items) in seen:

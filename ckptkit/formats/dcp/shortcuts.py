@@ -313,7 +313,8 @@ class FastMachine(Machine):
         else:
             super().memoize()
         value = self.stack[-1]
-        if type(value) in {str, Global} and value in _PARTS:
+        is_info = type(value) is Global and value.name == INFO.name  # of torch, or derived
+        if is_info or (type(value) in {str, Global} and value in _PARTS):
             name = value.name if isinstance(value, Global) else value
             slot = self.next_slot() - 1
             get = b"h%c" % slot if slot <= _BINGET_MAX else b"j" + slot.to_bytes(4, "little")

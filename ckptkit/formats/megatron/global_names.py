@@ -20,7 +20,8 @@ from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.text import quote
 from ckptkit.formats.megatron.model_files import ModelFile, ModelFiles
 from ckptkit.formats.parsing import TWO_SAVES, list_first
-from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.machine import InertObject, class_of
+from ckptkit.formats.pickle.objects import find_unread
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.trees import EXTRA_STATE
 
@@ -99,8 +100,12 @@ def _find_tensors(model: Mapping[Any, Any], file: ModelFile) -> dict[str, Tensor
     for key, value in model.items():
         if not isinstance(key, str) or EXTRA_STATE in key:
             continue
+        unread = find_unread(value)
+        if unread is not None:
+            raise unread.error(f"{file.archive.where}: {quote(key)}")
         if isinstance(value, InertObject) or _FUSED.fullmatch(key):
-            kind = f"'{value.cls}'" if isinstance(value, InertObject) else "one matrix of experts"
+            is_object = isinstance(value, InertObject)
+            kind = quote(str(class_of(value))) if is_object else "one matrix of experts"
             raise UnsupportedError(
                 f"{quote(key)} is held as {kind}, which is not modelled",
                 where=file.archive.where,

@@ -21,9 +21,10 @@ from typing import Any
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.text import quote
-from ckptkit.formats.dcp.megatron import ALLOWED_IN_STATES, find_arguments, is_size
+from ckptkit.formats.dcp.megatron import find_arguments, is_size
 from ckptkit.formats.parsing import COPY_BACK, MIXED_SAVES, TWO_SAVES, is_count
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
+from ckptkit.formats.trees import TRAINING_VALUES
 from ckptkit.storage.base import Source
 
 _MODEL = re.compile(r"model(\d{1,4})?")
@@ -130,7 +131,7 @@ def open_files(
         FormatError: If files are of two steps, or of runs of other sizes.
         UnsupportedError: If the model is of Megatron-LM before Megatron-Core.
     """
-    opened = [(path, table.open(source, path, ALLOWED_IN_STATES)) for path in numbers]
+    opened = [(path, table.open(source, path, TRAINING_VALUES)) for path in numbers]
     roots = [(archive, archive.dictionary().values) for _, archive in opened]
     arguments = find_arguments(roots[0][1])
     _check_same_save(roots)

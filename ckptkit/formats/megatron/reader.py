@@ -39,7 +39,7 @@ from ckptkit.formats.megatron.split_axes import Cut, find_cut, has_whole_rows, i
 from ckptkit.formats.parsing import TWO_SAVES
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.pickle.torch_copies import StoredTensor, find_differing_copies
-from ckptkit.formats.trees import classify
+from ckptkit.formats.trees import classify, describe_objects_in
 from ckptkit.storage.base import Source
 
 FILE = "model_optim_rng.pt"
@@ -215,6 +215,7 @@ class _Assembly:
             writer=", ".join(filter(None, [common.framework, "Megatron-LM, one file a rank"])),
             mesh=tuple({**known, **(common.sizes or {})}.items()),
             notes=notes,
+            warnings=describe_objects_in(self.files.files[0].archive),
             settings=common.settings,
         )
 

@@ -1,8 +1,8 @@
 """Parses pickles without running them: nothing is imported, and no class or function is called.
 
-A global that is not in the caller's list is refused at once. A global in the list is only a name:
-where the pickle calls it, a function of the caller is called with inert arguments. Each opcode that
-a checkpoint may use has a handler here; all others are refused by name.
+Where the pickle calls a global that is in the caller's list, a function of the caller is called
+with inert arguments; what it makes of any other is an `InertObject`. Each opcode has a handler
+here, but for a few that nothing writes any more, which are refused by name.
 
 Source: CPython's Lib/pickletools.py, which specifies every opcode, protocols 0 to 5.
 """
@@ -12,9 +12,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
-from ckptkit.core.errors import FormatError, LimitError, UnsafePickleError
+from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import KeyPath
-from ckptkit.core.text import quote
 from ckptkit.formats.pickle.machine import (
     HIGHEST_PROTOCOL,
     MAX_INT_BYTES,
@@ -29,15 +28,6 @@ _FLOAT = struct.Struct(">d")
 _REFUSED = {
     b"P": "PERSID",
     b"S": "STRING",
-    b"i": "INST",
-    b"o": "OBJ",
-    b"\x82": "EXT1",
-    b"\x83": "EXT2",
-    b"\x84": "EXT4",
-    b"\x8f": "EMPTY_SET",
-    b"\x90": "ADDITEMS",
-    b"\x91": "FROZENSET",
-    b"\x92": "NEWOBJ_EX",
     b"\x97": "NEXT_BUFFER",
     b"\x98": "READONLY_BUFFER",
 }
@@ -208,6 +198,42 @@ def _call(machine: Machine) -> None:
     machine.stack.append(machine.call(machine.pop(), args))
 
 
+def _call_with_keywords(machine: Machine) -> None:
+    keywords, args = machine.pop(), machine.pop()
+    machine.stack.append(machine.call(machine.pop(), (args, keywords) if keywords else args))
+
+
+def _instance(machine: Machine) -> None:
+    cls = machine.name(machine.text(machine.line()), machine.text(machine.line()))
+    machine.stack.append(machine.call(cls, tuple(machine.pop_mark())))
+
+
+def _object(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.stack.append(machine.call(items[0] if items else None, tuple(items[1:])))
+
+
+def _extension(width: int) -> Handler:
+    def handler(machine: Machine) -> None:
+        # A number that a program gave to a class.
+        machine.stack.append(machine.name("copyreg", f"extension {machine.number(width)}"))
+
+    return handler
+
+
+def _set(name: str, items: Callable[[Machine], list[object]]) -> Handler:
+    cls = Global("builtins", name)
+    return lambda machine: machine.stack.append(InertObject(cls, (items(machine),)))
+
+
+def _add_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    target = machine.top()
+    if isinstance(target, InertObject) and target.cls.name == "set" and target.args:
+        target = target.args[0]  # a list that only this set has
+    machine.extend(target, items)
+
+
 def _build(machine: Machine) -> None:
     state = machine.pop()
     machine.build(machine.top(), state)
@@ -289,8 +315,17 @@ OPCODES = with_handlers(
         b"j": _get(4),
         b"c": _global_line,
         b"\x93": _stack_global,
+        b"i": _instance,
+        b"o": _object,
         b"R": _call,
         b"\x81": _call,
+        b"\x92": _call_with_keywords,
+        b"\x82": _extension(1),
+        b"\x83": _extension(2),
+        b"\x84": _extension(4),
+        b"\x8f": _set("set", lambda _: []),
+        b"\x90": _add_items,
+        b"\x91": _set("frozenset", Machine.pop_mark),
         b"b": _build,
         b"Q": lambda machine: machine.stack.append(machine.refer(machine.pop())),  # BINPERSID
     },
@@ -311,19 +346,21 @@ def parse_pickle(
 ) -> object:
     """Parses a pickle of protocol 0 to 5 into plain and inert values.
 
-    The result consists of None, bool, int, float, str, bytes, tuple, list, dict, `Global`, and the
-    values of `allowed` and `persistent`. Lists and dictionaries may contain themselves, and shared
-    parts may make the result exponentially larger than `data`, so walk it with a limit and without
-    recursion (`walk_values`), and never compare, hash or print all of it. Integers have at most
-    1,024 bytes. Dictionary keys are scalars or short tuples of scalars.
+    The result consists of None, bool, int, float, str, bytes, tuple, list, dict, `Global`,
+    `InertObject`, and the values of `allowed` and `persistent`. Lists, dictionaries and objects may
+    contain themselves, and shared parts may make the result exponentially larger than `data`, so
+    walk it with a limit and without recursion (`walk_values`), and never compare, hash or print all
+    of it. Integers have at most 1,024 bytes. Dictionary keys are scalars, short tuples of scalars,
+    or compared by identity.
 
     Args:
         data: The whole pickle; bytes after its end are refused.
-        allowed: Maps the module and name of each global that the pickle may name to a value. A
-            callable is called where the pickle calls or instantiates the global, with the pickle's
-            arguments, which it has to check: any number of any of the values above. Its time and
-            memory must depend on the number of arguments, not on their size. A callable that is
-            only named is represented by a `Global`. Any other value replaces the global.
+        allowed: Maps the module and name of globals to values. A callable is called where the
+            pickle calls or instantiates the global, with the pickle's arguments, which it has to
+            check: any number of any of the values above. It may keep no copy of them all, and its
+            time and memory must depend on their number, not on their size. A callable that is only
+            named is represented by a `Global`, as any global that is not here is. Any other value
+            replaces the global.
         where: The file, for messages.
         persistent: Maps a persistent id to a value; None where the pickle may contain none.
 
@@ -350,25 +387,10 @@ def parse_first_pickle(
     return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run_first()
 
 
-def inert_class(module: str, name: str) -> Builder:
-    """Returns a builder for a class without constructor arguments, such as a dataclass.
-
-    Pickles set the fields of such objects afterwards, as state.
-    """
-    cls = Global(module, name)
-
-    def build(*args: object) -> InertObject:
-        if args:
-            raise UnsafePickleError(f"{quote(name)} is made from {len(args)} arguments, not none")
-        return InertObject(cls, ())
-
-    return build
-
-
 def ordered_dict(*args: object) -> InertDict:
     """Represents `collections.OrderedDict()`, whose items and attributes are set afterwards."""
     if args:
-        raise UnsafePickleError(f"'OrderedDict' is made from {len(args)} arguments, not none")
+        raise FormatError(f"'OrderedDict' is made from {len(args)} arguments, not none")
     return InertDict()
 
 
@@ -401,17 +423,19 @@ def walk_values(root: object, *, limit: int, where: str) -> Iterator[tuple[KeyPa
 def _items(value: object) -> list[tuple[str | int, object]]:
     """Returns the items of a container by key; an empty list for any other value."""
     if isinstance(value, dict):
-        return [(_path_step(key), item) for key, item in value.items()]
+        steps = [
+            key if isinstance(key, (str, int)) and not isinstance(key, bool) else _step(key, number)
+            for number, key in enumerate(value)
+        ]
+        return list(zip(steps, value.values(), strict=True))
     # Sequences of plain numbers can be long (the order of a data set), and are kept whole.
     if isinstance(value, (list, tuple)) and not all(type(item) in _SCALARS for item in value):
         return list(enumerate(value))
     return []
 
 
-def _path_step(key: object) -> str | int:
-    """Returns a dictionary key as a part of a path; a rare one is represented by its type."""
-    if isinstance(key, (str, int)) and not isinstance(key, bool):
-        return key
+def _step(key: object, number: int) -> str:
+    """Returns a rare dictionary key as a part of a path; of most, only the position is unique."""
     if key is None or isinstance(key, (bool, float)):
         return repr(key)
-    return f"<{type(key).__name__}>"
+    return f"<key {number}>"

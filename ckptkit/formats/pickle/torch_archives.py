@@ -21,36 +21,18 @@ from ckptkit.core.errors import (
     FormatError,
     LimitError,
     TruncatedFileError,
-    UnsafePickleError,
     UnsupportedError,
 )
 from ckptkit.core.index import Box, Chunk, FileRef, Record, Shape
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import MAX_DIMENSIONS, Read, is_count, read_from
-from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle
 from ckptkit.formats.pickle.torch_values import ALLOWED, StorageRef, TensorRef, storage_ref
 from ckptkit.formats.pickle.torch_zip import MAX_PICKLE_BYTES, open_archive
 from ckptkit.storage.base import Source
 
-_INSPECTED_BYTES = 1 << 20  # of a file in which the end of the pickle is not known
-# The state of every pickled `torch.nn.Module` has these keys.
-_MODULE_MARKS = (b"_parameters", b"_buffers", b"_modules", b"training")
-# What the pickles of quantized tensors name: storages of torch's own, and classes of torchao.
-_QUANTIZED = {
-    **dict.fromkeys(
-        (
-            "torch.QInt8Storage",
-            "torch.QUInt8Storage",
-            "torch.QInt32Storage",
-            "torch.QUInt4x2Storage",
-            "torch.QUInt2x4Storage",
-            "torch._utils._rebuild_qtensor",
-        ),
-        "torch",
-    ),
-    "'torchao.": "torchao",
-}
+_LEAST_VALUES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +148,11 @@ class TorchArchive:
         return isinstance(self.archive, LegacyArchive)
 
     @property
+    def most_values(self) -> int:
+        """How many values the pickle may unfold into, where some are shared."""
+        return max(self.pickle_bytes, _LEAST_VALUES)
+
+    @property
     def where(self) -> str:
         return self.archive.where
 
@@ -238,43 +225,17 @@ def _open(
     except CkptkitError as error:
         raise error.located(where) from error
     if legacy:
-        try:
-            return open_legacy(read, size_bytes, allowed, where=where)
-        except UnsafePickleError as error:
-            raise _explain(error, read(0, min(_INSPECTED_BYTES, size_bytes))) from error
+        return open_legacy(read, size_bytes, allowed, where=where)
     archive = open_archive(read, size_bytes, where=where)
     pickle = archive.pickle()
-    try:
-        root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
-    except UnsafePickleError as error:
-        raise _explain(error, pickle) from error
+    root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
     return root, len(pickle), archive
 
 
-def _explain(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError | UnsupportedError:
-    """Returns an error with advice for quantized tensors and for a module saved as a whole."""
-    library = next((library for mark, library in _QUANTIZED.items() if mark in error.message), "")
-    if library:
-        return UnsupportedError(
-            f"file holds tensors that {library} quantized, packed numbers with scales:"
-            f" {error.message.partition(', which')[0]}",
-            where=error.where,
-            hint="load the file with torch, and save `{name: tensor.dequantize() if"
-            " tensor.is_quantized else tensor}` of its state dict, or the weights from before",
-        )
-    if not all(mark in pickle for mark in _MODULE_MARKS):
-        return error
-    return UnsafePickleError(
-        f"file holds a whole module, which needs the code of its classes: {error.message}",
-        where=error.where,
-        hint="if you trust the file, load it where that code is, with `torch.load(path,"
-        " weights_only=False)`, and save the module's `state_dict()` instead",
-    )
-
-
 HEAD_BYTES = 512  # enough to distinguish the layouts
-_PICKLE = b"\x80"  # the first byte of every binary pickle
+_PICKLE = b"\x80"  # the first byte of every pickle of protocol 2 and later
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_MAGIC_LINE = b"L%dL\n." % _MAGIC_NUMBER  # the same, pickled with protocol 1
 _MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # the same, pickled
 _MAGIC_WITHIN = 32
 _TAR, _TAR_AT = b"ustar", 257
@@ -294,7 +255,7 @@ def is_legacy(head: bytes) -> bool:
             " again",
         )
     if not head.startswith(_PICKLE):
-        return False
+        return head.startswith(_MAGIC_LINE)
     if len(head) >= _MAGIC_WITHIN and _MAGIC not in head[:_MAGIC_WITHIN]:
         raise UnsupportedError(
             "file is a plain pickle, not what `torch.save` writes",
@@ -380,8 +341,10 @@ class _StorageCollector:
     def __init__(self) -> None:
         self.by_key: dict[str, StorageRef] = {}
 
-    def __call__(self, identity: object) -> StorageRef:
+    def __call__(self, identity: object) -> StorageRef | Global:
         match identity:
+            case ("module", Global() as cls, *_):  # of torch.nn, with its source
+                return cls
             case ("storage", _, _, _, _, None):
                 storage = storage_ref(identity[:-1])
             case ("storage", _, _, _, _, _):
@@ -445,8 +408,9 @@ def _locate_storages(
     keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int, where: str
 ) -> dict[str, int]:
     """Returns the first element's byte of each storage; they have to fill the rest of the file."""
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+    if not isinstance(keys, list) or not all(is_count(k) or isinstance(k, str) for k in keys):
         raise FormatError("list of storages is not one of keys", where=where)
+    keys = [str(key) for key in keys]
     if len(set(keys)) != len(keys) or set(keys) != set(storages):
         raise FormatError(
             f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",

@@ -1,7 +1,11 @@
 """Storages and tensors in a `torch.save` pickle, as plain values.
 
+A tensor whose elements are not in one plain storage becomes an `UnreadTensor`, which readers refuse
+where they need its elements: it may as well be in an object beside the weights.
+
 Source: torch/_utils.py (`_rebuild_tensor_v2` and similar functions), torch/serialization.py
-(`persistent_id` in `_save`), torch/_tensor.py (`_reduce_ex_internal`), torch 1.6 to 2.14.
+(`persistent_id` in `_save`), torch/_tensor.py (`_reduce_ex_internal`, `_rebuild_from_type_v2`),
+torch 1.6 to 2.14; torchao/float8/fsdp_utils.py, torchao 0.18.
 """
 
 from __future__ import annotations
@@ -11,15 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.dtypes import BY_NAME, BY_STORAGE, DType, dtype_named
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, FormatError, UnsupportedError
 from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import MAX_BYTES, MAX_DIMENSIONS, is_count, overflows
-from ckptkit.formats.pickle.machine import Global, InertDict, InertObject
+from ckptkit.formats.pickle.machine import ByIdentity, Global, InertDict, InertObject, class_of
 from ckptkit.formats.pickle.pickles import Builder, ordered_dict, parse_pickle
 
 _BYTE = BY_NAME["uint8"]
+# Storages of numbers that torch quantized, with the type that has their size.
+_QUANTIZED_STORAGES = {
+    **dict.fromkeys(("QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), _BYTE),
+    "QInt8Storage": BY_NAME["int8"],
+    "QInt32Storage": BY_NAME["int32"],
+}
 # dtypes of torch that `core.dtypes` does not have; the refusal has to name the dtype.
 _OTHER_DTYPES = (
     "complex32",
@@ -82,26 +92,51 @@ class TensorRef:
         return is_row_major(self.shape, self.strides)
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class UnreadTensor(ByIdentity):
+    """A tensor whose elements are not those of one plain storage.
+
+    Attributes:
+        kind: What it is, to follow "tensor is".
+        hint: How to get one that can be read.
+        dtype: Element type that it has for its users; None where it is not known.
+        shape: In elements; empty where it is not known.
+    """
+
+    kind: str
+    hint: str
+    dtype: DType | None = None
+    shape: Shape = ()
+
+    def error(self, where: str = "") -> UnsupportedError:
+        return UnsupportedError(f"tensor is {self.kind}", where=where, hint=self.hint)
+
+
 def storage_ref(identity: object) -> StorageRef:
-    """Returns the storage of a persistent id, `('storage', class, key, location, elements)`."""
+    """Returns the storage of a persistent id, `('storage', class, key, location, elements)`.
+
+    Programs that make archives without torch, such as LitGPT, number the storages.
+    """
     match identity:
-        case ("storage", StorageClass(dtype=dtype), str(key), str(), int(elements)) if (
-            is_count(elements) and key
+        case ("storage", StorageClass(dtype=dtype), str() | int() as key, str(), int(elements)) if (
+            is_count(elements) and (is_count(key) or (isinstance(key, str) and key))
         ):
-            return StorageRef(key, dtype, elements)
+            return StorageRef(str(key), dtype, elements)
+        case ("storage", Global() as cls, *_):
+            raise UnsupportedError(f"storage is a {quote(str(cls))}, which is not modelled")
     raise FormatError("persistent id is not that of a storage in memory")
 
 
-def rebuild_tensor_v2(*args: object) -> TensorRef:
+def rebuild_tensor_v2(*args: object) -> TensorRef | UnreadTensor:
     """Returns a tensor for `_rebuild_tensor_v2(storage, offset, size, stride, …[, metadata])`."""
     match args:
         case (StorageRef() as storage, offset, shape, strides, _, _, *metadata):
-            _refuse_lazy(*metadata or (None,))
-            return _view(storage, storage.dtype or _BYTE, offset, shape, strides)
+            view = _view(storage, storage.dtype or _BYTE, offset, shape, strides)
+            return _find_marks(*metadata or (None,)) or view
     raise FormatError(f"tensor is rebuilt from {len(args)} arguments that do not describe one")
 
 
-def rebuild_tensor_v3(*args: object) -> TensorRef:
+def rebuild_tensor_v3(*args: object) -> TensorRef | UnreadTensor:
     """Returns a tensor for `_rebuild_tensor_v3(storage, offset, size, stride, …, dtype, …)`."""
     match args:
         case (
@@ -114,34 +149,151 @@ def rebuild_tensor_v3(*args: object) -> TensorRef:
             DTypeName(name),
             *metadata,
         ):
-            dtype = dtype_named(name)
+            try:
+                dtype = dtype_named(name)
+            except UnsupportedError:
+                return UnreadTensor(f"of dtype {quote(name)}, which is not modelled", _PLAIN)
             if storage.dtype not in {None, dtype}:
                 raise FormatError(f"storage does not hold the {dtype.name} that the tensor claims")
-            _refuse_lazy(*metadata or (None,))
-            return _view(storage, dtype, offset, shape, strides)
+            view = _view(storage, dtype, offset, shape, strides)
+            return _find_marks(*metadata or (None,)) or view
     raise FormatError(f"tensor is rebuilt from {len(args)} arguments that do not describe one")
 
 
-def rebuild_parameter(*args: object) -> TensorRef:
+def rebuild_parameter(*args: object) -> TensorRef | UnreadTensor | InertObject:
     """Returns the tensor for `_rebuild_parameter(tensor, grad, hooks[, state])`."""
     match args:
-        case (TensorRef() as tensor, _, _) | (TensorRef() as tensor, _, _, _):
+        case (TensorRef() | UnreadTensor() | InertObject() as tensor, _, _, *_):
             return tensor
     raise FormatError("parameter is rebuilt from something that is not a tensor")
 
 
-def _refuse_lazy(metadata: object) -> None:
+def _find_marks(metadata: object) -> UnreadTensor | None:
+    """Returns what a tensor is whose bytes are not its values; None for any other."""
     if metadata is None:
-        return
+        return None
     if not isinstance(metadata, Mapping):
         raise FormatError("tensor metadata is not a dictionary")
     marks = [mark for mark in ("conj", "neg") if metadata.get(mark)]
-    if marks or any(metadata.values()):
-        raise UnsupportedError(
-            f"tensor is marked {' and '.join(marks) or 'otherwise'}, so its bytes are not its "
-            "values",
-            hint="save it again after `resolve_conj()` and `resolve_neg()`",
-        )
+    if not marks and not any(metadata.values()):
+        return None
+    return UnreadTensor(
+        f"marked {' and '.join(marks) or 'otherwise'}, so its bytes are not its values",
+        "save it again after `resolve_conj()` and `resolve_neg()`",
+    )
+
+
+_PLAIN = "save it again as a plain tensor on the CPU"
+_DEQUANTIZE = (
+    "load it where it was saved, and save `{name: tensor.dequantize() if tensor.is_quantized or"
+    " type(tensor) is not torch.Tensor else tensor for name, tensor in model.state_dict().items()}`"
+)
+# Tensors of a package's own classes: what they are, and what to do about them.
+_PACKAGES = {
+    "torchao": (
+        "one of the tensors that torchao quantized, packed numbers with scales",
+        _DEQUANTIZE,
+    ),
+    "transformer_engine": (
+        "a weight in eight bits or fewer, with scales",
+        "save with weights in bfloat16, in Megatron-Core without --fp8-param-gather",
+    ),
+    "torch": (
+        "which is not modelled",
+        "save `tensor.full_tensor()` of a DTensor; of others `tensor.data`, as a plain tensor",
+    ),
+}
+_OTHERS = ("which is not modelled", f"{_DEQUANTIZE}, or as its class has it")
+_TENSOR_CLASSES = {
+    Global("torch", "Tensor"),
+    Global("torch.nn.parameter", "Parameter"),
+    Global("torch.nn.parameter", "Buffer"),
+}
+_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+# Classes that hold a plain tensor of the same values, and the attribute that it is.
+_WRAPPED = {
+    Global("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"): "_tensor",
+}
+_OTHER_TENSORS = {
+    "_rebuild_sparse_tensor": "sparse",
+    "_rebuild_sparse_csr_tensor": "sparse",
+    "_rebuild_nested_tensor": "nested",
+    "_rebuild_meta_tensor_no_storage": "on the device 'meta', without values",
+    "_rebuild_device_tensor_from_numpy": "of another device, stored through numpy",
+}
+
+
+def tensor_of_class(cls: Global, dtype: DType | None = None, shape: Shape = ()) -> UnreadTensor:
+    """Returns a tensor of a class that is not modelled."""
+    what, hint = _PACKAGES.get(cls.module.partition(".")[0], _OTHERS)
+    return UnreadTensor(f"a {quote(str(cls))}, {what}", hint, dtype, shape)
+
+
+def rebuild_from_type(*args: object) -> object:
+    """Returns the tensor for `_rebuild_from_type_v2(function, class, arguments, state)`.
+
+    It is torch's form of a tensor with attributes, and of tensors of other classes.
+    """
+    match args:
+        case (Global("torch._utils", name), Global() as cls, tuple(inner), _) if (
+            name in _REBUILDERS and cls in _TENSOR_CLASSES
+        ):
+            return _REBUILDERS[name](*inner)
+        case (Global() as function, Global() as cls, tuple(inner), state) if function == _WRAPPER:
+            try:
+                shape, dtype = shape_and_dtype(inner)
+            except UnsupportedError:
+                return tensor_of_class(cls)
+            held = state.get(_WRAPPED[cls]) if isinstance(state, dict) and cls in _WRAPPED else None
+            if isinstance(held, TensorRef) and (held.shape, held.dtype) == (shape, dtype):
+                return held
+            return tensor_of_class(cls, dtype, shape)
+        case (_, Global() as cls, _, _):
+            return tensor_of_class(cls)
+    raise FormatError("tensor with attributes is rebuilt from something that does not describe one")
+
+
+def shape_and_dtype(inner: tuple[object, ...]) -> tuple[Shape, DType]:
+    """Returns the shape and element type in the arguments of `_rebuild_wrapper_subclass`."""
+    match inner:
+        case (Global(), DTypeName(name), tuple(shape), *_):
+            dtype = dtype_named(name)
+        case _:
+            raise FormatError(
+                "tensor subclass is rebuilt from something that does not describe one"
+            )
+    if len(shape) > MAX_DIMENSIONS or not all(map(is_count, shape)):
+        raise FormatError("tensor has sizes that are not natural numbers")
+    sizes = tuple(size for size in shape if isinstance(size, int))
+    if overflows(sizes, dtype):
+        raise FormatError(f"size of a tensor of shape {list(sizes)} overflows")
+    return sizes, dtype
+
+
+def _rebuild_quantized(*args: object) -> UnreadTensor:
+    match args:
+        case (StorageRef(), _, tuple(shape), *_) if len(shape) <= MAX_DIMENSIONS and all(
+            map(is_count, shape)
+        ):
+            sizes = tuple(size for size in shape if isinstance(size, int))
+            if overflows(sizes, BY_NAME["float32"]):
+                raise FormatError(f"size of a tensor of shape {list(sizes)} overflows")
+            kind = "one of the tensors that torch quantized, packed numbers with scales"
+            return UnreadTensor(kind, _DEQUANTIZE, None, sizes)
+    raise FormatError("quantized tensor is rebuilt from something that does not describe one")
+
+
+def _unread(kind: str) -> Builder:
+    return lambda *_args: UnreadTensor(f"{kind}, which is not modelled", _PLAIN)
+
+
+def explain_value(value: object, where: str) -> CkptkitError:
+    """Returns the error for a value where a tensor is wanted."""
+    if isinstance(value, UnreadTensor):
+        return value.error(where)
+    if isinstance(value, InertObject):
+        return tensor_of_class(class_of(value)).error(where)
+    return FormatError("archive does not hold one tensor", where=where)
 
 
 def _view(storage: StorageRef, dtype: DType, offset: object, shape: Any, strides: Any) -> TensorRef:
@@ -170,17 +322,11 @@ def _size(*args: object) -> tuple[object, ...]:
     match args:
         case ():
             return ()
-        case (tuple(items) | list(items),):
+        case (tuple(items),):
+            return items
+        case (list(items),) if len(items) <= MAX_DIMENSIONS:
             return tuple(items)
     raise FormatError("'torch.Size' is made from something that is not one tuple")
-
-
-def _encoded(*args: object) -> bytes:
-    # Python's form of bytes below protocol 3; torch.save uses protocol 2.
-    match args:
-        case (str(text), "latin1"):
-            return text.encode("latin1")
-    raise FormatError("bytes are not encoded as 'latin1'")
 
 
 def _no_bytes(*args: object) -> bytes:
@@ -200,9 +346,9 @@ class InertDefaultDict(InertDict):
         self.factory = factory
 
 
-def _default_dict(*args: object) -> InertDefaultDict:
+def _default_dict(*args: object) -> InertDefaultDict | InertObject:
     if len(args) > 1:
-        raise FormatError(f"'defaultdict' is made from {len(args)} arguments, not from one")
+        return InertObject(Global("collections", "defaultdict"), args)
     return InertDefaultDict(args[0] if args else None)
 
 
@@ -216,68 +362,77 @@ class InertDeque(list[Any]):
         self.longest = longest
 
 
-def _deque(*args: object) -> InertDeque:
+def _deque(*args: object) -> InertDeque | InertObject:
     match args:
         case () | ([] | (),):
             return InertDeque(None)
         case ([] | (), longest):
             if longest is None or is_count(longest):
                 return InertDeque(longest)
-    raise FormatError("'deque' is made from something that is not its limit")
+    return InertObject(Global("collections", "deque"), args)
 
 
-def inert_value(module: str, name: str) -> Builder:
-    """Returns a builder that keeps a class's name and any arguments."""
-    cls = Global(module, name)
-
-    def build(*args: object) -> InertObject:
-        return InertObject(cls, args)
-
-    return build
-
-
-# Classes and functions without side effects that are common in training states. Below protocol 3
+# Classes and functions whose instances are values, and no objects of other code. Below protocol 3
 # (torch.save uses 2) `int` is called `long`, and `str` `unicode`.
-_KEPT = (
-    *(("__builtin__", n) for n in ("set", "frozenset", "bytearray", "complex", "slice")),
-    *(("__builtin__", n) for n in ("xrange", "list", "dict", "tuple", "int", "float", "str")),
-    *(("__builtin__", n) for n in ("long", "unicode", "bool")),
-    *(("builtins", n) for n in ("set", "frozenset", "bytearray", "complex", "slice", "range")),
-    *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str", "bool")),
-    ("argparse", "Namespace"),
-    ("collections", "Counter"),
-    *(("datetime", n) for n in ("date", "datetime", "time", "timedelta", "timezone")),
-    ("decimal", "Decimal"),
-    ("fractions", "Fraction"),
-    *(("pathlib", n) for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
-    *(("pathlib._local", n) for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    *(
-        (f"numpy.{core}.multiarray", n)
-        for core in ("core", "_core")
-        for n in ("scalar", "_reconstruct")
-    ),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
+VALUE_CLASSES = frozenset(
+    {
+        *(("__builtin__", n) for n in ("set", "frozenset", "bytearray", "complex", "slice")),
+        *(("__builtin__", n) for n in ("xrange", "list", "dict", "tuple", "int", "float", "str")),
+        *(("__builtin__", n) for n in ("long", "unicode", "bool", "object", "type")),
+        *(("builtins", n) for n in ("set", "frozenset", "bytearray", "complex", "slice", "range")),
+        *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str", "bool")),
+        *(("builtins", n) for n in ("object", "type")),
+        ("argparse", "Namespace"),
+        ("types", "SimpleNamespace"),
+        ("collections", "Counter"),
+        *(("datetime", n) for n in ("date", "datetime", "time", "timedelta", "timezone")),
+        ("decimal", "Decimal"),
+        ("fractions", "Fraction"),
+        *(
+            (module, n)
+            for module in ("pathlib", "pathlib._local")
+            for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+        ),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        *(
+            (f"numpy.{core}.multiarray", n)
+            for core in ("core", "_core")
+            for n in ("scalar", "_reconstruct")
+        ),
+        ("torch", "device"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.torch_version", "TorchVersion"),
+        ("omegaconf.dictconfig", "DictConfig"),
+        ("omegaconf.listconfig", "ListConfig"),
+        ("_io", "BytesIO"),
+        ("signal", "Signals"),
+        ("uuid", "UUID"),
+        ("uuid", "SafeUUID"),
+    }
 )
 _TENSOR_GLOBALS: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): rebuild_tensor_v3,
     ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): rebuild_parameter,
+    ("torch._utils", "_rebuild_qtensor"): _rebuild_quantized,
+    ("torch._tensor", "_rebuild_from_type_v2"): rebuild_from_type,
+    **{("torch._utils", name): _unread(kind) for name, kind in _OTHER_TENSORS.items()},
     ("torch.storage", "UntypedStorage"): StorageClass("UntypedStorage", None),
-    **{("torch", name): StorageClass(name, dtype) for name, dtype in BY_STORAGE.items()},
+    **{
+        ("torch", name): StorageClass(name, dtype)
+        for name, dtype in {**BY_STORAGE, **_QUANTIZED_STORAGES}.items()
+    },
     **{("torch", name): DTypeName(name) for name in (*BY_NAME, *_OTHER_DTYPES)},
     ("collections", "OrderedDict"): ordered_dict,
 }
+_REBUILDERS = {"_rebuild_tensor_v2": rebuild_tensor_v2, "_rebuild_tensor_v3": rebuild_tensor_v3}
 ALLOWED: Mapping[tuple[str, str], object] = {
     **_TENSOR_GLOBALS,
-    **{name: inert_value(*name) for name in _KEPT},
     ("collections", "defaultdict"): _default_dict,
     ("collections", "deque"): _deque,
     ("torch", "Size"): _size,
-    ("_codecs", "encode"): _encoded,
     ("__builtin__", "bytes"): _no_bytes,
     ("builtins", "bytes"): _no_bytes,
 }

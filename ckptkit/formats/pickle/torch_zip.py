@@ -23,13 +23,17 @@ from ckptkit.core.errors import (
     ChecksumError,
     FormatError,
     LimitError,
-    UnsafePickleError,
     UnsupportedError,
 )
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import Read
-from ckptkit.formats.pickle.torch_values import StorageRef, TensorRef, parse_values
+from ckptkit.formats.pickle.torch_values import (
+    StorageRef,
+    TensorRef,
+    explain_value,
+    parse_values,
+)
 from ckptkit.formats.pickle.zip_directory import (
     ZipEntry,
     data_start,
@@ -138,8 +142,6 @@ def _crc_fields(ends: ArchiveEnds, stop: int, entry: ZipEntry) -> Iterator[range
 
 
 _PICKLE = "data.pkl"
-# Classes of Transformer Engine for weights in fewer bits, as pickles name them.
-_QUANTIZED_TENSORS = (b"Float8BlockwiseQTensor", b"Float8Tensor", b"MXFP8Tensor", b"NVFP4Tensor")
 _BYTE_ORDER = "byteorder"
 _IDENTITY = ".data/serialization_id"
 _LITTLE = b"little"
@@ -241,30 +243,15 @@ class TensorCache:
         """Returns the tensor that a pickle describes, and whether it is row-major."""
         cached = self._tensors.get(pickle)
         if cached is None:
-            try:
-                value = parse_values(pickle, where=where)
-            except UnsafePickleError as error:
-                raise _explain(error, pickle) from error
+            value = parse_values(pickle, where=where)
             if not isinstance(value, TensorRef):
-                raise FormatError("archive does not hold one tensor", where=where)
+                raise explain_value(value, where)
             cached = value, value.row_major
             if len(self._tensors) >= self._limit:
                 self._tensors.clear()
             if len(pickle) <= WINDOW_BYTES:
                 self._tensors[pickle] = cached
         return cached
-
-
-def _explain(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError | UnsupportedError:
-    """Returns an error by name for a weight that Transformer Engine held in fewer bits."""
-    name = next((mark for mark in _QUANTIZED_TENSORS if mark in pickle), b"").decode()
-    if not name:
-        return error
-    return UnsupportedError(
-        f"tensor is a {name!r} of Transformer Engine, a weight with scales, which is not modelled",
-        where=error.where,
-        hint="save with weights in bfloat16, in Megatron-Core without --fp8-param-gather",
-    )
 
 
 @dataclass(frozen=True, slots=True)

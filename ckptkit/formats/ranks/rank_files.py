@@ -34,6 +34,8 @@ from ckptkit.formats.parsing import (
     refuse_mixed_sizes,
     refuse_stale_ranks,
 )
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.objects import find_unread, whole_object_error
 from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
@@ -211,14 +213,19 @@ class RankFileLoader:
             under: Keys that are put in front of the paths of all its values.
         """
         archive = self.table.open(self.source, file.path, SHARDED_ALLOWED)
+        if isinstance(archive.root, InertObject):
+            raise whole_object_error(archive.root, archive.where)
         tensors: dict[KeyPath, RankTensor] = {}
         values: dict[KeyPath, Any] = {}
-        limit = archive.pickle_bytes
-        characters = MAX_KEY_CHARACTERS * limit
-        for steps, value in walk_values(archive.root, limit=limit, where=archive.where):
+        characters = MAX_KEY_CHARACTERS * archive.most_values
+        for steps, value in walk_values(
+            archive.root, limit=archive.most_values, where=archive.where
+        ):
             path = (*under, *steps) or ("tensor",)
             if isinstance(value, RankTensor):
                 tensors[path] = value
+            elif file.kind == "model" and (unread := find_unread(value)) is not None:
+                raise unread.error(f"{archive.where}, {quote('.'.join(map(str, path)))}")
             else:
                 values[path] = value
             characters -= sum(len(str(step)) for step in path)

@@ -48,6 +48,7 @@ from ckptkit.formats.parsing import (
     refuse_mixed_sizes,
     stat_or_missing,
 )
+from ckptkit.formats.pickle.objects import describe_objects, is_object
 from ckptkit.formats.ranks.fairscale import find_fairscale_shards
 from ckptkit.formats.ranks.flat import (
     SLICES,
@@ -304,13 +305,15 @@ class RankAssembly:
         meshes = [mesh for _, mesh in self._assembler.meshes.values()]
         largest = max(meshes, key=lambda mesh: len(mesh.sizes), default=None)
         names = () if largest is None else largest.names or ("",) * len(largest.sizes)
-        step = self._values().get(("step",), self._values().get(("global_step",)))
+        values = self._values()
+        step = values.get(("step",), values.get(("global_step",)))
         return RunFacts(
             world_size=world_size,
             step=step if type(step) is int else None,
             writer=_WRITERS[self._files.writer],
             mesh=() if largest is None else tuple(zip(names, largest.sizes, strict=True)),
             notes=tuple(self.notes),
+            warnings=describe_objects({p: v for p, v in values.items() if is_object(v)}),
         )
 
 

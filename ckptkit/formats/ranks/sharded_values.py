@@ -1,8 +1,7 @@
 """DTensors and ShardedTensors in pickles, as inert values.
 
 No DTensor is built: its local tensor, mesh and placements are kept as they were pickled, and parsed
-by `ckptkit.formats.ranks.dtensor`. Classes that moved between releases of torch are accepted under
-all their names.
+by `ckptkit.formats.ranks.dtensor`.
 
 Source: torch/_tensor.py (`_rebuild_from_type_v2`), torch/_utils.py (`_rebuild_wrapper_subclass`),
 torch/distributed/tensor/{_api,_dtensor_spec,placement_types}.py, torch/distributed/device_mesh.py,
@@ -15,37 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.errors import FormatError, UnsafePickleError, UnsupportedError
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import FormatError
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
-from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count, overflows
+from ckptkit.formats.parsing import is_count
 from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.pickle.torch_values import (
-    ALLOWED,
-    DTypeName,
     TensorRef,
-    inert_value,
-    rebuild_tensor_v2,
+    UnreadTensor,
+    rebuild_from_type,
+    shape_and_dtype,
 )
+from ckptkit.formats.trees import TRAINING_VALUES
 
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
-_PLAIN = Global("torch._utils", "_rebuild_tensor_v2")
-_TENSOR = Global("torch", "Tensor")
-_SHARDED = "torch.distributed._shard.sharded_tensor"
-_GROUP_STATE = "ShardedTensor.ProcessGroupState"
-_DTENSOR_HOMES = (
-    *("torch.distributed.tensor", "torch.distributed.tensor._api"),
-    *("torch.distributed._tensor", "torch.distributed._tensor.api"),
-)
-_SPEC_HOMES = (
-    *("torch.distributed.tensor._dtensor_spec", "torch.distributed.tensor.placement_types"),
-    *("torch.distributed._tensor._dtensor_spec", "torch.distributed._tensor.placement_types"),
-)
-_PLACEMENT_HOMES = (
-    *("torch.distributed.tensor.placement_types", "torch.distributed._tensor.placement_types"),
-)
-_MESH_HOMES = ("torch.distributed.device_mesh", "torch.distributed._tensor.device_mesh")
+_TORCH = "torch.distributed."  # where the classes are has changed several times
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,39 +102,24 @@ def _join_slots(state: tuple[object, ...]) -> dict[Any, Any] | None:
 
 def _rebuild_from_type(*args: object) -> object:
     match args:
-        case (Global() as function, Global() as cls, tuple(inner), state):
-            if (function, cls) == (_PLAIN, _TENSOR):  # attributes do not change a tensor's values
-                return rebuild_tensor_v2(*inner)
-            if function == _WRAPPER and cls.name == "DTensor":
+        case (Global() as function, Global() as cls, tuple(inner), state) if (
+            function == _WRAPPER and cls.module.startswith(_TORCH)
+        ):
+            if cls.name == "DTensor":
                 return _dtensor(inner, state)
-            if function == _WRAPPER and cls.name == "ShardedTensor":
+            if cls.name == "ShardedTensor":
                 return _sharded_tensor(inner, state)
-    raise UnsupportedError("tensor is of a class that is not modelled")
+    return rebuild_from_type(*args)
 
 
-def _shape_and_dtype(inner: tuple[object, ...]) -> tuple[Shape, DType]:
-    """Returns the shape and element type in the arguments of `_rebuild_wrapper_subclass`."""
-    match inner:
-        case (Global(), DTypeName(name), tuple(shape), *_):
-            dtype = dtype_named(name)
-        case _:
-            raise FormatError(
-                "tensor subclass is rebuilt from something that does not describe one"
-            )
-    if len(shape) > MAX_DIMENSIONS or not all(map(is_count, shape)):
-        raise FormatError("tensor has sizes that are not natural numbers")
-    sizes = tuple(size for size in shape if isinstance(size, int))
-    if overflows(sizes, dtype):
-        raise FormatError(f"size of a tensor of shape {list(sizes)} overflows")
-    return sizes, dtype
-
-
-def _dtensor(inner: tuple[object, ...], state: object) -> DTensorRef:
-    shape, dtype = _shape_and_dtype(inner)
+def _dtensor(inner: tuple[object, ...], state: object) -> DTensorRef | UnreadTensor:
+    shape, dtype = shape_and_dtype(inner)
     fields = _join_slots(state) if isinstance(state, tuple) else state
     if not isinstance(fields, dict):
         raise FormatError("DTensor has no attributes that can be read")
     local, spec = fields.get("_local_tensor"), fields.get("_spec")
+    if isinstance(local, UnreadTensor):
+        return local
     if not isinstance(local, TensorRef) or not isinstance(spec, InertObject):
         raise FormatError("DTensor has no local tensor, or no specification")
     if local.dtype != dtype or len(local.shape) != len(shape):
@@ -162,7 +131,7 @@ def _dtensor(inner: tuple[object, ...], state: object) -> DTensorRef:
 
 
 def _sharded_tensor(inner: tuple[object, ...], state: object) -> ShardedTensorRef:
-    shape, dtype = _shape_and_dtype(inner)
+    shape, dtype = shape_and_dtype(inner)
     match state:
         case (list(shards), InertObject(), InertObject() as group, _, _):
             fields = fields_of(group, "process group of a ShardedTensor")
@@ -195,49 +164,15 @@ def _shard(value: object, shape: Shape, dtype: DType) -> ShardRef:
     return ShardRef(tensor, tuple(offsets))
 
 
-def _getattr(*args: object) -> Global:
-    # Python's form of a nested class below protocol 4.
-    match args:
-        case (Global(module, "ShardedTensor"), "ProcessGroupState"):
-            return Global(module, _GROUP_STATE)
-    raise UnsafePickleError("pickle looks up an attribute, other than of a ShardedTensor")
-
-
-_CLASSES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (_SPEC_HOMES, ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
-    (
-        _PLACEMENT_HOMES,
-        ("Shard", "Replicate", "_StridedShard", "Partial", "_Partial", "_MaskPartial"),
-    ),
-    (("torch.distributed.tensor._ops._embedding_ops",), ("_MaskPartial", "MaskPartial")),
-    (("torch.fx.passes.shape_prop",), ("TensorMetadata",)),
-    (_MESH_HOMES, ("DeviceMesh", "_MeshLayout", "_FlatLayout")),
-    (("torch.distributed._mesh_layout",), ("_MeshLayout", "_FlatLayout")),
-    ((f"{_SHARDED}.shard",), ("Shard",)),
-    ((f"{_SHARDED}.metadata",), ("ShardedTensorMetadata", "TensorProperties")),
-    ((f"{_SHARDED}.metadata",), ("MEM_FORMAT_ENCODING",)),
-    ((f"{_SHARDED}.api",), (_GROUP_STATE,)),
-    (("torch.distributed._shard.metadata",), ("ShardMetadata",)),
-    (("torch.distributed._shard.sharding_spec.api",), ("EnumerableShardingSpec",)),
-    (
-        ("torch.distributed._shard.sharding_spec.chunk_sharding_spec",),
-        ("ChunkShardingSpec",),
-    ),
-    (("torch.distributed.remote_device",), ("_remote_device",)),
-)
 SHARDED_ALLOWED: Mapping[tuple[str, str], object] = {
-    **ALLOWED,
-    **{(m, n): inert_value(m, n) for homes, names in _CLASSES for m in homes for n in names},
-    **{(home, "DTensor"): Global(home, "DTensor") for home in _DTENSOR_HOMES},
-    (f"{_SHARDED}.api", "ShardedTensor"): Global(f"{_SHARDED}.api", "ShardedTensor"),
-    (_WRAPPER.module, _WRAPPER.name): _WRAPPER,
-    ("torch", "Tensor"): _TENSOR,
+    **TRAINING_VALUES,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
-    ("__builtin__", "getattr"): _getattr,
-    ("builtins", "getattr"): _getattr,
 }
-"""The globals that a pickle with distributed tensors may name, as in `parse_pickle`."""
+"""What is made of globals in a pickle with distributed tensors, as in `parse_pickle`."""
 
 
 def class_of(value: object) -> str:
-    return value.cls.name if isinstance(value, InertObject) else quote(type(value).__name__)
+    """Returns the name of an object's class, with its module if it is not torch's."""
+    if not isinstance(value, InertObject):
+        return quote(type(value).__name__)
+    return value.cls.name if value.cls.module.startswith(_TORCH) else quote(str(value.cls))

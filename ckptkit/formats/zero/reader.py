@@ -1,11 +1,12 @@
 """The readers of DeepSpeed's checkpoints, and the choice of a tag.
 
-ZeRO checkpoints are of stages 1 to 3, or without ZeRO. Universal checkpoints are made of them by
-`ds_to_universal.py`: every parameter has a folder below `zero/`, with its master copy and the
-optimizer's states in a file each; the files of weights of the save are copied as they were. Up to
-stage 2 a file holds the tensor in its shape, and values that a change of tensor parallelism needs;
-in stage 3 it holds the elements only, without steps and frozen parameters. Those are in the files
-of weights, and the steps in `zero/optimizer_state.pt`.
+ZeRO checkpoints are of stages 1 to 3, or without ZeRO. Of a model with experts the weights are
+read, up to stage 2: optimizer states of experts belong to groups of ranks. Universal checkpoints
+are made of them by `ds_to_universal.py`: every parameter has a folder below `zero/`, with its
+master copy and the optimizer's states in a file each; the files of weights of the save are copied
+as they were. Up to stage 2 a file holds the tensor in its shape, and values that a change of tensor
+parallelism needs; in stage 3 it holds the elements only, without steps and frozen parameters. Those
+are in the files of weights, and the steps in `zero/optimizer_state.pt`.
 
 A run has one folder per tag, and the file `latest` with the last tag; `latest_universal` names a
 universal checkpoint, whose folder usually is next to its tag's, with a suffix in its name.
@@ -62,8 +63,10 @@ class ZeroReader:
         files = sort_tag_files(candidate.files, where)
         table = ArchiveTable()
         models = [open_zero_file(table, source, file) for file in files["model"]]
-        ranks = [open_zero_file(table, source, file) for file in files["optim"]]
-        save = ZeroSave(models, where, ranks)
+        experts = [open_zero_file(table, source, file) for file in files["expert"]]
+        optimizers = [] if experts else files["optim"]
+        ranks = [open_zero_file(table, source, file) for file in optimizers]
+        save = ZeroSave(models, where, ranks, experts=experts)
         save.check()
         weights = WeightEntries(table, save)
         groups = [list(group) for group in save.groups()]

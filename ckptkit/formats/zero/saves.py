@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +36,11 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.text import quote
 from ckptkit.formats.parsing import MIXED_SAVES, refuse_mixed_sizes
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.objects import find_unread, whole_object_error
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.trees import Membership, classify
+from ckptkit.formats.trees import Membership, classify, describe_objects_in
 from ckptkit.formats.zero.flat_vectors import (
     OPTIMIZER,
     FlatParameter,
@@ -58,6 +61,7 @@ from ckptkit.formats.zero.tag_files import (
     MODULE,
     TagFile,
     ZeroFile,
+    check_experts,
     check_ranks,
     check_same_run,
     open_zero_archive,
@@ -83,10 +87,12 @@ class DeepSpeedSave(ABC):
     Attributes:
         models: The files of weights: of each rank in stage 3, else one.
         where: The folder, for messages.
+        experts: The files of experts, all of the model's.
     """
 
     models: Sequence[ZeroFile]
     where: str
+    experts: Sequence[ZeroFile] = field(default=(), kw_only=True)
 
     @abstractmethod
     def masters(self) -> Mapping[str, FlatParameter]:
@@ -119,6 +125,7 @@ class DeepSpeedSave(ABC):
             writer=", ".join([*parts, *([tool] if tool else [])]),
             version=version,
             notes=tuple(notes),
+            warnings=describe_objects_in(self.models[0].archive),
         )
 
 
@@ -139,6 +146,11 @@ class ZeroSave(DeepSpeedSave):
     def check(self) -> None:
         """Checks that the files of all ranks are there, and that all are of one save."""
         refuse_parallelism(self.models, self.where)
+        check_experts(self.first, [file.info for file in self.experts], self.where)
+        if self.experts and self.is_partitioned:
+            raise unsupported_part_error(
+                "experts beside weights of ZeRO 3", self.experts[0].info.path, self.where
+            )
         for file, state in zip(self.ranks, self.states, strict=True):
             if state.values.get("ds_zero_partition_groups"):
                 raise unsupported_part_error("expert groups", file.info.path, self.where)
@@ -173,7 +185,12 @@ class ZeroSave(DeepSpeedSave):
     def facts(self, notes: Sequence[str]) -> RunFacts:
         """Returns what is known of the run, with further notes."""
         notes = [*notes]
-        if not self.ranks and self.first.values.get("optimizer"):
+        if self.experts:
+            notes.append(
+                "optimizer states are left alone, and so are master copies: those of experts are in"
+                " groups of ranks, under numbers of each group"
+            )
+        elif not self.ranks and self.first.values.get("optimizer"):
             notes.append(
                 "without ZeRO, DeepSpeed keeps optimizer states and master copies by number:"
                 " nothing proves which parameter has which, and they are left out"
@@ -217,19 +234,33 @@ class WeightEntries:
         self._shared = read_shared_parameters(save.first)
         self.values: dict[KeyPath, Any] = {}
         module = save.first.inner(MODULE)
-        names = []
+        whole = save.first.values.get(MODULE)
+        if isinstance(whole, InertObject):
+            raise whole_object_error(whole, module.where)
+        stored: dict[str, tuple[ZeroFile, TensorRef]] = {}
         for name, value in module.values.items():
             if isinstance(value, TensorRef) and isinstance(name, str):
-                names.append(name)
+                stored[name] = save.models[0], value
+            elif (unread := find_unread(value)) is not None:
+                raise unread.error(f"{module.where}, {quote(str(name))}")
             else:
                 self.values[MODULE, str(name)] = value
+        layers: dict[int, dict[str, Shape]] = {}
+        for file in save.experts:
+            tensors = _find_expert(file, stored, layers)
+            stored |= {name: (file, tensor) for name, tensor in tensors.items()}
+        names = list(stored)
         for name in self.masters:
             if name not in module.values:
                 raise module.error(f"holds a master copy of {quote(name)} but not the parameter")
+        for group in read_parameter_groups(save.first):
+            for name in group:
+                if name not in stored and not _EXPERT.fullmatch(name):
+                    raise module.error(f"trains {quote(name)}, which is in no file")
         memberships = classify([(MODULE, name) for name in names], where=save.where)
         live, masters = [], []
         for name, membership in zip(names, memberships, strict=True):
-            entry, master = self._entry(name, module.tensor(name), membership)
+            entry, master = self._entry(name, *stored[name], membership)
             live.append(entry)
             masters += [] if master is None else [master]
         self.names = {name: m.name for name, m in zip(names, memberships, strict=True)}
@@ -244,10 +275,10 @@ class WeightEntries:
         self.aliases = tuple(frozenset(keys) for keys in groups.values())
 
     def _entry(
-        self, name: str, tensor: TensorRef, membership: Membership
+        self, name: str, file: ZeroFile, tensor: TensorRef, membership: Membership
     ) -> tuple[TensorEntry, TensorEntry | None]:
         """Returns the live tensor of a name, and its master copy if that has another type."""
-        entry = self._live_entry(name, tensor, membership)
+        entry = self._live_entry(name, file, tensor, membership)
         parameter = self.masters.get(self._shared.get(name, name))
         if parameter is None:
             return entry, None
@@ -271,11 +302,14 @@ class WeightEntries:
         )
         return replace(entry, master=Master(key, parameter.dtype)), master
 
-    def _live_entry(self, name: str, tensor: TensorRef, membership: Membership) -> TensorEntry:
+    def _live_entry(
+        self, name: str, file: ZeroFile, tensor: TensorRef, membership: Membership
+    ) -> TensorEntry:
         """Returns the live tensor; a tensor that stage 3 partitions is stored as an empty one."""
         owner = self._shared.get(name, name)
         parameter = self._frozen.get(owner) or self.masters.get(owner)
-        chunk = self._table.chunk(self._save.models[0].archive, tensor, rank=0)
+        rank = 0 if file.info.expert is None else None
+        chunk = self._table.chunk(file.archive, tensor, rank)
         table = ChunkTable.of([chunk], len(tensor.shape))
         entry = membership.entry((MODULE, name), tensor.dtype, tensor.shape, table)
         if not self._save.is_partitioned or parameter is None:
@@ -290,6 +324,39 @@ class WeightEntries:
         if owner in self._frozen or parameter.dtype == tensor.dtype:
             return replace(entry, dtype=parameter.dtype, shape=parameter.shape, chunks=chunks)
         return replace(entry, shape=parameter.shape, chunks=chunks, rounded_from=parameter.dtype)
+
+
+_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d{1,7})\.(.+)")
+
+
+def _find_expert(
+    file: ZeroFile, known: Mapping[str, object], layers: dict[int, dict[str, Shape]]
+) -> dict[str, TensorRef]:
+    """Returns the tensors of an expert, whose names have its number among all of its layer.
+
+    Args:
+        file: The expert's file.
+        known: The names that other files have.
+        layers: The shapes of an expert of each layer, by names without the number; it is filled.
+    """
+    layer, number = file.info.expert or (0, 0)
+    tensors, shapes = {}, {}
+    for name, value in file.content.values.items():
+        match = _EXPERT.fullmatch(name) if isinstance(name, str) else None
+        if match is None or int(match[2]) != number or not isinstance(value, TensorRef):
+            unread = find_unread(value)
+            if unread is not None:
+                raise unread.error(f"{file.content.where}, {quote(str(name))}")
+            raise file.content.error(
+                f"holds {quote(str(name))}, which is no tensor of expert {number}"
+            )
+        if name in known:
+            raise file.content.error(f"holds {quote(name)}, which another file holds too")
+        tensors[name] = value
+        shapes[f"{match[1]}.{match[3]}"] = value.shape
+    if layers.setdefault(layer, shapes) != shapes:
+        raise file.content.error(f"has other tensors than the other experts of layer {layer}")
+    return tensors
 
 
 def make_index(
@@ -376,6 +443,8 @@ class UniversalSave(DeepSpeedSave):
             )
         models = [open_zero_file(table, source, file) for file in tag["model"]]
         refuse_parallelism(models, where)
+        for file in tag["expert"]:
+            raise unsupported_part_error("experts in files of their own", file.path, where)
         files: dict[str, dict[str, ParameterFile]] = defaultdict(dict)
         common = None
         for path in paths:

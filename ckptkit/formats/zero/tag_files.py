@@ -1,7 +1,11 @@
 """The files of one tag of a DeepSpeed run: their names, their contents, and checks of the set.
 
-Source: deepspeed/runtime/engine.py (`_get_zero_ckpt_name`, `_get_ckpt_name`, `_save_checkpoint`),
-deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), deepspeed 0.19.
+Experts of `deepspeed.moe` have a file each, with the number of the layer that has experts and the
+number of the expert among those of all ranks, which is also in the names of its tensors.
+
+Source: deepspeed/runtime/engine.py (`_get_zero_ckpt_name`, `_get_ckpt_name`, `_save_checkpoint`,
+`_save_moe_checkpoint`, `_get_expert_ckpt_name`), deepspeed/runtime/pipe/module.py
+(`ckpt_layer_path`), deepspeed 0.19.
 """
 
 from __future__ import annotations
@@ -10,32 +14,38 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import Shape
 from ckptkit.core.text import quote
-from ckptkit.formats.parsing import MIXED_SAVES, refuse_missing_ranks, refuse_stale_ranks
-from ckptkit.formats.pickle.machine import Global
-from ckptkit.formats.pickle.pickles import Builder, inert_class
+from ckptkit.formats.parsing import (
+    MIXED_SAVES,
+    is_count,
+    list_first,
+    refuse_missing_ranks,
+    refuse_stale_ranks,
+)
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
 from ckptkit.formats.pickle.torch_values import ALLOWED
-from ckptkit.formats.trees import rebuild_with_attributes
 from ckptkit.storage.base import Source
 
 MODULE = "module"
-Kind = Literal["model", "optim"]
+Kind = Literal["model", "optim", "expert"]
 _NAME = re.compile(
-    r"(bf16_)?(?:zero_pp_rank_(?P<rank>\d{1,7})_)?mp_rank_(?P<slice>\d{1,7})_"
-    r"(?P<kind>optim|model)_states\.pt"
+    r"(bf16_)?(?:zero_pp_rank_(?P<rank>\d{1,7})_|layer_(?P<layer>\d{1,7})_expert_(?P<expert>\d{1,7})_)?"
+    r"mp_rank_(?P<slice>\d{1,7})_(?P<kind>optim|model)_states\.pt"
 )
 _EXPERTS = "experts in files of their own"
+_AUTO_EXPERTS = "experts of AutoEP, in files of their own or in the optimizer's states"
 _NOT_MODELLED = {
-    _EXPERTS: re.compile(r"layer_\d+_expert_\d+_.*\.pt|expp_rank_.*\.pt"),
+    _EXPERTS: re.compile(r"(layer_-?\d+_)?expert_\d+_.*\.pt|expp_rank_.*\.pt"),
     "the layers of a pipeline": re.compile(r"layer_\d+-.*model_states\.pt"),
 }
 # Keys of a file of weights that lacks a part of the model.
-_LACKING = {"num_experts": _EXPERTS, "autoep_layers": _EXPERTS, "ds_autoep_layers": _EXPERTS}
+_LACKING = {"autoep_layers": _AUTO_EXPERTS, "ds_autoep_layers": _AUTO_EXPERTS}
+_LISTED_EXPERTS = 4
 _UNIVERSAL = re.compile(
     r"(?:(?P<folder>.*)/)?zero/"
     r"(?:(?P<parameter>[^/]+)/(?P<kind>fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt"
@@ -48,15 +58,17 @@ class TagFile:
 
     Attributes:
         path: The file.
-        kind: Whether it holds weights or optimizer states.
+        kind: Whether it holds weights, optimizer states, or the weights of an expert.
         rank: The data-parallel rank that wrote it; None for the only file of its kind.
         slice: The slice of tensor parallelism.
+        expert: The number of the layer, among those with experts, and of the expert in it.
     """
 
     path: str
     kind: Kind
     rank: int | None
     slice: int
+    expert: tuple[int, int] | None = None
 
 
 def parse_name(path: str) -> TagFile | None:
@@ -66,12 +78,17 @@ def parse_name(path: str) -> TagFile | None:
         return None
     kind: Kind = "model" if match["kind"] == "model" else "optim"
     rank = None if match["rank"] is None else int(match["rank"])
-    return TagFile(path, kind, rank, int(match["slice"]))
+    if match["expert"] is None:
+        return TagFile(path, kind, rank, int(match["slice"]))
+    expert = int(match["layer"]), int(match["expert"])
+    return TagFile(path, "expert", None, int(match["slice"]), expert)
 
 
 def find_unsupported_part(path: str) -> str | None:
     """Returns which part of a model that is not supported a file holds; None for other files."""
     name = posixpath.basename(path)
+    if _NAME.fullmatch(name):
+        return None
     return next((what for what, pattern in _NOT_MODELLED.items() if pattern.fullmatch(name)), None)
 
 
@@ -105,20 +122,7 @@ def _stage(*args: object) -> int:
     raise FormatError("ZeRO's stage is not a number")
 
 
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_UNIVERSAL_CLASSES = "deepspeed.checkpoint.universal_checkpoint"
-_OWN: Mapping[tuple[str, str], Builder | Global] = {
-    (_SCALERS, "LossScaler"): inert_class(_SCALERS, "LossScaler"),
-    (_SCALERS, "DynamicLossScaler"): inert_class(_SCALERS, "DynamicLossScaler"),
-    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage,
-    ("deepspeed.utils.tensor_fragment", "fragment_address"): inert_class(
-        "deepspeed.utils.tensor_fragment", "fragment_address"
-    ),
-    (_UNIVERSAL_CLASSES, "SubparamShape"): inert_class(_UNIVERSAL_CLASSES, "SubparamShape"),
-    ("torch._tensor", "_rebuild_from_type_v2"): rebuild_with_attributes,
-    ("torch", "Tensor"): Global("torch", "Tensor"),
-}
-_ALLOWED = {**ALLOWED, **_OWN}
+_ALLOWED = {**ALLOWED, ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +157,21 @@ def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFi
         paths: The files of one tag.
         where: Its folder, for messages.
     """
+    parsed = [file for file in map(parse_name, paths) if file is not None]
+    has_experts = any(file.kind == "expert" for file in parsed)
     for path in paths:
         part = find_unsupported_part(path)
-        if part is not None:
+        # Beside experts, this is what an optimizer without ZeRO wrote; states of theirs are unread.
+        if part is not None and not (has_experts and path.endswith("_optim_states.pt")):
             raise unsupported_part_error(part, path, where)
-    parsed = [file for file in map(parse_name, paths) if file is not None]
     sliced = next((file for file in parsed if file.slice), None)
     if sliced is not None:
         raise unsupported_part_error("slices of tensor parallelism", sliced.path, where)
-    files: dict[Kind, list[TagFile]] = {"model": [], "optim": []}
+    files: dict[Kind, list[TagFile]] = {"model": [], "optim": [], "expert": []}
     for file in sorted(parsed, key=lambda file: -1 if file.rank is None else file.rank):
+        if file.expert is not None:
+            files["expert"].append(file)
+            continue
         before = files[file.kind][-1:]
         if before and (before[0].rank is None or before[0].rank == file.rank):
             raise FormatError(
@@ -182,13 +191,56 @@ def sort_tag_files(paths: Sequence[str], where: str) -> Mapping[Kind, list[TagFi
 
 
 def unsupported_part_error(part: str, path: str, where: str) -> UnsupportedError:
+    has_converter = not part.startswith("experts")  # DeepSpeed has none for these
+    other = ", or use the converter of what trained it" if has_converter else ""
     return UnsupportedError(
         f"holds {part} ({posixpath.basename(path)!r}), which this version does not read",
         where=where,
         hint="load it where it was trained, and save the gathered state dict of the whole model"
-        " with `torch.save`, or use the converter of what trained it; read are ZeRO 1 to 3 without"
-        " pipeline, tensor and expert parallelism",
+        f" with `torch.save`{other}; read are ZeRO 1 to 3 without pipeline and tensor parallelism,"
+        " and the experts of `deepspeed.moe` up to ZeRO 2",
     )
+
+
+def check_experts(model: PickledDict, experts: Sequence[TagFile], where: str) -> None:
+    """Refuses files of experts that are missing, or that the model does not have."""
+    counts = model.values.get("num_experts") or []
+    counts = counts if isinstance(counts, list) else [counts]
+    if not all(map(is_count, counts)):
+        raise model.error("'num_experts' is not a list of numbers")
+    there = {file.expert for file in experts}
+    if not counts and there:
+        raise FormatError(
+            f"{posixpath.basename(experts[0].path)!r} is beside a model without experts",
+            where=where,
+            hint=MIXED_SAVES,
+        )
+    # A hostile file may claim any number of experts, so that no list of them is made.
+    expected = ((layer, n) for layer, count in enumerate(counts) for n in range(count))
+    some = islice(expected, len(there) + _LISTED_EXPERTS)
+    absent = [place for place in some if place not in there]
+    if absent:
+        names = (f"expert {expert} of layer {layer}" for layer, expert in absent)
+        count = sum(counts)
+        raise MissingFileError(
+            f"{len(there):,} of the files of {count:,} experts are there; missing are"
+            f" {list_first(names, count - len(there), _LISTED_EXPERTS)}",
+            where=where,
+            hint="copy 'layer_L_expert_E_mp_rank_00_model_states.pt' of every rank's node beside"
+            " them; layers with experts are counted from 0",
+        )
+    if len(there) > sum(counts):
+        odd = next(f for f in experts if f.expert and not _is_among(f.expert, counts))
+        raise FormatError(
+            f"{posixpath.basename(odd.path)!r} is of an expert that the model does not have",
+            where=where,
+            hint=MIXED_SAVES,
+        )
+
+
+def _is_among(expert: tuple[int, int], counts: Sequence[int]) -> bool:
+    layer, number = expert
+    return layer < len(counts) and number < counts[layer]
 
 
 def check_ranks(files: Sequence[ZeroFile], world_size: int, what: str, where: str) -> None:

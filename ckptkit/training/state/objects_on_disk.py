@@ -43,7 +43,7 @@ from ckptkit.formats.pickle.torch_values import (
     InertDeque,
     StorageRef,
     TensorRef,
-    inert_value,
+    UnreadTensor,
     storage_ref,
 )
 from ckptkit.formats.pickle.torch_zip import ZipArchive, open_archive
@@ -60,11 +60,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 _PARAMETER = ("torch._utils", "_rebuild_parameter")
 _SIZE = ("torch", "Size")
 # A reader of weights takes these for the tensor and the tuple in them.
-_ALLOWED: Mapping[tuple[str, str], object] = {
-    **ALLOWED,
-    _PARAMETER: inert_value(*_PARAMETER),
-    _SIZE: inert_value(*_SIZE),
-}
+_ALLOWED = {name: value for name, value in ALLOWED.items() if name not in {_PARAMETER, _SIZE}}
 
 
 def read_object(source: Source, blob: BlobRef, *, where: str) -> Any:
@@ -204,14 +200,13 @@ class _ValueBuilder:
         return values
 
     def _object(self, inert: InertObject, depth: int) -> Any:
-        kind = (inert.cls.module, inert.cls.name)
+        make = _MAKERS.get((inert.cls.module, inert.cls.name))
+        if make is None or inert.items:
+            raise self._refused(inert)
         args = [
             item if isinstance(item, Global) else self.value(item, depth) for item in inert.args
         ]
         state = self.value(inert.state, depth)
-        make = _MAKERS.get(kind)
-        if make is None:
-            raise self._refused(inert)
         try:
             return make(args, state)
         except CkptkitError:
@@ -244,6 +239,8 @@ class _ValueBuilder:
         return self._storages[ref.key]
 
     def _refused(self, inert: object) -> ResumeError:
+        if isinstance(inert, UnreadTensor):
+            return ResumeError(f"tensor is {inert.kind}", where=self._archive.where, hint=_HINT)
         name = inert.cls if isinstance(inert, InertObject) else inert
         text = str(name) if isinstance(name, Global) else type(name).__name__
         return ResumeError(

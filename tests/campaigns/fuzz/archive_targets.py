@@ -13,7 +13,6 @@ import zstandard
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.dcp.compression import ExpectedTensor, check_front, decompress, parse_front
-from ckptkit.formats.dcp.megatron import ALLOWED_IN_STATES
 from ckptkit.formats.dcp.metadata import ALLOWED as OF_DCP
 from ckptkit.formats.dcp.metadata import parse_metadata
 from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle, walk_values
@@ -22,6 +21,7 @@ from ckptkit.formats.pickle.torch_zip import TensorCache, locate_tensor, open_ar
 from ckptkit.formats.pickle.zip_directory import data_start, read_directory
 from ckptkit.formats.ranks.sharded_values import SHARDED_ALLOWED
 from ckptkit.formats.safetensors.reader import parse_header
+from ckptkit.formats.trees import TRAINING_VALUES
 from tests.campaigns.fuzz.judge import Target
 from tests.campaigns.fuzz.mutation import (
     mutate_archive,
@@ -73,7 +73,7 @@ def _run_tensor(data: bytes) -> None:
 _TABLES: tuple[Callable[[bytes], object], ...] = (
     lambda data: parse_pickle(data, ALLOWED, where="x", persistent=storage_ref),
     lambda data: parse_pickle(data, SHARDED_ALLOWED, where="x", persistent=storage_ref),
-    lambda data: parse_pickle(data, ALLOWED_IN_STATES, where="x", persistent=storage_ref),
+    lambda data: parse_pickle(data, TRAINING_VALUES, where="x", persistent=storage_ref),
     lambda data: parse_pickle(data, OF_DCP, where="x"),
     lambda data: parse_pickle(data, {}, where="x"),
     lambda data: parse_first_pickle(data, ALLOWED, where="x", persistent=storage_ref)[0],

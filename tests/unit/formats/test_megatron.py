@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import pickle
 import shutil
 import signal
 import zipfile
@@ -108,7 +107,7 @@ class Gadget:
     "call",
     [
         (os.system, ("touch executed",)),
-        (getattr, (str, "upper")),
+        (setattr, (str, "upper", 1)),
         (torch.hub.list, ("file",)),
         (np.load, ("file",)),
     ],
@@ -267,10 +266,10 @@ def test_a_flat_key_is_split_into_state_dict_and_name(key: str, path: tuple[str,
 
 
 def test_weights_in_eight_bits_are_refused_by_name() -> None:
-    class Float8Tensor:
-        def __reduce__(self) -> Any:
-            return (getattr, (dict, "Float8Tensor"))
-
-    data = pickle.dumps(Float8Tensor(), 2)
-    with pytest.raises(UnsupportedError, match="'Float8Tensor' of Transformer Engine"):
+    data = (
+        b"\x80\x02c__builtin__\ngetattr\n(ctransformer_engine.pytorch.tensor.float8_tensor\n"
+        b"Float8Tensor\nX\x12\x00\x00\x00_make_in_reduce_extR(K\x01tR."
+    )
+    with pytest.raises(UnsupportedError, match=r"'transformer_engine.*\.Float8Tensor'") as caught:
         TensorCache().tensor(data, where="x")
+    assert "--fp8-param-gather" in caught.value.hint

@@ -1,34 +1,36 @@
-"""Pickles are parsed into inert values; hostile ones are refused cheaply."""
+"""Pickles are parsed into inert values; what only an attack names is refused, cheaply."""
 
 from __future__ import annotations
 
+import enum
+import fractions
+import functools
 import os
+import pathlib
 import pickle
+import re
 import struct
 import time
 import tracemalloc
 from collections import OrderedDict
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsafePickleError
+from ckptkit.core.errors import FormatError, TruncatedFileError, UnsafePickleError
 from ckptkit.formats.pickle.machine import (
     Global,
     InertDict,
+    InertKey,
     InertObject,
+    class_of,
 )
-from ckptkit.formats.pickle.pickles import (
-    inert_class,
-    ordered_dict,
-    parse_pickle,
-)
+from ckptkit.formats.pickle.pickles import ordered_dict, parse_pickle
 
 PROTOCOLS = [0, 1, 2, 3, 4, 5]
 POINT = Global("geometry", "Point")
 ALLOWED = {
-    ("geometry", "Point"): inert_class("geometry", "Point"),
     ("geometry", "ORIGIN"): (0, 0),
     ("collections", "OrderedDict"): ordered_dict,
     ("torch", "Size"): tuple,
@@ -107,7 +109,7 @@ def test_an_ordered_dict_keeps_items_and_attributes() -> None:
     assert found.attributes == {"_metadata": {"version": 2}}
 
 
-def test_an_allowed_class_becomes_an_inert_object() -> None:
+def test_a_class_becomes_an_inert_object() -> None:
     found = parse(b"\x80\x02cgeometry\nPoint\n)\x81}X\x01\x00\x00\x00xK\x07sb.")
     assert isinstance(found, InertObject)
     assert (found.cls, found.args, found.state) == (POINT, (), {"x": 7})
@@ -136,11 +138,9 @@ class _Runs:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize(
     ("function", "name"),
-    [(os.system, "system"), (eval, "eval"), (__import__, "__import__"), (getattr, "getattr")],  # noqa: S307
+    [(os.system, "system"), (eval, "eval"), (__import__, "__import__"), (setattr, "setattr")],  # noqa: S307
 )
-def test_a_global_outside_the_list_is_refused_by_name(
-    protocol: int, function: Any, name: str
-) -> None:
+def test_what_does_harm_is_refused_by_name(protocol: int, function: Any, name: str) -> None:
     with pytest.raises(UnsafePickleError, match=rf"names '\w+\.{name}'"):
         parse(pickle.dumps(_Runs(function, "touch /tmp/never"), protocol))
 
@@ -149,17 +149,32 @@ def test_a_refusal_says_where_and_what_to_do() -> None:
     with pytest.raises(UnsafePickleError) as caught:
         parse(b"\x80\x04\x8c\x02os\x8c\x06system\x93.")
     assert str(caught.value) == (
-        "a.pkl: byte 14: pickle names 'os.system', which is not on the list of what a checkpoint"
-        " may name"
+        "a.pkl: byte 14: pickle names 'os.system', which runs code, or reaches files or the"
+        " network, where a pickle is executed"
     )
     assert "nothing was imported or called" in caught.value.hint
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        ("torch", "os.system"),  # through a module that another one imports
+        ("library", "helpers.builtins.eval"),
+        ("numpy.testing._private.utils", "runstring"),
+        ("importlib", "import_module"),
+        ("torch.hub", "load"),
+        ("_pickle", "loads"),
+        ("io", "open"),
+    ],
+)
+def test_what_does_harm_is_found_below_other_names(name: tuple[str, str]) -> None:
+    with pytest.raises(UnsafePickleError, match="names"):
+        parse(f"c{name[0]}\n{name[1]}\n.".encode())
+
+
+@pytest.mark.parametrize(
     "data",
     [
-        b"cgeometry\nPoint\n(K\x01tR.",  # arguments for a class without any
-        b"ccollections\nOrderedDict\n(]tR.",
         b"ctorch\nSize\n(K\x01tR.",  # tuple(1)
         b"ctorch\nSize\n(K\x01K\x02tR.",
         b"cgeometry\nORIGIN\n)R.",  # a value is not a function
@@ -167,33 +182,165 @@ def test_a_refusal_says_where_and_what_to_do() -> None:
         b"X\x01\x00\x00\x00a)R.",
         b")}b.",  # a state for a tuple
         b"cgeometry\nPoint\n)\x81}b}b.",  # a second state
+        b"c__builtin__\ngetattr\n(c__builtin__\nlist\nK\x01tR.",
+        b"ccopy_reg\n_reconstructor\n)R.",
+        b"(o.",
     ],
 )
-def test_misuse_of_allowed_names_is_refused(data: bytes) -> None:
+def test_misuse_of_names_is_refused(data: bytes) -> None:
     with pytest.raises(UnsafePickleError):
         parse(data)
+
+
+class Outer:
+    class Mode(enum.Enum):
+        FAST = 1
+
+    def method(self) -> None: ...
+
+
+class Lists(list[Any]):
+    pass
+
+
+class Dicts(dict[Any, Any]):
+    pass
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self) -> None:
+        self.a, self.b = 1, [2]
+
+
+class WithKeywords:
+    sum: int
+
+    def __getnewargs_ex__(self) -> tuple[tuple[int, ...], dict[str, int]]:
+        return (1,), {"b": 2}
+
+    def __new__(cls, first: int, b: int) -> Self:
+        made = super().__new__(cls)
+        made.sum = first + b
+        return made
+
+
+class Reduced:
+    """Has all parts that `__reduce__` may return."""
+
+    def __reduce__(self) -> Any:
+        return Reduced, (), {"state": 1}, iter([2, 3]), iter([("key", 4)])
+
+
+HERE = __name__
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Outer.Mode.FAST, f"{HERE}.Outer.Mode"),
+        (Outer(), f"{HERE}.Outer"),
+        (Outer().method, "builtins.getattr"),
+        (Lists([1, 2]), f"{HERE}.Lists"),
+        (Dicts(a=1), f"{HERE}.Dicts"),
+        (Slotted(), f"{HERE}.Slotted"),
+        (WithKeywords(1, b=2), f"{HERE}.WithKeywords"),
+        (Reduced(), f"{HERE}.Reduced"),
+        (functools.partial(int, "7", base=8), "functools.partial"),
+        (re.compile("a+"), "re._compile"),
+        (pathlib.PurePosixPath("a/b"), "pathlib.PurePosixPath"),
+        (fractions.Fraction(1, 3), "fractions.Fraction"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_objects_of_any_class_are_kept_by_the_name_of_it(
+    protocol: int, value: object, name: str
+) -> None:
+    if protocol < 2 and isinstance(value, Slotted | WithKeywords):
+        pytest.skip("python pickles these with protocol 2 and later")
+    found = parse(pickle.dumps({"before": 1, "object": value, "after": [value]}, protocol))
+    assert (found["before"], found["after"]) == (1, [found["object"]])
+    assert isinstance(found["object"], InertObject)
+    assert name in {str(found["object"].cls), str(class_of(found["object"]))}
+
+
+def test_all_parts_of_an_object_are_kept() -> None:
+    found = parse(pickle.dumps(Reduced(), 2))
+    assert (found.args, found.state, found.items) == ((), {"state": 1}, [2, 3, "key", 4])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_sets_are_kept_by_their_members(protocol: int) -> None:
+    for value in ({1, 2}, frozenset([1, 2])):
+        found = parse(pickle.dumps(value, protocol))
+        assert found.cls.name == type(value).__name__
+        assert sorted(found.args[0]) == [1, 2]
+    assert parse(b"\x8f\x94(K\x01\x90(K\x02\x90.").args == ([1, 2],)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"(K\x01igeometry\nPoint\n.",  # INST
+        b"(cgeometry\nPoint\nK\x01o.",  # OBJ
+        b"cgeometry\nPoint\n(K\x01t\x81.",
+        b"cgeometry\nPoint\n(K\x01t}\x92.",  # NEWOBJ_EX without keywords
+    ],
+)
+def test_every_way_to_make_an_object_gives_the_same(data: bytes) -> None:
+    found = parse(data)
+    assert (found.cls, found.args) == (POINT, (1,))
+
+
+def test_a_number_for_a_class_is_kept() -> None:
+    for data in (b"\x82\x07)R.", b"\x83\x07\x00)R.", b"\x84\x07\x00\x00\x00)R."):
+        assert str(parse(data).cls) == "copyreg.extension 7"
+
+
+def test_what_an_object_returns_is_an_object() -> None:
+    found = parse(b"cfunctools\npartial\n(cgeometry\nPoint.__new__\ntR)R.")
+    assert class_of(found) == POINT
+    assert str(parse(b"cgeometry\nmake\n)R)R.").cls) == "geometry.make"
+
+
+def test_an_object_is_named_by_its_class_also_where_a_method_made_it() -> None:
+    made = InertObject(Global("library", "Tensor._make"), ())
+    assert str(class_of(made)) == "library.Tensor"
+    array = InertObject(Global("numpy", "_reconstruct"), (Global("numpy", "ndarray"), (0,)))
+    assert str(class_of(array)) == "numpy.ndarray"
+
+
+def test_bytes_below_protocol_3_are_encoded_once_for_each_text() -> None:
+    data = b"c_codecs\nencode\nq\x00(X\x01\x00\x00\x00\x7aX\x06\x00\x00\x00latin1tq\x01R"
+    found = parse(b"(" + data + b"h\x00h\x01Rt.")
+    assert found == (b"z", b"z")
+    assert found[0] is found[1]
 
 
 @pytest.mark.parametrize(
     ("data", "name"),
     [
         (b"Pid\n.", "PERSID"),
-        (b"(ios\nsystem\n.", "INST"),
-        (b"(cgeometry\nPoint\no.", "OBJ"),
-        (b"\x82\x01.", "EXT1"),
-        (b"\x83\x01\x00.", "EXT2"),
-        (b"\x84\x01\x00\x00\x00.", "EXT4"),
         (b"\x97.", "NEXT_BUFFER"),
         (b"C\x00\x98.", "READONLY_BUFFER"),
-        (b"\x8f.", "EMPTY_SET"),
-        (b"(\x91.", "FROZENSET"),
         (b"S'a'\n.", "STRING"),
-        (b"cgeometry\nPoint\n)}\x92.", "NEWOBJ_EX"),
     ],
 )
 def test_opcodes_that_no_checkpoint_needs_are_refused_by_name(data: bytes, name: str) -> None:
     with pytest.raises(UnsafePickleError, match=f"opcode {name},"):
         parse(data)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [b"})\x85\x85Ns.", b"}\x8a\x0a" + b"\x01" * 10 + b"Ns.", b"}cgeometry\nPoint\n)\x81\x85Ns."],
+)
+def test_keys_that_hash_slowly_or_not_at_all_are_kept_by_identity(key: bytes) -> None:
+    (found,) = parse(key)
+    assert isinstance(found, InertKey | tuple)
+    hash(found)
 
 
 @pytest.mark.parametrize(
@@ -223,10 +370,8 @@ def test_opcodes_that_no_checkpoint_needs_are_refused_by_name(data: bytes, name:
         (b"NNNs.", "not a dictionary"),
         (b"}(Nu.", "key without a value"),
         (b"}(K\x01NK\x01Nu.", "same key twice"),
-        (b"}]Ns.", "list of this kind"),
-        (b"}}Ns.", "dict of this kind"),
-        (b"})\x85\x85Ns.", "tuple of this kind"),
-        (b"}\x8a\x0a" + b"\x01" * 10 + b"Ns.", "int of this kind"),
+        (b"}]Ns.", "list cannot be"),
+        (b"}}Ns.", "dict cannot be"),
         (b"K\x01K\x02\x93.", "not a string"),
     ],
 )
@@ -271,6 +416,12 @@ def test_a_large_memo_slot_allocates_nothing(data: bytes) -> None:
 
 
 MANY = 100_000
+GETATTR = b"c__builtin__\ngetattr\n"
+ENCODE = (
+    b"c_codecs\nencode\nq\x00(X\x40\x42\x0f\x00"
+    + b"x" * 1_000_000
+    + b"X\x06\x00\x00\x00latin1tq\x01"
+)
 
 
 @pytest.mark.parametrize(
@@ -290,8 +441,17 @@ MANY = 100_000
         b"X\x40\x42\x0f\x00" + b"x" * 1_000_000,
         b"\x8b\x00\x04\x00\x00" + b"\x7f" * 1024 + b"\x94" + b"h\x00" * 100_000 + b".",
         b"}(" + b"".join(b"J" + struct.pack("<i", i << 13) + b"N" for i in range(50_000)) + b"u.",
+        b"cgeometry\nPoint\n\x94" + b"h\x00(" * MANY + b"t\x81" * MANY + b".",  # deep objects
+        b"cgeometry\nPoint\n)\x81" + b"Na" * MANY + b".",
+        b"(" + b"N" * MANY + b"tq\x00(" + b"cg\nP\nh\x00R" * 10_000 + b"t.",  # shared arguments
+        b"(" + b"N" * MANY + b"tq\x00(" + b"ccopyreg\n__newobj__\nh\x00R" * 10_000 + b"t.",
+        ENCODE + b"(" + b"h\x00h\x01R" * 100_000 + b"t.",  # the same bytes over and over
+        GETATTR
+        + b"q\x00(cg\nP\nq\x01"
+        + b"h\x00h\x01X\x01\x00\x00\x00a\x86Rq\x01" * 20_000
+        + b"t.",
     ],
-    ids=range(14),
+    ids=range(20),
 )
 def test_hostile_pickles_take_bounded_time_and_memory(data: bytes) -> None:
     tracemalloc.start()
@@ -305,7 +465,8 @@ def test_hostile_pickles_take_bounded_time_and_memory(data: bytes) -> None:
     assert seconds < 20
 
 
-def test_the_number_of_tuple_keys_is_limited() -> None:
+def test_the_number_of_tuple_keys_that_are_hashed_is_limited() -> None:
     keys = b"".join(b"J" + struct.pack("<i", i) + b"\x85N" for i in range(10_001))
-    with pytest.raises(LimitError, match="more than 10,000"):
-        parse(b"}(" + keys + b"u.")
+    found = list(parse(b"}(" + keys + b"u."))
+    assert found[0] == (0,)
+    assert isinstance(found[-1], InertKey)

