@@ -26,15 +26,16 @@ def _facts() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _lists(config: Mapping[str, Any], key: str) -> Iterator[str]:
+def _lists(config: Mapping[str, Any], key: str, *, guesses: bool = True) -> Iterator[str]:
     """Yields the patterns in a list of a model's class, and in those of the types of its parts.
 
     A class has the lists of the parts that it has by default; other parts are known by their type.
+    Where the class is not known, `guesses` takes what any class of its type has.
     """
     facts = _facts()
     own, *nested = list_model_types(config) or [""]
-    found = facts["classes"].get(architecture_of(config))
-    yield from (facts["types"].get(own, {}) if found is None else found).get(key, ())
+    of_type = facts["types"].get(own, {}) if guesses else {}
+    yield from facts["classes"].get(architecture_of(config), of_type).get(key, ())
     for kind in nested:
         yield from facts["types"].get(kind, {}).get(key, ())
 
@@ -81,7 +82,7 @@ def find_left_out(names: Collection[str], config: Mapping[str, Any]) -> set[str]
 
     Source: transformers 5.23, `PreTrainedModel._adjust_missing_and_unexpected_keys`.
     """
-    listed = (one for one in _lists(config, "ignored") if _NUMBERED.search(one) is None)
+    listed = (p for p in _lists(config, "ignored", guesses=False) if _NUMBERED.search(p) is None)
     ignored = [re.compile(pattern) for pattern in dict.fromkeys(listed)]
     return {
         name

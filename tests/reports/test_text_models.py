@@ -24,7 +24,8 @@ PROMPT = torch.tensor([[1, 2, 3, 4]])
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=PROMPT).logits
+        found: torch.Tensor = model.eval()(input_ids=PROMPT).logits
+    return found
 
 
 def test_a_report_of_a_text_model_is_written_as_what_was_trained(tmp_path: Path) -> None:
