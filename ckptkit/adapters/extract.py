@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG
+from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -25,9 +24,9 @@ from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.accounting import ModuleRow
+from ckptkit.lora.adapter_files import layout_adapter_files
 from ckptkit.options import Resources
-from ckptkit.plan.layouts.hf import layout_adapter
-from ckptkit.plan.plan import SOURCE, Copy, Literal, Plan, Product, TensorSpec, lay_out_file
+from ckptkit.plan.plan import SOURCE, Copy, Plan, Product, TensorSpec
 from ckptkit.storage.places import PathLike, open_target
 
 _KIND = "adapter"
@@ -108,12 +107,10 @@ def prepare_extraction(
         # As PEFT writes it: sorted, for inference, without what it does not save.
         document = {**found.adapter.settings.document, "inference_mode": True}
         document.pop("runtime_config", None)
-        data = json.dumps(document, indent=2, sort_keys=True).encode()
-        config = lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
         chosen, _ = found.folders.choose(allow_code=False)
         kept = [file for file in chosen if file.name not in _OF_MODELS]
         side = found.folders.outputs(kept, {}, allow_code=False)
-        files = (layout_adapter(products), config, *side)
+        files = (*layout_adapter_files(products, document, found.component), *side)
         plan = Plan(files, {}, found.notes)
         settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
         origin = Origin(SOURCE, found.opened.source, found.opened.index)

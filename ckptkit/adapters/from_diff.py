@@ -37,26 +37,23 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.manifest import Manifest
-from ckptkit.core.model_configs import to_json
 from ckptkit.engine.kernels import ConstantKernel
 from ckptkit.engine.outcome import Listener, Started, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
+from ckptkit.lora.adapter_files import layout_adapter_files, name_component
 from ckptkit.lora.changes import find_model_types
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.inference import is_conv1d, is_saved
 from ckptkit.lora.recorded_base import BaseRecord, identify_base
 from ckptkit.options import FACTOR_DTYPES, Resources, choose_dtype, matches, positive_number
-from ckptkit.plan.layouts.hf import layout_adapter
 from ckptkit.plan.plan import (
     SOURCE,
     Compute,
     Copy,
-    Literal,
     Plan,
     Product,
     TensorSpec,
-    lay_out_file,
 )
 from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.storage.places import PathLike, open_target
@@ -198,10 +195,9 @@ class _Output:
 
     def prepared(self, out: PathLike) -> PlannedOutput:
         sides, opened = self._sides, self._sides.opened
-        document = to_json(self._config())
-        weights = layout_adapter([*self._factors(), *self._copies()])
-        config = lay_out_file(_CONFIG, [(len(document), Literal(document), None)])
-        plan = Plan((weights, config), {}, tuple(self._notes()))
+        products, component = [*self._factors(), *self._copies()], name_component(sides.config)
+        files = layout_adapter_files(products, self._config(), component)
+        plan = Plan(files, {}, tuple(self._notes()))
         settings = choose_settings(Resources(), plan, sources=opened, out=out)
         origins = {}
         for origin in (sides.tuned, sides.base):

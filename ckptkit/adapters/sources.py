@@ -26,21 +26,23 @@ from ckptkit.conversion.source.adapters import (
     find_copies,
     find_record,
     find_values,
+    is_of_pipeline,
     list_recorded,
     list_trees,
     read_config,
     read_record,
     sort_trees,
 )
-from ckptkit.conversion.source.named_models import find_local
+from ckptkit.conversion.source.named_models import find_local, find_model
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, read_config_in
-from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.source.side_folders import SideFolders, find_component
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
+from ckptkit.lora.adapter_files import name_component
 from ckptkit.lora.config import Adapter, LoraSettings
 from ckptkit.lora.dialects import (
     DEFAULT,
@@ -145,6 +147,7 @@ class OpenedAdapter:
         notes: Messages for the user.
         twice: Second names that tensors have in PEFT's file, each with the first name.
         converted: How the names of another framework were converted; None for those of PEFT.
+        component: The component of a pipeline of diffusers that it changes; empty for none.
     """
 
     opened: OpenedCheckpoint
@@ -157,6 +160,7 @@ class OpenedAdapter:
     notes: tuple[str, ...]
     twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
     converted: ConvertedAdapter | None = None
+    component: str = ""
 
 
 def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
@@ -194,8 +198,9 @@ class _Opening:
         trees, choice, record = self._choose()
         checkpoint, request = self._checkpoint, self._request
         foreign = None if converted is None else converted.foreign
-        known = find_values(checkpoint, self._folders, foreign)
+        known = find_values(checkpoint, self._folders, foreign, choice.tree)
         self._refuse_contradictions(record, known.values, known.path)
+        record = record or known.record
         if converted is not None and record is not None:
             moved = move_config(record.document, converted.origins, where=record.path)
             record = replace(record, document=moved)
@@ -211,12 +216,14 @@ class _Opening:
             values = {**known.values, **request.overrides}
             inferred = infer_config(table, base, values, where=checkpoint.path)
             self._notes += inferred.notes
-            if known.path and RSLORA not in request.overrides:
+            if known.path and not (known.are_of_peft or RSLORA in request.overrides):
                 self._notes.append(
                     f"{known.path} does not say whether the scaling is rsLoRA's: alpha / rank is"
                     " assumed"
                 )
-            settings = LoraSettings.parse(inferred.document, where=checkpoint.path)
+            stated = known.values if known.are_of_peft else {}
+            document = {**inferred.document, **stated}
+            settings = LoraSettings.parse(document, where=checkpoint.path)
         else:
             settings = LoraSettings.parse(record.document, where=record.path)
         resized = () if tree.stripped else tuple(find_resized_embeddings(settings, base, tree.rest))
@@ -247,7 +254,17 @@ class _Opening:
             notes=(*checkpoint.notes, *self._notes),
             twice=twice,
             converted=converted,
+            component=self._name_component(choice),
         )
+
+    def _name_component(self, choice: Choice) -> str:
+        if is_of_pipeline(self._checkpoint):
+            return choice.tree
+        if self._request.base is None:
+            return name_component(read_config(self._folders))
+        base = find_model(self._request.base, "--base").place
+        place = find_component(base, [e.name for e in self._checkpoint.index.of_part("model")])
+        return name_component(read_config_in(place, "--base"))
 
     def _convert_names(self) -> ConvertedAdapter | None:
         """Gives an adapter of another framework the names of PEFT, if it is one."""
@@ -300,7 +317,8 @@ class _Opening:
         """Refuses options, and records of the run, that say different things."""
         said = known if record is None else record.document
         for key, value in self._request.overrides.items():
-            is_said = key in said and key != RSLORA  # which only a configuration says
+            # Only a configuration says whether the scaling is rsLoRA's.
+            is_said = said.get(key) is not None and key != RSLORA
             if (record is not None or is_said) and said.get(key) != value:
                 raise RefusedError(
                     f"{key} {value!r} was given against {said.get(key)!r:.200} in"

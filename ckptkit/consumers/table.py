@@ -136,6 +136,14 @@ PEFT = Consumer(
     is_split=False,
     load="peft.PeftModel.from_pretrained(model, {out})",
 )
+# The adapters of a pipeline's components.
+DIFFUSERS_LORA = Consumer(
+    name="a pipeline of diffusers",
+    library="diffusers",
+    stem="pytorch_lora_weights",
+    is_split=False,
+    load="pipeline.load_lora_weights({out})",
+)
 LIGHTNING = Consumer(
     name="Lightning",
     without_config="so that the module that was trained loads the output with load_state_dict",
@@ -155,6 +163,7 @@ CONSUMERS = (
     PIPELINE,
     LEROBOT,
     PEFT,
+    DIFFUSERS_LORA,
     LIGHTNING,
     PLAIN,
 )
@@ -167,11 +176,13 @@ def find_consumer(
 
     Args:
         config: Its parsed `config.json`, or None.
-        files: The files beside the weights, by their paths in the folder.
+        files: The files of the folder, by their paths in it.
         writer: What wrote the weights, as far as the source shows.
     """
     if ADAPTER_CONFIG in files:
         return PEFT
+    if config is None and f"{DIFFUSERS_LORA.stem}.safetensors" in files:
+        return DIFFUSERS_LORA
     if config is None and PIPELINE_INDEX in files:
         return PIPELINE
     if config is None:

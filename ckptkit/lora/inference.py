@@ -141,7 +141,8 @@ def infer_config(
     Args:
         table: The tensors.
         base: The tensors of the base by their plain names; empty where it is not at hand.
-        overrides: Options that the user gave, by the keys of the configuration.
+        overrides: Options that the user gave, or the run recorded, by the keys of the
+            configuration; an alpha of None is the rank of each module.
         where: The checkpoint, for errors.
     """
     _refuse_unknown(table, base, overrides, where)
@@ -167,7 +168,7 @@ def infer_config(
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": usual,
-        "lora_alpha": overrides.get(ALPHA, usual),
+        "lora_alpha": usual if overrides.get(ALPHA) is None else overrides[ALPHA],
         "lora_dropout": 0.0,
         "bias": ("lora_only" if is_own else "all") if lone else "none",
         "target_modules": find_shortest_names(modules, {name.rpartition(".")[0] for name in base}),
@@ -175,11 +176,13 @@ def infer_config(
         "fan_in_fan_out": bool(is_stored_as_in_out),
     }
     pattern = _rank_pattern(ranks, usual)
-    document |= {"rank_pattern": pattern} if pattern else {}
+    if pattern:
+        document["rank_pattern"] = pattern
+        document |= {"alpha_pattern": pattern} if overrides.get(ALPHA, usual) is None else {}
     if parameters:
         document["target_parameters"] = find_shortest_names(parameters, set(base))
     document |= _in_use(table, overrides)
-    return Inferred(document, _notes(document))
+    return Inferred(document, _notes(document, is_scaled=overrides.get(ALPHA, 0) is not None))
 
 
 def _refuse_unknown(
@@ -247,14 +250,14 @@ def _in_use(table: AdapterTable, overrides: Mapping[str, Any]) -> dict[str, Any]
     return options
 
 
-def _notes(document: Mapping[str, Any]) -> tuple[str, ...]:
+def _notes(document: Mapping[str, Any], *, is_scaled: bool) -> tuple[str, ...]:
     targets = document["target_modules"]
     more = f" and {len(targets) - _LISTED:,} more" if len(targets) > _LISTED else ""
     named = f"{', '.join(targets[:_LISTED]) or 'none'}{more}"
     what = (
         "adapter_config.json was inferred from the tensors and from what was given: rank"
         f" {document['r']}{', DoRA' if 'use_dora' in document else ''}, target_modules {named};"
-        " one alpha is assumed for all of them"
+        f" {'one alpha is' if is_scaled else 'alpha = rank is'} assumed for all of them"
     )
     if document["bias"] != "none":
         return (what,)

@@ -19,6 +19,7 @@ from ckptkit.adapters.merge.merge_adapters import (
 )
 from ckptkit.adapters.merge.report import MergedLayer
 from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.consumers.table import find_consumer
 from ckptkit.conversion.write import check_destination
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
@@ -77,9 +78,10 @@ def extract(output: Output, **values: Any) -> None:
 
         ckptkit adapter extract runs/llama adapters/llama
 
-    Writes adapter_model.safetensors and adapter_config.json, which PEFT loads. Only the bytes of
-    the adapter are read, and every tensor of it is used. OUT appears when it is complete and
-    durable, or not at all.
+    Writes adapter_model.safetensors and adapter_config.json, which PEFT loads; for a model of
+    diffusers pytorch_lora_weights.safetensors, which its pipelines load. Only the bytes of the
+    adapter are read, and every tensor of it is used. OUT appears when it is complete and durable,
+    or not at all.
     """
     values = values_with_places(values)
     src, out, overwrite = values["src"], values["out"], values["overwrite"]
@@ -111,7 +113,7 @@ def extract(output: Output, **values: Any) -> None:
     output.lines(_extraction_page(output, done, out, seconds))
     if values["report"]:
         output.lines(_adapter_table(output, done.rows, done.norms))
-    output.lines(_loading_line(output, out))
+    output.lines(_loading_line(output, done.manifest, out))
 
 
 def _extraction_page(
@@ -130,8 +132,8 @@ def _extraction_page(
     yield from proof_lines(output, manifest)
 
 
-def _loading_line(output: Output, out: str) -> list[str]:
-    line = escaped(f"peft.PeftModel.from_pretrained(model, {out!r})")
+def _loading_line(output: Output, manifest: Manifest, out: str) -> list[str]:
+    line = escaped(find_consumer(None, manifest.files).load.format(out=repr(out)))
     return [f"  load it    {output.styled(line, 'cyan')}"]
 
 
@@ -411,7 +413,7 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
     output.lines(_difference_page(output, manifest, out, seconds, request.rank))
     if report:
         output.lines(_difference_table(output, difference))
-    output.lines(_loading_line(output, out))
+    output.lines(_loading_line(output, manifest, out))
 
 
 _DIFFERENCE_HEADER = (

@@ -278,7 +278,7 @@ def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> Ne
         what = f"this is LoRA in {escaped(adapter.form)}'s form, which PEFT does not load"
         return NextStep(merge, f"{what}{remark}")
     if adapter.is_ready:
-        return NextStep(merge, f"PEFT loads this folder as it is{remark}")
+        return NextStep(merge, f"{adapter.library} loads this folder as it is{remark}")
     if adapter.holds_base:
         return NextStep(merge, f"or, for the adapter alone, `{extract}`{remark}")
     return NextStep(extract, f"or, for the merged model, `{merge}`{remark}")

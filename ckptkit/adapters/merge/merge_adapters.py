@@ -17,7 +17,9 @@ from ckptkit.adapters.merge.base_model import (
 from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
+from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import is_folder, resolve_path
+from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destination, write_output
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError, UsageError
 from ckptkit.core.manifest import Manifest
@@ -189,7 +191,10 @@ def prepare_merge(
         given = None
         if base is not None:
             names = NamesOfBase(request.map, request.model_config)
-            given = open_base(stack, base, limit, names)
+            place = find_component(
+                find_model(base, "--base").place, opened[0].found.adapter.tensors
+            )
+            given = open_base(stack, place, limit, names)
             _refuse_merged(given, opened)
         preparation = MergePreparation(stack, opened, given, request, resources)
         prepared, layers = preparation.run(out)

@@ -41,6 +41,7 @@ from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entri
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
 from ckptkit.lora.inference import ALPHA, MAKE_CONFIG, RANK, RSLORA, TASK
 from ckptkit.lora.layers import build_table
+from ckptkit.lora.pipeline_names import SETTINGS, WRITER
 from ckptkit.plan.weight_kinds import (
     LORA,
     PEFT,
@@ -292,8 +293,9 @@ class AdapterFacts:
         holds_base: Whether the checkpoint has the weights of the base, with all that is needed to
             read them.
         configured: Whether there is a configuration of the first adapter.
-        is_ready: Whether the checkpoint is a folder that PEFT loads as it is: its names are those
-            of PEFT's files, and the base has its modules where the base is known.
+        is_ready: Whether the checkpoint is a folder that its library loads as it is: its names are
+            those of that library's files, and the base has its modules where the base is known.
+        library: The library that loads it.
         packing: How the base was packed in training, if a folder of the adapter has a record.
         base: The model that it was trained on, as the configuration names it: a folder that is
             there, or an id on the Hub; else empty.
@@ -307,6 +309,7 @@ class AdapterFacts:
     holds_base: bool
     configured: bool
     is_ready: bool = False
+    library: str = PEFT
     packing: Quantization | None = None
     base: str = ""
     form: str = PEFT
@@ -529,22 +532,26 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
     if not names or len(names) < len(adapters) or not (holders | own).issuperset(trees):
         return None
     record = find_record(folders, names[0], is_only_one=len(names) == 1)
-    values = find_values(checkpoint, folders, None).values
+    known = find_values(checkpoint, folders, None, adapters[0].tree if adapters else "")
+    values, record = known.values, record or known.record
     base = _named_base(record)
     rest = {name: entry for tree in trees.values() for name, entry in tree.rest.items()}
     weights = [entry for name, entry in rest.items() if name.endswith(f"{BASE_LAYER}.weight")]
     packed = any(entry.shape[1:] == (1,) for entry in weights)
     scales = any(name.endswith(_SCALES) for name in rest)
     units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
-    is_ready = record is not None and all(map(_OF_PEFT.fullmatch, units))
-    is_ready = is_ready and all(map(_is_as_peft, trees.values()))
+    is_ready = is_of_pipeline(checkpoint)
+    if not is_ready and record is not None and all(map(_OF_PEFT.fullmatch, units)):
+        is_ready = all(map(_is_as_peft, trees.values()))
     modules = [module for tree in trees.values() for module in _list_modules(tree)]
-    lost = _find_lost(modules, folders, base) if is_ready else ()
+    is_of_one = not is_of_pipeline(checkpoint) or len(trees) == 1  # else each has its own base
+    lost = _find_lost(modules, folders, base) if is_ready and is_of_one else ()
     return AdapterFacts(
         tuple(names),
         holds_base=bool(rest) and (scales or not packed),
         configured=record is not None or values.keys() >= {ALPHA, RSLORA},
         is_ready=is_ready and lost is not None,
+        library=checkpoint.index.run.writer if is_of_pipeline(checkpoint) else PEFT,
         packing=read_record_of_base(checkpoint).quantization,
         base=base,
         lost=lost or (),
@@ -694,23 +701,35 @@ class RecordedValues:
     Attributes:
         values: Values by the keys of `adapter_config.json`.
         path: The file that has them; empty where the framework itself implies them.
+        are_of_peft: Whether they are options of PEFT, which has its defaults where one is missing.
     """
 
     values: Mapping[str, Any]
     path: str = ""
+    are_of_peft: bool = False
+
+    @property
+    def record(self) -> AdapterRecord | None:
+        """The configuration that the values are; None where some are missing."""
+        is_whole = self.are_of_peft and "target_modules" in self.values
+        return AdapterRecord(self.values, self.path) if is_whole else None
 
 
 _VERL = "lora_train_meta.json"
 
 
 def find_values(
-    checkpoint: OpenedCheckpoint, folders: SideFolders, foreign: ForeignAdapter | None
+    checkpoint: OpenedCheckpoint,
+    folders: SideFolders,
+    foreign: ForeignAdapter | None,
+    tree: str = "",
 ) -> RecordedValues:
     """Returns what is recorded of an adapter besides PEFT's configuration.
 
-    Megatron-Bridge has rank and alpha in `run_config.yaml`. verl writes them, with the type of the
-    task, into `lora_train_meta.json`; an alpha of 0 stands for one that was not set. Both scale by
-    alpha / rank, and so do torchtune and torchtitan.
+    `tree` is the state dict that holds it. Megatron-Bridge has rank and alpha in `run_config.yaml`.
+    verl writes them, with the type of the task, into `lora_train_meta.json`; an alpha of 0 stands
+    for one that was not set. Both scale by alpha / rank, and so do torchtune and torchtitan. A
+    LoRA file of diffusers has PEFT's options in its header.
 
     Source: verl 0.6, `_get_lora_train_meta` of `FSDPCheckpointManager` and of `SFTTrainer`.
     """
@@ -720,6 +739,8 @@ def find_values(
         own = {key: stated[key] for key in (RANK, ALPHA) if key in stated}
         path = posixpath.join(checkpoint.path, "run_config.yaml") if own else ""
         return RecordedValues({**own, **scaling}, path)
+    if is_of_pipeline(checkpoint):
+        return _read_header(checkpoint, tree)
     for location, source in folders.sources.items():
         document = _read(source, _VERL)
         if document is None:
@@ -737,6 +758,44 @@ def find_values(
         known = {ALPHA: alpha} if alpha else {}
         return RecordedValues({RANK: rank, TASK: task, **known, **scaling}, path)
     return RecordedValues({})
+
+
+_DEFAULT_ALPHA = 8  # of LoraConfig
+
+
+def is_of_pipeline(checkpoint: OpenedCheckpoint) -> bool:
+    """Returns whether a checkpoint is a LoRA file of diffusers."""
+    return checkpoint.index.run.writer == WRITER
+
+
+def _read_header(checkpoint: OpenedCheckpoint, tree: str) -> RecordedValues:
+    """Returns the options in the header of a LoRA file of diffusers.
+
+    Without any, diffusers scales by 1, whatever the ranks are.
+
+    Source: diffusers 0.42, `_create_lora_config` and `get_peft_kwargs` in `utils/peft_utils.py`.
+    """
+    names = (e.name for e in checkpoint.index.of_part("model") if e.tree == tree)
+    scaled = next((name for name in names if name.endswith(".alpha")), None)
+    if scaled is not None:
+        raise RefusedError(
+            f"tensor {scaled!r} scales one module, and kohya's scripts write such files",
+            where=checkpoint.path,
+            hint="write the file anew in Python: pipeline.load_lora_weights(FOLDER), then"
+            " pipeline.save_lora_weights",
+        )
+    text = checkpoint.index.values.get(("__metadata__", SETTINGS))
+    (file,) = checkpoint.units[0].candidate.files
+    where = f"{posixpath.join(checkpoint.location, file)}: {SETTINGS}"
+    if not isinstance(text, str):
+        return RecordedValues({ALPHA: None, RSLORA: False})
+    document = parse_json_object(text.encode(), where=where)
+    prefix = f"{tree}." if tree else ""
+    own = {key[len(prefix) :]: v for key, v in document.items() if key.startswith(prefix)}
+    if not own:
+        return RecordedValues({ALPHA: None, RSLORA: False})
+    values = {ALPHA: _DEFAULT_ALPHA, RSLORA: False, **own}
+    return RecordedValues(values, where, are_of_peft=True)
 
 
 def list_recorded(folders: SideFolders) -> list[str]:

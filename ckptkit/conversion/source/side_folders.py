@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -69,13 +69,14 @@ from ckptkit.core.model_configs import parse_json_object, parse_model_config, to
 from ckptkit.core.text import Aside
 from ckptkit.formats.discovery import RELEASE, is_unit_folder, parse_step
 from ckptkit.formats.parsing import parse_json
+from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.options import TokenizerOrigin, check_choice
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
 from ckptkit.storage.base import Folder, StoreFolder, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import PathLike, Place, is_url, open_source
+from ckptkit.storage.places import PathLike, Place, is_url
 
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
@@ -191,10 +192,9 @@ class SideFolders:
         if CONFIG in paths:
             return [folder]
         if PIPELINE_INDEX in paths:
-            names = {str(entry.name) for entry in checkpoint.index.of_part("model")}
-            component = _find_component(folder, paths, names, f"--base {place}")
+            self.base = find_component(place, [e.name for e in checkpoint.index.of_part("model")])
+            component = posixpath.basename(self.base)
             self.notes.append(Aside(f"--base {place}: its component {component!r} is used"))
-            self.base = place.beside(posixpath.join(place, component))
             return [open_folder(stack, self.base, "--base")]
         if MODULES in paths:
             size = folder.stat(MODULES).size_bytes
@@ -495,28 +495,40 @@ class SideFolders:
         return parse_model_config(self.read(file), where=where)
 
 
-def _find_component(folder: Folder, paths: Collection[str], names: set[str], where: str) -> str:
-    """Returns the folder of the model in a pipeline that has the tensors of a checkpoint."""
+def find_component(place: Place, tensors: Iterable[str]) -> Place:
+    """Returns the folder of the model that was trained, where a pipeline is the base.
+
+    It has `tensors`, or the weights that they change if they are factors.
+    """
     from ckptkit.conversion.source.model_folders import read_pretrained_index  # few bases are one
 
-    found = {}
-    for path in paths:
-        component, slash, name = path.rpartition("/")
-        if slash and name == CONFIG:
-            with open_source(Place(posixpath.join(folder.location, component))) as inside:
+    found: dict[str, int] = {}
+    with ExitStack() as stack:
+        folder = open_folder(stack, place, "--base")
+        paths = set(folder.walk(1))
+        if CONFIG in paths or PIPELINE_INDEX not in paths:
+            return place
+        names = {name.removeprefix(PEFT_PREFIX) for name in tensors}
+        names |= {f"{name.partition('.lora_')[0]}.weight" for name in names if ".lora_" in name}
+        for path in paths:
+            component, slash, name = path.rpartition("/")
+            if slash and name == CONFIG:
+                inside = open_folder(
+                    stack, place.beside(posixpath.join(place, component)), "--base"
+                )
                 index = read_pretrained_index(inside)
-            known = set() if index is None else {str(e.name) for e in index.of_part("model")}
-            found[component] = len(known & names)
+                known = set() if index is None else {str(e.name) for e in index.of_part("model")}
+                found[component] = len(known & names)
     best = max(found, key=lambda component: found[component], default="")
     if not found or not found[best]:
         listed = ", ".join(sorted(found)) or "none"
         raise AmbiguousSourceError(
             f"is a pipeline of several models, and none has the tensors of the source: {listed}",
-            where=where,
+            where=f"--base {place}",
             hint=f"name the folder of the model that was trained, such as"
-            f" {posixpath.join(folder.location, min(found, default='transformer'))}",
+            f" {posixpath.join(place, min(found, default='transformer'))}",
         )
-    return best
+    return place.beside(posixpath.join(place, best))
 
 
 def _list_sizes(source: Folder) -> dict[str, int]:

@@ -31,6 +31,7 @@ from ckptkit.core.index import (
     ChunkTable,
     FileRef,
     Key,
+    KeyPath,
     RecordTable,
     RunFacts,
     Shape,
@@ -50,6 +51,7 @@ from ckptkit.formats.parsing import (
     parse_json,
 )
 from ckptkit.formats.trees import classify
+from ckptkit.lora.pipeline_names import WRITER, is_pipeline_lora, split_names
 from ckptkit.storage.base import Source
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference reader
@@ -279,19 +281,22 @@ class SafetensorsReader:
             check_weight_map(weight_map, files_by_name, where=where)
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
         rows = [(i, t) for i, header in enumerate(headers) for t in header.tensors]
+        is_lora = len(headers) == 1 and is_pipeline_lora(paths[0], headers[0].metadata)
+        names = [tensor.name for _, tensor in rows]
+        paths_by_name = split_names(names) if is_lora else {name: (name,) for name in names}
         columns = np.array([(i, t.start, t.stop) for i, t in rows], np.int64).reshape(-1, 3)
         return TensorIndex(
             format=self.name,
             files=(*files, *map(source.stat, indices)),
             records=RecordTable(columns[:, 0], columns[:, 1], columns[:, 2]),
-            tensors=_entries([tensor for _, tensor in rows], where),
+            tensors=_entries([tensor for _, tensor in rows], paths_by_name, where),
             # Where the texts of files differ, that of the first file counts.
             values={
                 (_METADATA, name): text
                 for header in reversed(headers)
                 for name, text in header.metadata.items()
             },
-            run=RunFacts(writer=self.name),
+            run=RunFacts(writer=WRITER if is_lora else self.name),
         )
 
 
@@ -327,12 +332,15 @@ def _counts(value: object, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _entries(tensors: list[HeaderTensor], where: str) -> dict[Key, TensorEntry]:
-    memberships = classify([(tensor.name,) for tensor in tensors], where=where)
+def _entries(
+    tensors: list[HeaderTensor], paths: Mapping[str, KeyPath], where: str
+) -> dict[Key, TensorEntry]:
+    memberships = classify([paths[tensor.name] for tensor in tensors], where=where)
     entries = {}
     for record, (tensor, membership) in enumerate(zip(tensors, memberships, strict=True)):
         sizes = np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape))
         chunks = ChunkTable(np.zeros_like(sizes), sizes, np.array([record]), byte_offset=0)
-        entry = membership.entry((tensor.name,), tensor.dtype, tensor.shape, chunks)
+        path = paths[tensor.name]
+        entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, tensor.name)
         entries[entry.key] = entry
     return entries

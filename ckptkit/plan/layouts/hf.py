@@ -98,7 +98,7 @@ def layout_hf_files(
     Returns:
         The weight files, and their index unless the only file is `model.safetensors`.
     """
-    files = [_weights_file(*group) for group in groups]
+    files = [_weights_file(*group, {}) for group in groups]
     names = [name for name, _ in groups]
     single = f"{stem}.safetensors"
     if names != [single]:
@@ -107,14 +107,24 @@ def layout_hf_files(
     return files
 
 
-def layout_adapter(products: Sequence[Product]) -> OutputFile:
-    """Lays the tensors of an adapter out as PEFT reads them: always one file."""
-    return _weights_file(f"{ADAPTER_STEM}.safetensors", products)
+def layout_adapter(
+    products: Sequence[Product], stem: str = ADAPTER_STEM, metadata: Mapping[str, str] | None = None
+) -> OutputFile:
+    """Lays the tensors of an adapter out as PEFT reads them: always one file.
+
+    Args:
+        products: What is written.
+        stem: What the name of the file begins with.
+        metadata: Further texts of the header.
+    """
+    return _weights_file(f"{stem}.safetensors", products, metadata or {})
 
 
-def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:
+def _weights_file(
+    path: str, products: Sequence[Product], metadata: Mapping[str, str]
+) -> OutputFile:
     ordered = sorted(products, key=_order)
-    document: dict[str, object] = {_METADATA_KEY: _METADATA}
+    document: dict[str, object] = {_METADATA_KEY: {**_METADATA, **metadata}}
     at = 0
     for product in ordered:
         spec = product.spec
