@@ -11,6 +11,10 @@ from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
+from ckptkit.conversion.source.adapters import is_of_pipeline, read_config
+from ckptkit.conversion.source.named_models import find_model
+from ckptkit.conversion.source.open import read_config_in
+from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,
@@ -24,7 +28,7 @@ from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.accounting import ModuleRow
-from ckptkit.lora.adapter_files import layout_adapter_files
+from ckptkit.lora.adapter_files import layout_adapter_files, name_component
 from ckptkit.options import Resources
 from ckptkit.plan.plan import SOURCE, Copy, Plan, Product, TensorSpec
 from ckptkit.storage.places import PathLike, open_target
@@ -110,7 +114,7 @@ def prepare_extraction(
         chosen, _ = found.folders.choose(allow_code=False)
         kept = [file for file in chosen if file.name not in _OF_MODELS]
         side = found.folders.outputs(kept, {}, allow_code=False)
-        files = (*layout_adapter_files(products, document, found.component), *side)
+        files = (*layout_adapter_files(products, document, _find_component(found, request)), *side)
         plan = Plan(files, {}, found.notes)
         settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
         origin = Origin(SOURCE, found.opened.source, found.opened.index)
@@ -133,6 +137,16 @@ def prepare_extraction(
             ),
             found,
         )
+
+
+def _find_component(found: OpenedAdapter, request: AdapterRequest) -> str:
+    """Returns the component of a pipeline that an adapter changes; empty where PEFT loads it."""
+    if is_of_pipeline(found.opened):
+        return found.tree
+    if request.base is None:
+        return name_component(read_config(found.folders))
+    base = find_component(find_model(request.base, "--base").place, found.adapter.tensors)
+    return name_component(read_config_in(base, "--base"))
 
 
 def _list_options(request: AdapterRequest) -> dict[str, Any]:

@@ -26,23 +26,21 @@ from ckptkit.conversion.source.adapters import (
     find_copies,
     find_record,
     find_values,
-    is_of_pipeline,
     list_recorded,
     list_trees,
     read_config,
     read_record,
     sort_trees,
 )
-from ckptkit.conversion.source.named_models import find_local, find_model
+from ckptkit.conversion.source.named_models import find_local
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, read_config_in
-from ckptkit.conversion.source.side_folders import SideFolders, find_component
+from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
-from ckptkit.lora.adapter_files import name_component
 from ckptkit.lora.config import Adapter, LoraSettings
 from ckptkit.lora.dialects import (
     DEFAULT,
@@ -147,7 +145,7 @@ class OpenedAdapter:
         notes: Messages for the user.
         twice: Second names that tensors have in PEFT's file, each with the first name.
         converted: How the names of another framework were converted; None for those of PEFT.
-        component: The component of a pipeline of diffusers that it changes; empty for none.
+        tree: The state dict that holds it.
     """
 
     opened: OpenedCheckpoint
@@ -160,7 +158,7 @@ class OpenedAdapter:
     notes: tuple[str, ...]
     twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
     converted: ConvertedAdapter | None = None
-    component: str = ""
+    tree: str = ""
 
 
 def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
@@ -254,17 +252,8 @@ class _Opening:
             notes=(*checkpoint.notes, *self._notes),
             twice=twice,
             converted=converted,
-            component=self._name_component(choice),
+            tree=choice.tree,
         )
-
-    def _name_component(self, choice: Choice) -> str:
-        if is_of_pipeline(self._checkpoint):
-            return choice.tree
-        if self._request.base is None:
-            return name_component(read_config(self._folders))
-        base = find_model(self._request.base, "--base").place
-        place = find_component(base, [e.name for e in self._checkpoint.index.of_part("model")])
-        return name_component(read_config_in(place, "--base"))
 
     def _convert_names(self) -> ConvertedAdapter | None:
         """Gives an adapter of another framework the names of PEFT, if it is one."""

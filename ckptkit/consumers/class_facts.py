@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.index import Fqn
-from ckptkit.core.model_configs import architecture_of, list_model_types
+from ckptkit.core.model_configs import architecture_of, class_of, list_model_types
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.hub_names.known_models import is_beyond_counts
 from ckptkit.plan.selection import KeptDtypes
@@ -70,7 +70,7 @@ def find_kept_by_diffusers(config: Mapping[str, Any]) -> KeptDtypes:
 
     Source: diffusers 0.42, `load_model_dict_into_meta`: a whole part of the name is compared.
     """
-    kept = _facts()["diffusers_classes"].get(config.get("_class_name"), ())
+    kept = _facts()["diffusers_classes"].get(class_of(config), ())
     return KeptDtypes(tuple(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in kept))
 
 

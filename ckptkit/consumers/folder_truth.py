@@ -18,7 +18,9 @@ from ckptkit.consumers.class_facts import caches_by_default, find_text_model
 from ckptkit.consumers.table import CONFIG, GENERATION
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import (
+    CLASS_NAME,
     architecture_of,
+    class_of,
     model_config_to_json,
     parse_json_object,
     parse_model_config,
@@ -154,6 +156,15 @@ def tell_truth(
     if generation is not None and generation != folder.generation:
         changed[GENERATION] = to_json(generation)
     return Truth(changed, tuple(notes.lines))
+
+
+def tell_class(config: Document) -> Truth:
+    """Names the class of a model of diffusers as that library knows it, which has no such note."""
+    name = class_of(config)
+    if name == config.get(CLASS_NAME):
+        return Truth()
+    note = f"{CLASS_NAME!r} of {CONFIG} is set to {name!r}, as fully_shard had renamed the class"
+    return Truth({CONFIG: to_json({**config, CLASS_NAME: name})}, (note,))
 
 
 # --- what training leaves in a configuration ---

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from ckptkit.consumers.class_facts import find_kept_by_diffusers, find_kept_by_transformers
-from ckptkit.core.model_configs import architecture_of
+from ckptkit.core.model_configs import architecture_of, class_of
 from ckptkit.plan.selection import KeptDtypes
 
 CONFIG = "config.json"
@@ -187,7 +187,7 @@ def find_consumer(
         return PIPELINE
     if config is None:
         return LIGHTNING if _LIGHTNING in writer else PLAIN
-    if isinstance(config.get("_class_name"), str) and "model_type" not in config:
+    if class_of(config) and "model_type" not in config:
         return DIFFUSERS
     if isinstance(config.get("model_type"), str) or architecture_of(config):
         return SENTENCE_TRANSFORMERS if MODULES in files else TRANSFORMERS
@@ -198,8 +198,10 @@ def find_consumer(
 
 def name_model(config: Mapping[str, Any]) -> str:
     """Returns what a configuration calls its kind of model; empty where it names none."""
-    keys = {DIFFUSERS: "_class_name", LEROBOT: "type"}
-    value = config.get(keys.get(find_consumer(config), "model_type"))
+    consumer = find_consumer(config)
+    if consumer is DIFFUSERS:
+        return class_of(config)
+    value = config.get("type" if consumer is LEROBOT else "model_type")
     return value if isinstance(value, str) else ""
 
 
@@ -212,7 +214,7 @@ def name_class(consumer: Consumer, config: Mapping[str, Any], *, has_head: bool)
         has_head: Whether the weights hold, or tie, a language model's head.
     """
     if consumer is DIFFUSERS:
-        name = str(config["_class_name"])
+        name = class_of(config)
         return name if name.isidentifier() and name.isascii() else "AutoModel"
     name = architecture_of(config) or ("ForCausalLM" if has_head else "AutoModel")
     if name.endswith(_CAUSAL):

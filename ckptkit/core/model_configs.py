@@ -61,6 +61,19 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return first.removeprefix("FSDP") if isinstance(first, str) else ""
 
 
+CLASS_NAME = "_class_name"
+"""Where diffusers records the class."""
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """Returns the class of diffusers that a configuration names; empty where it names none.
+
+    `fully_shard` puts `FSDP` before the name of a module's class, and diffusers records that.
+    """
+    name = config.get(CLASS_NAME)
+    return name.removeprefix("FSDP") if isinstance(name, str) else ""
+
+
 def model_config_to_json(config: Mapping[str, Any]) -> bytes:
     """Returns a model's configuration as the Transformers that it names would write it."""
     version = config.get(_VERSION)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptkit.consumers.table import ADAPTER_CONFIG, DIFFUSERS, DIFFUSERS_LORA, find_consumer
 from ckptkit.core.index import Fqn
+from ckptkit.core.model_configs import class_of
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.pipeline_names import SETTINGS
 from ckptkit.plan.layouts.hf import layout_adapter
@@ -28,7 +29,7 @@ def name_component(config: Mapping[str, Any] | None) -> str:
     """Returns what pipelines call a model of diffusers; empty for a model of another library."""
     if find_consumer(config) is not DIFFUSERS or config is None:
         return ""
-    return "unet" if config["_class_name"].startswith(_UNET) else "transformer"
+    return "unet" if class_of(config).startswith(_UNET) else "transformer"
 
 
 def layout_adapter_files(

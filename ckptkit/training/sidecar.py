@@ -21,6 +21,7 @@ from torch import nn
 from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, GENERATION
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
+from ckptkit.core.model_configs import CLASS_NAME, class_of, parse_model_config, to_json
 from ckptkit.core.text import a_kind
 from ckptkit.training.step_names import innermost
 from ckptkit.writer.messages import Inline
@@ -149,7 +150,9 @@ def _configurations(model: nn.Module) -> _Files:
         if generation is not None and hasattr(generation, "to_json_string"):
             files[GENERATION] = generation.to_json_string().encode()
     elif getattr(base, "config_name", None) == CONFIG:  # a model of diffusers
-        files[CONFIG] = cast(Callable[[], str], base.to_json_string)().encode()
+        text = cast(Callable[[], str], base.to_json_string)()
+        config = parse_model_config(text.encode(), where=CONFIG)
+        files[CONFIG] = to_json({**config, CLASS_NAME: class_of(config)})
     for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
         folder = "" if name == _DEFAULT_ADAPTER else f"adapters/{name}/"
         files[f"{folder}{ADAPTER_CONFIG}"] = _adapter_config(adapter, base)

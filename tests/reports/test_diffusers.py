@@ -189,3 +189,37 @@ def test_a_text_encoder_of_a_pipeline_is_a_model_of_transformers(tmp_path: Path)
     assert any("'text_encoder'" in note for note in notes)
     loaded = transformers.CLIPTextModel.from_pretrained(tmp_path / "out")
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["run", "base"])
+def test_a_class_that_fully_shard_renamed_has_its_own_name(how: str, tmp_path: Path) -> None:
+    """diffusers itself records `FSDPAutoencoderKL`, which its `AutoModel` does not find."""
+    import diffusers
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ckptkit.training import Checkpointer
+
+    model = built("AutoencoderKL", **MODELS["AutoencoderKL"])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        model.save_config(tmp_path / "base")
+        if how == "run":
+            with Checkpointer(tmp_path / "run", every=1) as checkpointer:
+                checkpointer.save(1, {"model": model})
+    finally:
+        dist.destroy_process_group()
+    recorded = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert recorded["_class_name"] == "FSDPAutoencoderKL"
+    if how == "run":
+        notes = notes_of(ckptkit.consolidate, tmp_path / "run", tmp_path / "out")
+    else:
+        step = save(state, tmp_path / "step")
+        notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=tmp_path / "base")
+    assert any("fully_shard had renamed" in note for note in notes) == (how == "base")
+    loaded = diffusers.AutoModel.from_pretrained(str(tmp_path / "out"))
+    assert type(loaded) is diffusers.AutoencoderKL
+    assert all(torch.equal(t, state[n]) for n, t in loaded.state_dict().items())

@@ -20,6 +20,7 @@ from ckptkit.consumers.folder_truth import (
     FolderTexts,
     Truth,
     parse_texts,
+    tell_class,
     tell_truth,
 )
 from ckptkit.consumers.sentence_modules import find_encoder_folder, move_encoder
@@ -37,6 +38,7 @@ from ckptkit.consumers.side_files import (
 from ckptkit.consumers.table import (
     CONFIG,
     CONSUMERS,
+    DIFFUSERS,
     GENERATION,
     MODULES,
     PIPELINE_INDEX,
@@ -459,6 +461,8 @@ class SideFolders:
             names: Of the tensors that are written.
             keep_generation: Whether `generation_config.json` is left as it is.
         """
+        if config is not None and self.consumer is DIFFUSERS:
+            return tell_class(config)
         if config is None or not self.consumer.owns_config:
             return Truth()
         written = replace(texts, config=config)

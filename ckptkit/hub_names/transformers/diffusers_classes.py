@@ -14,6 +14,7 @@ import diffusers
 import torch
 
 from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.model_configs import class_of
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
 
 _LONGEST = 300  # characters of what another library says
@@ -25,7 +26,7 @@ def report_on_diffusers(request: LoadRequest) -> LoadReport:
     Args:
         request: The configuration, and the tensors.
     """
-    name = str(request.config.get("_class_name"))
+    name = class_of(request.config)
     model = _build(name, request.config)
     own = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     given = {key: shape for key, (_, shape) in request.tensors.items()}
