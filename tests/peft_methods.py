@@ -12,7 +12,6 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils.save_and_load import get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-NEEDED_ELSEWHERE = {"ADAMSS": "scikit-learn, which the tests do not install"}
 _TEXT = {"task_type": "CAUSAL_LM"}
 _PROMPT = _TEXT | {"num_virtual_tokens": 4}
 _MASK = [1, 1, 1]

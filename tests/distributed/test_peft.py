@@ -14,11 +14,10 @@ from ckptkit.plan.weight_kinds import LORA, METHODS
 from ckptkit_cli.inspect import InspectArguments, next_step
 
 peft = pytest.importorskip("peft", minversion="0.21")
-from tests.peft_methods import NEEDED_ELSEWHERE  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("peft_run.py")
-ALL = [one.value for one in peft.PeftType if one.value not in NEEDED_ELSEWHERE]
+ALL = [one.value for one in peft.PeftType]
 # Of the names and the parts there are of a tensor, FSDP1 differs for all methods alike.
 BY_FSDP1 = ["ADAPTION_PROMPT", "IA3", LORA, "LN_TUNING", "OFT", "PROMPT_TUNING", "VBLORA", "VERA"]
 CASES = [("fsdp2", method) for method in ALL] + [("fsdp1", method) for method in BY_FSDP1]

@@ -22,14 +22,13 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ckptkit.training import Checkpointer  # noqa: E402
-from tests.peft_methods import NEEDED_ELSEWHERE, Built, build, tiny_llama  # noqa: E402
+from tests.peft_methods import Built, build, tiny_llama  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of PEFT, which warns of small models and of options
 ]
 ALL = sorted(one.value for one in PeftType)
-METHODS_HERE = [one for one in ALL if one not in NEEDED_ELSEWHERE]
-OTHERS = [one for one in METHODS_HERE if one != LORA]
+OTHERS = [one for one in ALL if one != LORA]
 EVERY_FORM = ("ADALORA", "ADAPTION_PROMPT", "IA3", "PROMPT_TUNING", "VERA", "XLORA")
 
 
@@ -113,17 +112,6 @@ def test_the_table_has_the_names_of_every_method(method: str) -> None:
     )
 
 
-@pytest.mark.parametrize("method", sorted(NEEDED_ELSEWHERE))
-def test_methods_that_are_not_built_here_are_those_that_need_more(
-    method: str, tmp_path: Path
-) -> None:
-    try:
-        build(method, tmp_path)
-    except ImportError:
-        return
-    pytest.fail(f"{method} can be built: take it off the list")
-
-
 OF_LIVE = {put_live_dcp, put_live_torch, put_live_safetensors, put_trained, put_step}
 IN_EVERY_FORM = ("IA3", "PROMPT_TUNING")  # of `EVERY_FORM`, in `make test`
 CASES = [
@@ -177,7 +165,7 @@ def test_an_adapter_is_refused_by_its_name(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("method", METHODS_HERE)
+@pytest.mark.parametrize("method", ALL)
 def test_an_export_is_what_peft_saves_or_refused_by_name(
     method: str, built: Callable[[str], Built], tmp_path: Path
 ) -> None:
