@@ -191,15 +191,15 @@ class DcpReader:
         own = [
             path
             for path in paths
-            if path.endswith(".distcp")
+            if _is_data(path)
             or (name := posixpath.basename(path)) in {METADATA, LIGHTNING_META}
             or _OF_RANK.fullmatch(name)
         ]
         candidates, known = [], set(paths)
-        for folder, files in group_by_folder(own).items():
+        for folder, files in _with_data_below(group_by_folder(own)).items():
             if all(posixpath.basename(path) == LIGHTNING_META for path in files):
                 continue
-            count = sum(1 for path in files if path.endswith(".distcp"))
+            count = sum(map(_is_data, files))
             there = "'.metadata'" if posixpath.join(folder, METADATA) in files else "no '.metadata'"
             reason = f"{there} beside {count} '.distcp' file{'' if count == 1 else 's'}"
             beside = [
@@ -259,6 +259,31 @@ class DcpReader:
             warnings=framework.warnings,
         )
         return replace(index, run=run, problems=(*index.problems, *framework.problems))
+
+
+def _with_data_below(folders: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Joins data in folders of their own with the `.metadata` above that has none beside it.
+
+    Amazon's connector spreads the files of one checkpoint over prefixes of a bucket.
+
+    Source: s3torchconnector/dcp/s3_prefix_strategy.py, s3torchconnector 1.5: files
+    `<prefix>/__<rank>_0.distcp` and `<prefix>/epoch_<number>/__<rank>_0.distcp`, where a prefix is
+    a number or a name of the user's.
+    """
+    joined = {folder: list(files) for folder, files in folders.items()}
+    homes = {folder for folder, files in folders.items() if not any(map(_is_data, files))}
+    for folder, files in folders.items():
+        home = folder
+        while home and home not in homes:
+            home = posixpath.dirname(home)
+        is_spread = home != folder and posixpath.join(home, METADATA) in joined.get(home, ())
+        if is_spread and all(map(_is_data, files)):
+            joined[home] = sorted([*joined[home], *joined.pop(folder)])
+    return joined
+
+
+def _is_data(path: str) -> bool:
+    return path.endswith(".distcp")
 
 
 def _with_facts_of_megatron(
