@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 Key = NewType("Key", str)  # unique within one index; the flat key of the format
 Fqn = NewType("Fqn", str)  # the model's own fully qualified name
 KeyPath = tuple[str | int, ...]
-Part = Literal["model", "optimizer", "other"]
+Part = Literal["model", "average", "optimizer", "other"]
 Container = Literal["raw", "torch_zip", "safetensors", "zstd_torch_zip"]
 CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors", "zstd_torch_zip")
 UNKNOWN = -1
@@ -330,7 +330,7 @@ class TensorEntry:
         key_path: The path of dictionary keys and list positions that led to it.
         name: Its own name: `key_path` without the container, without wrapper segments.
         tree: Which state dict it belongs to, as `--select` names it; empty for the only one.
-        part: Whether that state dict is a model's, an optimizer's, or neither.
+        part: Whether that state dict is a model's, an average of one, an optimizer's, or neither.
         dtype: Element type, as stored but for `rounded_from`.
         shape: The full, unsharded shape.
         chunks: Where its elements are.

@@ -6,7 +6,9 @@ framework writes identify it.
 Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py (`dump_checkpoint`),
 lightning/fabric/strategies/model_parallel.py (`_save_checkpoint`),
 lightning/fabric/utilities/data.py (`AttributeDict`), lightning 2.6;
-torchtitan/components/checkpoint.py (`CheckpointManager`), torchtitan 0.2.
+torchtitan/components/checkpoint.py (`CheckpointManager`), torchtitan 0.2, and
+components/optim/ema.py (`EMA.state_dict`) of its main branch; composer/core/state.py
+(`State.state_dict`), composer 0.32.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ _DDP_PREFIX = "module."
 _MAX_DDP = 4  # DataParallel in DistributedDataParallel in AveragedModel, and one more
 _EMA_COUNT = "n_averaged"  # a key of torch.optim.swa_utils.AveragedModel, next to `module.`
 _PARAMETER_ENDINGS = (".weight", ".bias", "_proj", ".running_mean")
+# How torchtitan keeps averages of weights, one for each decay; before 0.4, one without a name.
+_AVERAGE = re.compile(r"(?P<tree>(?:.+\.)?ema)\.state\.(?P<name>.+)\.ema_params(?:\.(?P<key>\w+))?")
 _GROUPS, _STATE = "param_groups", "state"  # keys of `Optimizer.state_dict`
 EXTRA_STATE = "_extra_state"
 
@@ -125,8 +129,9 @@ def classify(
     certain = {c for c, _, part in split if part == "model"}
     models = certain | likely or set(names)
     memberships = [
-        Membership(join_path(c), part or ("model" if c in models else "other"), Fqn(name))
-        for c, name, part in split
+        _find_average(path)
+        or Membership(join_path(c), part or ("model" if c in models else "other"), Fqn(name))
+        for path, (c, name, part) in zip(paths, split, strict=True)
     ]
     memberships = _without_wrappers(memberships)
     seen: dict[tuple[str, str], KeyPath] = {}
@@ -162,6 +167,15 @@ def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, st
     return path[:-1], str(path[-1]), None
 
 
+def _find_average(path: KeyPath) -> Membership | None:
+    """Returns the membership of the average of a weight, which is stored like an optimizer's."""
+    match = _AVERAGE.fullmatch(join_path(path))
+    if match is None:
+        return None
+    tree = f"{match['tree']}.{match['key']}" if match["key"] else match["tree"]
+    return Membership(tree, "average", Fqn(match["name"]))
+
+
 def _part_of_key(key: str) -> Part | None:
     if _OPTIMIZER.fullmatch(key):
         return "optimizer"
@@ -187,7 +201,7 @@ def _without_wrappers(memberships: Iterable[Membership]) -> list[Membership]:
     cleaned = []
     for member in memberships:
         segments = member.name.split(".")
-        if member.part == "model":
+        if member.part in {"model", "average"}:
             segments = [segment for segment in segments if segment not in _WRAPPERS]
         part: Part = "other" if EXTRA_STATE in segments else member.part
         cleaned.append(Membership(member.tree, part, Fqn(".".join(segments))))
@@ -230,6 +244,7 @@ TRAINING_VALUES: Mapping[tuple[str, str], object] = {
 
 LIGHTNING_META = "meta.pt"
 _LIGHTNING_VERSION = "pytorch-lightning_version"
+_COMPOSER_TIME = "timestamp"
 _STEP_KEYS = ("global_step", "global_steps", "step", "iteration", "num_updates", "iter")
 _TITAN = frozenset({"train_state", "lr_scheduler", "optimizer"})
 _MAX_STEP = 10**15
@@ -260,12 +275,30 @@ def detect_framework(root: object) -> Framework:
     """Returns the framework whose training loop wrote a dictionary, by its keys."""
     if not isinstance(root, dict):
         return Framework()
+    state = root.get("state")
+    if isinstance(state, dict) and isinstance(state.get(_COMPOSER_TIME), dict):
+        return _describe_composer(state)
     version = root.get(_LIGHTNING_VERSION)
     steps = (root.get(key) for key in _STEP_KEYS)
     return Framework(
         name="Lightning Trainer" if version is not None else "",
         version=version if isinstance(version, str) else "",
         step=next((step for step in steps if is_count(step, _MAX_STEP)), None),
+    )
+
+
+def _describe_composer(state: Mapping[str, object]) -> Framework:
+    """Returns what Composer's state says; its batches are counted over all epochs."""
+    time: object = state[_COMPOSER_TIME]
+    time = time.get("Timestamp", time) if isinstance(time, dict) else time
+    batch = time.get("batch") if isinstance(time, dict) else None
+    metadata = state.get("metadata")
+    info = metadata.get("composer_env_info", metadata) if isinstance(metadata, dict) else None
+    version = info.get("composer_version") if isinstance(info, dict) else None
+    return Framework(
+        name="Composer" if isinstance(version, str) else "",
+        version=version if isinstance(version, str) else "",
+        step=batch if is_count(batch, _MAX_STEP) else None,
     )
 
 

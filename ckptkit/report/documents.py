@@ -266,7 +266,9 @@ def _facts(inspection: Inspection) -> Iterable[Fact]:
         "names of": inspection.framework,
         "on disk": f"{size_text(inspection.size_bytes)} in {inspection.files:,} file"
         f"{'' if inspection.files == 1 else 's'}",
-        "holds": ", ".join(part for part in ("model", "optimizer", "other") if part in parts),
+        "holds": ", ".join(
+            part for part in ("model", "average", "optimizer", "other") if part in parts
+        ),
         "values": f"{len(inspection.objects):,}" if inspection.objects else "",
         "metrics": ", ".join(
             f"{name} {value:.6g}" for name, value in islice(inspection.metrics.items(), 8)

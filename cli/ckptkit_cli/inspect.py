@@ -313,7 +313,7 @@ _LISTED_TIES = 5
 _LABEL = 11
 _TENSOR_HEADER = ("SIZE", "DTYPE", "SHAPE", "CHUNKS", "NAME")
 _TENSOR_RIGHT = (0, 3)
-_PARTS: tuple[Part, ...] = ("model", "optimizer", "other")
+_PARTS: tuple[Part, ...] = ("model", "average", "optimizer", "other")
 
 
 def inspection_page(
