@@ -45,7 +45,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
-from ckptkit.formats.discovery import CheckpointUnit, is_unit_folder, parse_step
+from ckptkit.formats.discovery import CheckpointUnit, is_unit_folder, name_step, parse_step
 from ckptkit.formats.torch_files import is_optimizer_candidate
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
@@ -510,6 +510,8 @@ def _refuse_step_in_use(root: Place, files: tuple[FileRef, ...]) -> None:
     for folder in sorted({posixpath.join(root.location, file.path) for file in files}):
         parts = folder.split("/")
         named = [at for at, part in enumerate(parts[:-1]) if parse_step(part) is not None]
+        if not named and parse_step(parts[-1]) is not None:  # the step is a file
+            named, parts[-1] = [len(parts) - 1], name_step(parts[-1])
         if not named:
             continue
         run, name = root.beside("/".join(parts[: named[-1]])), parts[named[-1]]

@@ -7,28 +7,41 @@ verl, slime and Megatron-Bridge write this file too. nanotron's file is `latest.
 Source: lightning/pytorch/callbacks/model_checkpoint.py (`format_checkpoint_name`,
 `CHECKPOINT_NAME_LAST`), nemo/lightning/pytorch/callbacks/model_checkpoint.py,
 megatron/training/checkpointing.py (`get_checkpoint_tracker_filename`, `read_metadata`),
-mmengine/hooks/checkpoint_hook.py, fairseq/checkpoint_utils.py.
+mmengine/hooks/checkpoint_hook.py, fairseq/checkpoint_utils.py,
+composer/callbacks/checkpoint_saver.py, lerobot/utils/train_utils.py (`get_step_checkpoint_dir`),
+nemo_automodel/recipes/base_recipe.py (`epoch_E_step_S`), nemo_rl/utils/checkpoint.py (`step_N`).
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    CannotPlanError,
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+)
 from ckptkit.core.text import Aside, counted, quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.megatron import RUN_CONFIG
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
-from ckptkit.formats.safetensors.hf_shards import SHARDED_FOLDER, HfShardsReader
+from ckptkit.formats.safetensors.hf_shards import (
+    CONSOLIDATED_FOLDER,
+    SHARDED_FOLDER,
+    HfShardsReader,
+)
 from ckptkit.formats.torch_files import (
     TorchOptimizerReader,
     drop_lone_optimizers,
     is_optimizer_candidate,
     model_number,
 )
+from ckptkit.storage.base import Source
 from ckptkit.storage.locations import relative_path
 
 _MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
@@ -38,7 +51,12 @@ _SHARDS = HfShardsReader.name  # noted where they are compared with the model ne
 _NO_CHECKPOINTS = {ForeignReader.name, TorchOptimizerReader.name}  # by themselves
 _OF_RANKS = RankFilesReader.name
 _COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
-_COPY_OF_DCP = "hf"  # Megatron-Bridge's, below the step
+_COPY_OF_BRIDGE = "hf"  # Megatron-Bridge's, below the step
+_COPY_OF_DCP = "hf_ckpt"  # VeOmni's, below the step
+# The states of optimizers and generators, as LeRobot saves them.
+_STATE_FILE = re.compile(
+    r"(optim\w*|(lr_)?scheduler|rng|random|scaler|sampler)(_states?)?\.safetensors"
+)
 # Meta's and Mistral's files that a model was made of, in its folder on the Hub or below it.
 _ORIGINAL, _CONSOLIDATED, _TRANSFORMERS = "original", "consolidated", "model"
 
@@ -79,14 +97,19 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
     )
     of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
+    of_dcp = [c for c in candidates if c.format == "dcp"]
     of_bridge = {c.folder for c in candidates if _has_run_config(c)}
 
     def is_kept(candidate: Candidate) -> bool:
         above, name = posixpath.split(candidate.folder)
         if name == _COPY_OF_RANKS and above in of_ranks:
             return False
-        if name == _COPY_OF_DCP and above in of_bridge:
+        if name == _COPY_OF_BRIDGE and above in of_bridge:
             return False
+        if name == _COPY_OF_DCP and any(_is_below(c.folder, above) for c in of_dcp):
+            return False
+        if _is_state(candidate):
+            return all(map(_is_state, candidates))
         place = above if name == _ORIGINAL else candidate.folder
         if (
             place in safe
@@ -106,6 +129,15 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate in candidates if is_kept(candidate)]
 
 
+def _is_below(folder: str, above: str) -> bool:
+    return posixpath.join("/", folder, "").startswith(posixpath.join("/", above, ""))
+
+
+def _is_state(candidate: Candidate) -> bool:
+    is_single = candidate.format == "safetensors" and len(candidate.files) == 1
+    return is_single and _STATE_FILE.fullmatch(_main_file(candidate)) is not None
+
+
 def _has_run_config(candidate: Candidate) -> bool:
     return any(posixpath.basename(path) == RUN_CONFIG for path in candidate.files)
 
@@ -120,41 +152,75 @@ def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
     if candidate.format != _SHARDS:
         return False
     above, name = posixpath.split(candidate.folder)
-    return candidate.folder in models or (name == SHARDED_FOLDER and above in models)
+    whole = posixpath.join(candidate.folder, CONSOLIDATED_FOLDER)
+    return not {candidate.folder, whole}.isdisjoint(models) or (
+        name == SHARDED_FOLDER and above in models
+    )
 
 
 def _is_model(candidate: Candidate) -> bool:
     return _MODEL_FILE.match(_main_file(candidate)) is not None
 
 
+# What frameworks count: Composer `ep` and `ba`, NeMo Automodel `epoch` and `step`.
+_EPOCHS = frozenset({"epoch", "ep"})
 _WORD = r"checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch"
-_STEP_FILE = re.compile(
-    rf"(?P<kind>(?:\w+?[-_])?(?:{_WORD}))[-_=]?0*(?P<number>\d{{1,15}})", re.IGNORECASE
-)
+_COUNTER = rf"(?P<kind>{_WORD}|ep|batch|ba)[-_=]?0*(?P<number>\d{{1,15}})"
+_EACH_COUNTER = re.compile(_COUNTER, re.IGNORECASE)
+_ANY_COUNTER = re.sub(r"\?P<\w+>", "?:", _COUNTER)
+_ALL_COUNTERS = rf"(?:(?:checkpoint|ckpt)[-_])?{_ANY_COUNTER}(?:[-_]{_ANY_COUNTER})*"
+_COUNTERS = re.compile(_ALL_COUNTERS, re.IGNORECASE)
+_STEP_FILE = re.compile(rf"(?P<of>(?:[\w-]+?[-_])??)(?P<counters>{_ALL_COUNTERS})", re.IGNORECASE)
 _LIGHTNING = re.compile(
     r"(?:.*[-_])?(?P<kind>step|epoch)=0*(?P<number>\d{1,15})(?:-\D.*)?", re.IGNORECASE
 )
 _ENDING = re.compile(r"(\.pth\.tar|\.ckpt|\.pth|\.pt|\.bin)$")
+_OF_ONE_RANK = re.compile(r"[-_.]rank[-_.]?\d{1,7}$")
 _LAST = re.compile(r"(checkpoint_)?(last|latest)(-v\d+)?", re.IGNORECASE)
+_FOLDER = re.compile(
+    rf"(?:.*\bstep=|(?:{_WORD})?[-_=]?)"
+    r"0*(\d{1,15})(?:-\w+=-?[\d.]+)*(?:-last)?(?:\.ckpt)?",  # as NeMo names them
+    re.IGNORECASE,
+)
+_DATE = re.compile(r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:\d{4}|\d{6})?")
 
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """The step in a file's name: a number, and the word for what is counted."""
+    """The step in a name: a number, and the word for what is counted."""
 
     kind: str
     number: int
 
 
 def parse_step_file(path: str) -> StepName | None:
-    """Returns the step in the name of a file, or None.
+    """Returns the step in the name of a file, or None; the files of all ranks are of one step.
 
     >>> [parse_step_file(name) for name in ("epoch=3-step=500.ckpt", "iter_2000.pth", "model.pt")]
     [StepName(kind='step', number=500), StepName(kind='iter', number=2000), None]
+    >>> parse_step_file("ep1-ba40-rank0.pt")
+    StepName(kind='ba', number=40)
     """
     stem = _stem(path)
-    match = _STEP_FILE.fullmatch(stem) or _LIGHTNING.fullmatch(stem)
+    match = _STEP_FILE.fullmatch(stem)
+    if match is not None:
+        counted = _parse_counters(match["counters"])
+        return counted and replace(counted, kind=match["of"].lower() + counted.kind)
+    match = _LIGHTNING.fullmatch(stem)
     return None if match is None else StepName(match["kind"].lower(), int(match["number"]))
+
+
+def _parse_counters(name: str) -> StepName | None:
+    """Returns the step of a name that has nothing but counters: the last that counts no epochs."""
+    if _COUNTERS.fullmatch(name) is None:
+        return None
+    found = [
+        StepName(match["kind"].lower(), int(match["number"]))
+        for match in _EACH_COUNTER.finditer(name)
+    ]
+    if [one.kind for one in found] == ["batch"]:
+        return None  # the size of one
+    return ([one for one in found if one.kind not in _EPOCHS] or found)[-1]
 
 
 def is_called_last(path: str) -> bool:
@@ -167,22 +233,67 @@ def is_called_last(path: str) -> bool:
 
 
 def _stem(path: str) -> str:
-    return _ENDING.sub("", posixpath.basename(path))
+    return _OF_ONE_RANK.sub("", _ENDING.sub("", posixpath.basename(path)))
 
 
-def is_single_file(candidate: Candidate) -> bool:
-    return candidate.format == "torch" and len(candidate.files) == 1
+def step_of_files(candidate: Candidate) -> StepName | None:
+    """Returns the step in the names of a candidate's files, where these are a step by themselves.
+
+    They are one file, or one for each rank; in other formats the folder is the step.
+    """
+    is_own = candidate.format == _OF_RANKS or (
+        candidate.format == "torch" and len(candidate.files) == 1
+    )
+    return parse_step_file(candidate.files[0]) if is_own else None
 
 
-_STEP = re.compile(
-    r"(?:(?:checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch)?[-_=]?|.*\bstep=)"
-    r"0*(\d{1,15})(?:-\w+=-?[\d.]+)*(?:-last)?(?:\.ckpt)?",  # as NeMo names them
-    re.IGNORECASE,
-)
+_MOST_POINTER_BYTES = 4096
+
+
+def read_pointer(source: Source, path: str) -> str | None:
+    """Returns the step whose name a file holds, as copies of links do; None for other files.
+
+    A link to what is no longer there names an empty step.
+    """
+    try:
+        size = source.stat(path).size_bytes
+        data = source.read(path, 0, size) if size <= _MOST_POINTER_BYTES else b""
+        name = posixpath.basename(data.decode().strip())
+    except MissingFileError:
+        return ""
+    except (InputError, UnicodeDecodeError):
+        return None
+    return name if parse_step(name) is not None else None
+
+
+def find_step_files(candidates: Iterable[Candidate]) -> dict[str, tuple[int, Candidate]]:
+    """Returns candidates that are steps of one run as files, by the path of their first file.
+
+    Returns:
+        Their numbers, with the candidates; nothing where names count different things, as those of
+        two models do.
+    """
+    named = [(name, c) for c in candidates if (name := step_of_files(c)) is not None]
+    kinds = {(candidate.folder, name.kind) for name, candidate in named}
+    return {c.files[0]: (name.number, c) for name, c in named} if len(kinds) == 1 else {}
+
+
+def name_step(path: str) -> str:
+    """Returns the step of a run that a file in the run belongs to: a folder, or its first file.
+
+    >>> name_step("ep0-ba10/__0_0.distcp"), name_step("ep0-ba10-rank3.pt")
+    ('ep0-ba10', 'ep0-ba10-rank0.pt')
+    """
+    folder, slash, _ = path.partition("/")
+    return folder if slash else _RANK_IN_FILE.sub(r"\g<1>0", folder)
+
+
+_RANK_IN_FILE = re.compile(r"([-_.]rank[-_.]?)\d{1,7}(?=\.\w+$)")
 _OF_VERL = "dist_ckpt"  # its folder for Megatron-Core's files
+# Folders below a step, which are no step: of accelerate, verl, NeMo-RL, VeOmni, LeRobot and others.
 _UNIT_FOLDER = re.compile(
     r"(pytorch_model_fsdp|optimizer|model|base_model)_\d+|model|actor|critic|state\.ckpt|optim(izer)?"
-    rf"|{_OF_VERL}"
+    rf"|{_OF_VERL}|policy|value|weights|ckpt|pretrained_model|hf_ckpt|huggingface|{CONSOLIDATED_FOLDER}"
     r"|pytorch_model(_\d+)?"  # accelerate's tags for DeepSpeed
 )
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
@@ -260,18 +371,55 @@ def is_optimizer_folder(name: str) -> bool:
 
 
 def parse_step(folder: str) -> int | None:
-    """Returns the step in a folder's name; for the folder of a unit, in that above it.
+    """Returns the step in the name of a folder or file; for the folder of a unit, in that above it.
 
     >>> parse_step("runs/a/checkpoint-500"), parse_step("checkpoint-500/pytorch_model_fsdp_0")
     (500, 500)
+    >>> parse_step("run/epoch_0_step_100"), parse_step("run/ep0-ba10-rank0.pt")
+    (100, 10)
     """
-    for part in reversed(folder.replace("\\", "/").rstrip("/").split("/")):
-        match = _STEP.fullmatch(part)
-        if match:
-            return int(match[1])
-        if not is_unit_folder(part):
-            return None
-    return None
+    found = _find_step(folder)
+    return None if found is None else found[1]
+
+
+def find_step(folder: str) -> str | None:
+    """Returns the folder, or file, of the step that a folder is or belongs to; None without one.
+
+    What a framework names iteration 0 below a step, as Megatron-Core in NeMo-RL, is that step.
+
+    >>> find_step("run/step_10/policy/weights/iter_0000000"), find_step("run/model")
+    ('run/step_10', None)
+    """
+    found = _find_step(folder)
+    return None if found is None else found[0]
+
+
+def _find_step(folder: str) -> tuple[str, int] | None:
+    path, found, is_unit_below = folder.replace("\\", "/").rstrip("/"), None, False
+    while path:
+        above, name = posixpath.split(path)
+        number = _parse_step(name)
+        if number is not None and found is None:
+            found, is_unit_below = (path, number), False
+            if number or not name.startswith("iter_"):
+                break
+        elif number is not None and is_unit_below:
+            return path, number
+        elif number is None and is_unit_folder(name):
+            is_unit_below = True
+        else:
+            break
+        path = above
+    return found
+
+
+def _parse_step(name: str) -> int | None:
+    """Returns the step in the name of a folder or of a file."""
+    match = _FOLDER.fullmatch(name)
+    if match is not None:
+        return None if _DATE.fullmatch(name) else int(match[1])
+    counted = parse_step_file(name) if _ENDING.search(name) else _parse_counters(name)
+    return None if counted is None else counted.number
 
 
 _NO_RECORDS = RunRecords()
@@ -351,7 +499,7 @@ class _Resolver:
         self, candidates: Sequence[Candidate], base: str, select: str | None
     ) -> ResolvedSource:
         """Decides among candidates that are all in the folder `base`, or are that file."""
-        if [candidate.files for candidate in candidates] == [(base,)]:
+        if len(candidates) == 1 and base in candidates[0].files:
             folder = posixpath.dirname(base)
             return ResolvedSource(folder, _units(candidates, folder), select)
         all_steps, others = self._split_steps(candidates, base)
@@ -372,13 +520,17 @@ class _Resolver:
             here = [step for step in steps if posixpath.dirname(step) == base]
             newest = max(here, key=self._sort_key, default="")
             labels = [*(unit.label for unit in units), *sorted(runs)]
-            raise self._ambiguous(labels, select, relative_path(newest, base))
+            whole = [unit.label for unit in units if not self.describe_missing(unit.candidate)]
+            whole += [run for run in sorted(runs) if self._has_whole_step(steps, run, base)]
+            raise self._ambiguous(labels, whole, select, relative_path(newest, base))
         if steps:
             return self._choose_newest(steps, select)
         if not units:
             raise self.not_found(base)
         passed = [c for folder in all_steps.keys() - steps.keys() for c in all_steps[folder]]
-        ignored = [c for c in (*others, *passed) if c not in kept and c.format != _SHARDS]
+        ignored = [
+            c for c in (*others, *passed) if not (c in kept or c.format == _SHARDS or _is_state(c))
+        ]
         names = ", ".join(candidate.files[0] for candidate in ignored)
         notes = (f"left alone beside the model: {names}",) if ignored else ()
         return ResolvedSource(base, units, select, notes)
@@ -419,24 +571,23 @@ class _Resolver:
     ) -> tuple[_Steps, list[Candidate]]:
         """Splits candidates into steps, which are folders and files, and others."""
         folders, others = self._split_step_folders(candidates, base)
-        numbers: dict[str, int] = {}
-        files: _Steps = {}
-        kinds = set()
+        named = find_step_files(others)
+        numbers = {path: number for path, (number, _) in named.items()}
+        files = {path: [candidate] for path, (_, candidate) in named.items()}
+        lasts: _Steps = {}
+        rest = []
         for candidate in others:
-            name = parse_step_file(candidate.files[0]) if is_single_file(candidate) else None
-            if name is not None:
-                numbers[candidate.files[0]], files[candidate.files[0]] = name.number, [candidate]
-                kinds.add((candidate.folder, name.kind))
-        if len(kinds) > 1:  # they count different things, such as two models
-            numbers, files = {}, {}
-        rest = [candidate for candidate in others if [candidate] not in files.values()]
-        for candidate in list(rest):
-            path = candidate.files[0] if is_single_file(candidate) else candidate.folder
-            has_steps = bool(folders or files)
-            number = self.read_step(candidate) if has_steps and is_called_last(path) else None
-            if number is not None:
-                numbers[path], files[path] = number, [candidate]
-                rest.remove(candidate)
+            home = _find_last(candidate, base) if folders or files else ""
+            if home:
+                lasts.setdefault(home, []).append(candidate)
+            elif [candidate] not in files.values():
+                rest.append(candidate)
+        for home, inside in lasts.items():
+            number = next(filter(None, map(self.read_step, inside)), None)
+            if number is None:
+                rest += inside
+            else:
+                numbers[home], files[home] = number, inside
         if any(map(_is_primary, rest)):
             return folders, others
         self.numbers |= numbers
@@ -462,7 +613,7 @@ class _Resolver:
         above, name = posixpath.split(folder)
         if name == RELEASE:
             return self.records.read_tracker(above) is not None
-        return _STEP.fullmatch(name) is not None
+        return _parse_step(name) is not None
 
     def _sort_key(self, step: str) -> tuple[int, bool, str]:
         """Returns the sort key of a step; one that is named as the last precedes its equal."""
@@ -486,7 +637,8 @@ class _Resolver:
             if resolved is not None and (not missing or len(ordered) == 1):
                 rest = set(ordered[at + 1 :])
                 gone = self._describe_rest(folder, rest, rolled_back, is_named=folder in named)
-                taken = [f"{folder} was taken"] if folder in self.numbers else []
+                is_choice = folder in self.numbers and len(ordered) > 1
+                taken = [Aside(f"{folder} was taken")] if is_choice else []
                 notes = (*taken, *passed, *gone, *resolved.notes)
                 return replace(resolved, notes=notes, damaged=damaged)
             if UNFINISHED not in missing:
@@ -517,6 +669,8 @@ class _Resolver:
         if back:
             notes.append(Aside(f"{', '.join(back)} left alone: training went back from it"))
         rest -= set(back)
+        number = self._sort_key(taken)[0]
+        rest -= {s for s in rest if is_called_last(s) and self._sort_key(s)[0] == number}
         newer = [s for s in rest if is_named and self._sort_key(s) > self._sort_key(taken)]
         tracked = self.records.read_tracker(posixpath.dirname(taken)) if newer else None
         if tracked is not None:
@@ -536,16 +690,31 @@ class _Resolver:
             resolved = self.choose(candidates, folder, select)
         except NotACheckpointError as error:
             return None, error.message
+        except AmbiguousSourceError:
+            lacking = list(map(self.describe_missing, candidates))
+            if not all(lacking):
+                raise
+            return None, lacking[0]
         missing = (self.describe_missing(unit.candidate) for unit in resolved.units)
         return resolved, next(filter(None, missing), "")
 
+    def _has_whole_step(self, steps: _Steps, run: str, base: str) -> bool:
+        """Returns whether the selection of a run would find a step to take."""
+        own = (folder for folder in steps if relative_path(posixpath.dirname(folder), base) == run)
+        try:
+            return any(not self._resolve_step(steps[folder], folder, None)[1] for folder in own)
+        except AmbiguousSourceError:
+            return False
+
     def _ambiguous(
-        self, labels: Sequence[str], select: str | None, step: str
+        self, labels: Sequence[str], whole: Sequence[str], select: str | None, step: str
     ) -> AmbiguousSourceError | CannotPlanError:
+        """Returns the error for several checkpoints; what is not whole is not proposed."""
         shown = (f"'.' with step {step!r}" if label == _HERE else repr(label) for label in labels)
         names = ", ".join(shown)
-        newest = f", or --select {_HERE} for the newest step" if _HERE in labels[1:] else ""
-        hint = f"choose one with --select {labels[0]}{newest}, or give its path"
+        newest = f", or --select {_HERE} for the newest step" if _HERE in whole[1:] else ""
+        hint = f"choose one with --select {whole[0]}{newest}, or give its path" if whole else ""
+        hint = hint or "none of them is whole; see why with `ckptkit inspect` and the path of one"
         if select is None:
             text = f"holds several checkpoints: {names}"
             return AmbiguousSourceError(text, where=self.location, hint=hint)
@@ -554,6 +723,15 @@ class _Resolver:
 
 
 _Steps = dict[str, list[Candidate]]
+
+
+def _find_last(candidate: Candidate, base: str) -> str:
+    """Returns the file, or the folder below `base`, that is named as the last; empty for none."""
+    if step_of_files(candidate) is None and is_called_last(candidate.files[0]):
+        return candidate.files[0]
+    inside = candidate.folder.removeprefix(base).strip("/").split("/")
+    at = next((at for at, part in enumerate(inside) if is_called_last(part)), None)
+    return "" if at is None else posixpath.join(base, *inside[: at + 1])
 
 
 def _rest(select: str, label: str) -> str | None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 GROUP = "ckptkit.readers"
-SEARCH_DEPTH = 4  # runs/a/checkpoint-500/pytorch_model_fsdp_0 is found from `runs`
+SEARCH_DEPTH = 5  # a/step_10/policy/weights/model, of NeMo-RL, is found from the folder above `a`
 _DEEPEST = 24  # folders for the parts of a parameter's name, in formats with a file for each
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _MOST_CHARACTERS = 300  # of the message of a reader's own failure

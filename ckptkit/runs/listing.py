@@ -13,7 +13,13 @@ from ckptkit.core.errors import MissingFileError, NotACheckpointError
 from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
 from ckptkit.core.text import counted, size_text
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import TRACKERS, names_step, parse_step
+from ckptkit.formats.discovery import (
+    TRACKERS,
+    find_step_files,
+    name_step,
+    names_step,
+    parse_step,
+)
 from ckptkit.formats.registry import describe_missing, recognise
 from ckptkit.formats.zero.reader import read_tag
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
@@ -134,12 +140,17 @@ class _Listing:
         tags = (read_tag(source, tracker) for tracker in TRACKERS if tracker in paths)
         self._tag = next((tag for tag in tags if tag is not None), "")
         self._manifests = StepManifests(source, candidates)
-        self._candidates = _by_folder(
-            self._manifests.without_side_folders(candidates), lambda candidate: candidate.folder
-        )
+        candidates = self._manifests.without_side_folders(candidates)
+        right_here = [candidate for candidate in candidates if not candidate.folder]
+        as_files = {
+            path: [candidate] for path, (_, candidate) in find_step_files(right_here).items()
+        }
+        inside = (c for c in candidates if [c] not in as_files.values())
+        self._candidates = _group(inside, lambda candidate: candidate.folder.split("/", 1)[0])
+        self._candidates |= as_files
         files = store.files()
         self._paths = {file.path for file in files}
-        self._files = _by_folder(files, lambda file: file.path)
+        self._files = _group(files, lambda file: name_step(file.path))
 
     def listing(self) -> RunListing:
         names = [n for n in self._files if n in self._candidates or is_step_folder(n)]
@@ -274,12 +285,11 @@ class _Listing:
         return NotACheckpointError(message, where=location, hint=hint)
 
 
-def _by_folder(entries: Iterable[_T], path_of: Callable[[_T], str]) -> dict[str, list[_T]]:
-    """Groups entries by the first folder of their path."""
-    folders: dict[str, list[_T]] = {}
+def _group(entries: Iterable[_T], name_of: Callable[[_T], str]) -> dict[str, list[_T]]:
+    groups: dict[str, list[_T]] = {}
     for entry in entries:
-        folders.setdefault(path_of(entry).split("/", 1)[0], []).append(entry)
-    return folders
+        groups.setdefault(name_of(entry), []).append(entry)
+    return groups
 
 
 def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -> str:

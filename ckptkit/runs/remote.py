@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from ckptkit.core.errors import CkptkitError, MissingFileError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.formats.discovery import parse_step
+from ckptkit.formats.discovery import name_step, parse_step, parse_step_file
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, place_of
@@ -142,7 +142,7 @@ class RemoteRun:
         return [
             StoredFile(path, info.size_bytes, info.modified, info.identity)
             for path, info in sorted(objects.items())
-            if "/" in path and parse_step(path.split("/", 1)[0]) is not None
+            if parse_step(path.split("/", 1)[0]) is not None
         ]
 
     def is_live(self) -> bool | None:
@@ -193,14 +193,14 @@ class RemoteRun:
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
         """Removes a claimed step: first the files that make it complete, then the rest."""
-        now = self._objects.listing(step)
+        now = self._list_step(step)
         listed = {file.path: [file.identity, file.modified] for file in files}
-        if not all(_is_listed(f"{step}/{path}", info, listed) for path, info in now.items()):
+        if not all(_is_listed(path, info, listed) for path, info in now.items()):
             raise OutputError(
                 "is being replaced, and was not removed", where=f"{self.location}/{step}"
             )
         self._begun.add(step)
-        self._remove_in_order([f"{step}/{path}" for path in now])
+        self._remove_in_order(list(now))
         self._objects.delete(self._objects.folder_markers(step))
         self._objects.delete([_claim_path(step)])
 
@@ -214,9 +214,8 @@ class RemoteRun:
         for name, claim in sorted(self._objects.listing(_REMOVING).items()):
             step, path = name.removesuffix(".json"), f"{_REMOVING}/{name}"
             listed = self._objects.get(path)
-            now = self._objects.listing(step)
-            paths = {f"{step}/{name}": info for name, info in now.items()}
-            left = [path for path, info in paths.items() if _is_listed(path, info, listed)]
+            now = self._list_step(step)
+            left = [path for path, info in now.items() if _is_listed(path, info, listed)]
             is_new = len(left) < len(now)  # the step is being replaced
             has_begun = isinstance(listed, dict) and len(left) < len(listed)
             if is_new or not has_begun:
@@ -229,6 +228,14 @@ class RemoteRun:
                 self._objects.delete(self._objects.folder_markers(step))
                 self._objects.delete([path])
         return steps
+
+    def _list_step(self, step: str) -> dict[str, ObjectInfo]:
+        """Returns the objects of a step, a folder or files right in the run, by their paths."""
+        below = {f"{step}/{name}": info for name, info in self._objects.listing(step).items()}
+        if below or parse_step_file(step) is None:
+            return below
+        objects = self._objects.listing("").items()
+        return {path: info for path, info in objects if name_step(path) == step}
 
     def _remove_in_order(self, paths: Sequence[str]) -> None:
         left = list(paths)

@@ -27,7 +27,14 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.text import Aside
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import ResolvedSource, is_unit_folder, names_step, parse_step
+from ckptkit.formats.discovery import (
+    ResolvedSource,
+    find_step,
+    is_unit_folder,
+    names_step,
+    parse_step,
+    step_of_files,
+)
 from ckptkit.formats.parsing import list_first
 from ckptkit.formats.registry import find_candidates, make_not_found_error, recognise
 from ckptkit.runs.marks import FileLocks, claim, hold, is_step_folder, run_is_live
@@ -56,7 +63,7 @@ _HIDDEN = re.compile(rf"\.(?P<step>.+?){re.escape(WORK_INFIX)}{TRASH}-[0-9a-f]+"
 
 
 class LocalRun:
-    """A directory with steps in it, which are identified by the names of their folders.
+    """A directory with steps in it, which are identified by the names of their folders or files.
 
     `markers` are the files of a step that its readers lock, relative to the run, and `files` those
     that were listed of it.
@@ -73,11 +80,10 @@ class LocalRun:
         """Returns the files of all steps, sorted by path; links are not followed."""
         with _readable(self._root), os.scandir(self._root) as entries:
             steps = sorted(
-                entry.name
-                for entry in entries
-                if parse_step(entry.name) is not None and entry.is_dir(follow_symlinks=False)
+                (entry for entry in entries if parse_step(entry.name) is not None),
+                key=lambda entry: entry.name,
             )
-        return [file for step in steps for file in self._below(step)]
+        return [file for entry in steps for file in self._stored(entry.name, entry)]
 
     def is_live(self) -> bool | None:
         """Returns whether a job has the lock of the run; None if unknown."""
@@ -118,6 +124,9 @@ class LocalRun:
         folder = self._root / step
         trash = new_hidden_path(folder, TRASH)
         with _removable(folder):
+            if not folder.is_dir():
+                self._remove_files(trash, files)
+                return
             if not self._holds(step, step, files):
                 raise OutputError(_AGAIN, where=str(folder), hint=_JUDGED_ANEW)
             folder.rename(trash)
@@ -126,6 +135,18 @@ class LocalRun:
                 raise OutputError(_AGAIN, where=str(folder), hint=_JUDGED_ANEW)
             LOCAL_DISK.sync_directory(self._root)
             remove_tree(trash)
+
+    def _remove_files(self, trash: Path, files: Sequence[StoredFile]) -> None:
+        """Removes a step that is files right in the run, the first of which makes it complete."""
+        for file in files:
+            path = self._root / file.path
+            if _stored_file(file.path, path.lstat()).identity != file.identity:
+                raise OutputError(_AGAIN, where=str(path), hint=_JUDGED_ANEW)
+        trash.mkdir()
+        for file in files:
+            (self._root / file.path).rename(trash / file.path)
+            LOCAL_DISK.sync_directory(self._root)
+        remove_tree(trash)
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
         """Finishes removals that were interrupted; returns the names of these steps.
@@ -160,24 +181,33 @@ class LocalRun:
         except OSError as error:
             raise _unreadable(self._root / folder, error) from error
         for entry in listed:
-            if entry.is_dir(follow_symlinks=False):
-                if not is_work_folder(entry.name):
-                    yield from self._below(f"{folder}/{entry.name}")
-                continue
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            except OSError as error:  # the folder may be listed and not entered
-                raise _unreadable(self._root / folder, error) from error
-            yield StoredFile(
-                f"{folder}/{entry.name}",
-                status.st_size,
-                status.st_mtime,
-                f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}",
-                links=status.st_nlink,
-                inode=f"{status.st_dev:x}-{status.st_ino:x}",
-            )
+            yield from self._stored(f"{folder}/{entry.name}", entry)
+
+    def _stored(self, path: str, entry: os.DirEntry[str]) -> Iterator[StoredFile]:
+        """Yields a file, or the files below a folder; a link right in the run is no step of it."""
+        if entry.is_dir(follow_symlinks=False):
+            if not is_work_folder(entry.name):
+                yield from self._below(path)
+            return
+        if "/" not in path and entry.is_symlink():
+            return
+        try:
+            yield _stored_file(path, entry.stat(follow_symlinks=False))
+        except FileNotFoundError:
+            return
+        except OSError as error:  # the folder may be listed and not entered
+            raise _unreadable((self._root / path).parent, error) from error
+
+
+def _stored_file(path: str, status: os.stat_result) -> StoredFile:
+    return StoredFile(
+        path,
+        status.st_size,
+        status.st_mtime,
+        f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}",
+        links=status.st_nlink,
+        inode=f"{status.st_dev:x}-{status.st_ino:x}",
+    )
 
 
 @contextmanager
@@ -285,14 +315,19 @@ def find_run(run: PathLike) -> PathLike:
     """
     try:
         with open_source(run) as source:
-            folders = {step_folder(candidate.folder) for candidate in recognise(list_files(source))}
+            candidates = recognise(list_files(source))
             closed = {step_folder(folder) for folder in source.closed_folders}
     except MissingFileError as error:
         if is_url(run) or local_path(run).is_dir():
             raise
         raise absent_run(run) from error
     closed = {folder for folder in closed if not posixpath.basename(folder).isdigit()}
-    steps = {folder for folder in folders | closed if parse_step(folder) is not None}
+    folders = {candidate.folder for candidate in candidates} | closed
+    found = {step for folder in folders if (step := find_step(folder)) is not None}
+    found |= {candidate.files[0] for candidate in candidates if step_of_files(candidate)}
+    # Folders of a step may be named like steps, too.
+    apart = {posixpath.dirname(step) for step in found}
+    steps = {step for step in found if apart.isdisjoint(_runs_above(step))}
     location = os.fspath(run).rstrip("/")
     if not steps and folders and parse_step(posixpath.basename(location)) is not None:
         raise NotACheckpointError(
@@ -311,6 +346,14 @@ def find_run(run: PathLike) -> PathLike:
         )
     below = f"{location}/{runs[0]}"
     return run.beside(below) if isinstance(run, Place) else below
+
+
+def _runs_above(step: str) -> Iterator[str]:
+    """Yields the folders of the steps that a step is in."""
+    parts = step.split("/")
+    for at, name in enumerate(parts[:-1]):
+        if parse_step(name) is not None:
+            yield "/".join(parts[:at])
 
 
 def list_closed(folders: Sequence[Folder]) -> dict[str, str]:
@@ -544,11 +587,12 @@ def hold_step(step: PathLike) -> Iterator[None]:
         with _held_at_store(place_of(step)):
             yield
         return
-    with (
-        LocalSource(local_path(step)) as source,
-        hold_source(source),
-    ):
-        yield
+    path = local_path(step)
+    folder, name = (path.parent, path.name) if path.is_file() else (path, None)
+    with LocalSource(folder) as source:
+        own = [c for c in find_candidates(source) if name is None or name in c.files]
+        with hold_candidates([source], own):
+            yield
 
 
 @contextmanager

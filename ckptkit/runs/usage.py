@@ -14,7 +14,7 @@ from typing import Any
 from ckptkit.consumers.side_files import is_side_file
 from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
-from ckptkit.formats.discovery import parse_step
+from ckptkit.formats.discovery import name_step, parse_step
 from ckptkit.runs.run_paths import ENTER_HINT, absent_run, describe_links
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import is_work_folder
@@ -196,6 +196,8 @@ def _split_at_step(path: str) -> tuple[str | None, str]:
         for number, part in enumerate(parts[:-1])
         if parse_step(part) is not None and not part.startswith(".")
     ]
+    if not named and parse_step(parts[-1]) is not None:
+        return "/".join(parts[:-1]), name_step(parts[-1])
     if not named:
         return None, ""
     # A folder such as 2026 may be above a run; nanotron's steps are called so, too.

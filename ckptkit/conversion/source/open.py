@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ckptkit.conversion.source.named_models import describe_hub_name, find_model
 from ckptkit.conversion.source.unite import compare_leftovers, join_indexes, unite
 from ckptkit.core.errors import (
     AccessError,
+    AmbiguousSourceError,
     FormatError,
     InputError,
     MissingFileError,
@@ -28,7 +30,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
-from ckptkit.core.model_configs import parse_model_config
+from ckptkit.core.model_configs import parse_json_object, parse_model_config
+from ckptkit.core.text import Aside, counted
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
@@ -38,12 +41,14 @@ from ckptkit.formats.discovery import (
     CheckpointUnit,
     ResolvedSource,
     RunRecords,
-    is_single_file,
+    is_called_last,
     parse_step,
-    parse_step_file,
+    read_pointer,
     resolve,
+    step_of_files,
 )
 from ckptkit.formats.optimizer_names import name_states
+from ckptkit.formats.parsing import is_count, list_first, read_limited
 from ckptkit.formats.ranks.flat import (
     SLICES,
     ModelParameter,
@@ -62,6 +67,7 @@ from ckptkit.formats.registry import (
 from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
+from ckptkit.plan.selection import model_trees, propose_trees
 from ckptkit.runs.run_paths import (
     absent_folder,
     check_closed,
@@ -85,6 +91,11 @@ _MARKS = {
     "context/io.json": "NeMo 2",
     "transformer_config.json": "verl",
 }
+# Of LeRobot and of the Trainer: where a step that is named as the last has its number.
+_STEP_IN_FILE = (
+    ("training_state/training_step.json", "step"),
+    ("trainer_state.json", "global_step"),
+)
 _UNFINISHED = "-unfinished"  # NeMo's file has the name of the folder with this ending
 _ACCELERATE = "pytorch_model_fsdp_"
 _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
@@ -188,6 +199,7 @@ def _open_folders(
     return [root, *open_others(stack, location, also)], only
 
 
+_SHOWN = 3
 _TRIES = 5  # a job may remove steps of its run while they are searched
 
 
@@ -331,6 +343,8 @@ class _Search:
         )
         self._check_parts(found)
         index = join_indexes(found.units, [self._index(unit.candidate) for unit in found.units])
+        index, chosen, averaged = _choose_average(index, found.select, self._location)
+        found = replace(found, select=chosen, notes=(*found.notes, *averaged))
         index = name_states(index, in_order=index.format == TorchFileReader.name)
         step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
@@ -405,8 +419,28 @@ class _Search:
         candidates = add_numbered_ranks(self._source, candidates, self._paths)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
+        candidates = [c for c in candidates if not self._is_pointer(c, candidates)]
         self._steps = StepManifests(self._source, candidates, problems)
         return candidates
+
+    def _is_pointer(self, candidate: Candidate, others: Sequence[Candidate]) -> bool:
+        """Returns whether a candidate is a link to another one, or a text in the place of one."""
+        path = candidate.files[0]
+        if len(candidate.files) > 1 or not is_called_last(path):
+            return False
+        beside = (one.files[0] for one in others if one.folder == candidate.folder)
+        with suppress(InputError):
+            identity = self._source.stat(path).identity
+            if any(self._source.stat(p).identity == identity for p in beside if p != path):
+                return True
+        step = read_pointer(self._source, path)
+        if step and self._only is not None:
+            raise NotACheckpointError(
+                f"is a text that names {step!r}, as a copy of a link is",
+                where=self._location,
+                hint=f"pass {posixpath.join(posixpath.dirname(self._location), step)}",
+            )
+        return step is not None
 
     def _check_parts(self, found: ResolvedSource) -> None:
         """Refuses a step in parts that do not make a whole step."""
@@ -447,9 +481,18 @@ class _Search:
 
     def _step_inside(self, candidate: Candidate) -> int | None:
         try:
-            return self._index(candidate).run.step
+            step = self._index(candidate).run.step
         except InputError:
             return None
+        above = posixpath.dirname(candidate.folder)
+        for folder, (file, key) in product((candidate.folder, above), _STEP_IN_FILE):
+            path = posixpath.join(folder, file)
+            if step is None and path in self._paths:
+                with suppress(InputError):
+                    data = read_limited(self._source, path, MAX_JSON_BYTES, "state of a run")
+                    number = parse_json_object(data, where=path).get(key)
+                    step = number if is_count(number) else None
+        return step
 
     def _lacks(self, candidate: Candidate) -> str:
         missing = self._describe_missing(candidate)
@@ -470,10 +513,57 @@ class _Search:
             return str(error.message)
 
 
+def _choose_average(
+    index: TensorIndex, select: str | None, location: str
+) -> tuple[TensorIndex, str | None, list[str]]:
+    """Makes the averages of weights that were selected a model of their own.
+
+    Weights that have no average, such as frozen ones, are taken as training has them.
+
+    Args:
+        index: The index of a checkpoint.
+        select: The user's selection of a state dict: its name, the first parts of it, or a dot for
+            the one at the root.
+        location: The checkpoint, for messages.
+
+    Returns:
+        The index, the name of the state dict that was selected, and notes.
+    """
+    models = model_trees(index)
+    averages = list(dict.fromkeys(entry.tree for entry in index.of_part("average")))
+    if select is None:
+        note = f"it also has averages of the weights: {propose_trees(averages)} takes those"
+        return index, None, [Aside(note)] if averages else []
+    if select == "." and "" in models:
+        select = ""
+    named = [tree for tree in averages if tree.startswith(f"{select}.")] if select else []
+    if len(named) > 1 and select not in (*models, *averages):
+        raise AmbiguousSourceError(
+            f"holds {len(named)} averages {select!r}: {', '.join(named)}",
+            where=location,
+            hint=f"choose one with {propose_trees(named)}",
+        )
+    if select not in (*models, *averages) and named:
+        select = named[0]
+    if select not in averages:
+        return index, select, []
+    tensors = dict(index.tensors)
+    own = {entry.name for entry in index.of_part("average") if entry.tree == select}
+    rest: list[str] = []
+    for key, entry in index.tensors.items():
+        if entry.tree == select:
+            tensors[key] = replace(entry, part="model")
+        elif entry.part == "model" and models == [entry.tree] and entry.name not in own:
+            tensors[key] = replace(entry, tree=select)
+            rest.append(entry.name)
+    shown = list_first(map(repr, rest), len(rest), _SHOWN)
+    note = f"{counted(len(rest), 'tensor')} without an average are as training has them: {shown}"
+    return replace(index, tensors=tensors), select, [note] if rest else []
+
+
 def _step_named(found: ResolvedSource, location: str) -> int | None:
     """Returns the step in the name of the chosen file or folder."""
-    candidate = found.units[0].candidate
-    name = parse_step_file(candidate.files[0]) if is_single_file(candidate) else None
+    name = step_of_files(found.units[0].candidate)
     if name is not None and "epoch" not in name.kind:
         return name.number
     return parse_step(found.folder or location)

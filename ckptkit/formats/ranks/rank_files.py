@@ -149,7 +149,8 @@ def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
     if match := _FAIRSEQ.fullmatch(name):
         return (folder, FAIRSEQ, match["stem"]), RankFile(path, "model", int(match["rank"]))
     match = _OTHER.fullmatch(name)
-    if match is None or _NEITHER.fullmatch(match["stem"]):
+    # A name with nothing but the rank is described by its folder, as `extra_state/rank_0.pt`.
+    if match is None or _NEITHER.fullmatch(match["stem"] or posixpath.basename(folder)):
         return None
     kind = "metadata" if _METADATA.fullmatch(match["stem"]) else "model"
     if _OPTIMIZER.fullmatch(match["stem"]):

@@ -81,7 +81,7 @@ from ckptkit.formats.ranks.rank_tensors import (
     is_of_optimizer,
 )
 from ckptkit.formats.ranks.sharded_values import ShardedTensorRef
-from ckptkit.formats.trees import classify, join_path
+from ckptkit.formats.trees import classify, detect_framework, join_path
 from ckptkit.storage.base import Source
 
 _VERL_CONFIG = "fsdp_config.json"
@@ -305,12 +305,16 @@ class RankAssembly:
         meshes = [mesh for _, mesh in self._assembler.meshes.values()]
         largest = max(meshes, key=lambda mesh: len(mesh.sizes), default=None)
         names = () if largest is None else largest.names or ("",) * len(largest.sizes)
+        is_loop = not self._files.writer  # a loop's own dictionary, the same on all ranks
+        root = self._contents["model"][0].archive.root if is_loop else None
+        framework = detect_framework(root)
         values = self._values()
         step = values.get(("step",), values.get(("global_step",)))
         return RunFacts(
             world_size=world_size,
-            step=step if type(step) is int else None,
-            writer=_WRITERS[self._files.writer],
+            step=step if type(step) is int else framework.step,
+            writer=framework.name or _WRITERS[self._files.writer],
+            version=framework.version,
             mesh=() if largest is None else tuple(zip(names, largest.sizes, strict=True)),
             notes=tuple(self.notes),
             warnings=describe_objects({p: v for p, v in values.items() if is_object(v)}),
