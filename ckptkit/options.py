@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -313,9 +314,15 @@ class ConsolidateRequest:
                 hint="leave one of the two out",
             )
 
-    def wants(self, *names: str) -> bool:
-        """Returns whether a tensor is written; where a map renames it, it has several names."""
-        is_included = not self.include or any(matches(name, self.include) for name in names)
+    def wants(self, *names: str, before: str = "") -> bool:
+        """Returns whether a tensor is written; where a map renames it, it has several names.
+
+        Args:
+            names: Its names.
+            before: Its name before a prefix was stripped, which may be included by that, too.
+        """
+        given = (*names, before)
+        is_included = not self.include or any(matches(name, self.include) for name in given)
         return is_included and not any(matches(name, self.exclude) for name in names)
 
 
@@ -332,6 +339,31 @@ def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Returns whether any shell pattern (`*`, `?`, `[…]`) fits the whole name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def find_patterns(unwanted: Iterable[str], wanted: Collection[str]) -> list[str]:
+    """Returns shell patterns that fit all of some names of tensors, and none of some others.
+
+    >>> find_patterns(["layers.2.a.bias", "layers.2.b.bias"], ["layers.0.a.bias", "norm.bias"])
+    ['layers.2.*']
+    >>> find_patterns(["layers.0.bias", "layers.1.bias"], ["layers.0.weight", "layers.1.weight"])
+    ['layers.*.bias']
+    """
+    heads = {name[:at] for name in wanted for at, letter in enumerate(name) if letter == "."}
+    patterns: dict[str, None] = {}
+    fits_wanted: dict[str, bool] = {}
+    for name in unwanted:
+        ends = [at for at, letter in enumerate(name) if letter == "."]
+        end = next((at for at in ends if name[:at] not in heads), len(name))
+        pattern = glob.escape(name[:end]) + (".*" if end < len(name) else "")
+        wide = _NUMBER.sub("*", pattern)
+        if wide not in fits_wanted:
+            fits_wanted[wide] = any(fnmatchcase(other, wide) for other in wanted)
+        patterns[pattern if fits_wanted[wide] else wide] = None
+    return list(patterns)
 
 
 _DTYPE_ALIASES = {

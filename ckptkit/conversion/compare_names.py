@@ -23,7 +23,7 @@ from ckptkit.conversion.naming_program import (
     list_missing_libraries,
 )
 from ckptkit.conversion.source.model_folders import read_names, read_shapes_if_any
-from ckptkit.core.errors import CkptkitError, InputError, RefusedError, error_from_json
+from ckptkit.core.errors import CkptkitError, InputError, error_from_json
 from ckptkit.core.index import Shape
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Listener, Planned, Waiting
@@ -32,9 +32,18 @@ from ckptkit.hub_names.known_models import (
     compare_with_base,
     compare_with_counts,
     determine_need,
+    find_doubled_prefix,
     is_made_by_model,
 )
-from ckptkit.plan.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, make_refusal
+from ckptkit.plan.load_report import (
+    CONSOLIDATE,
+    Advice,
+    LoadReport,
+    LoadRequest,
+    MisfitError,
+    is_named_as_copy,
+    make_refusal,
+)
 
 LIVE_NAMES = "names and shapes are not compared with the model of config.json: --names live"
 _DTYPES = ("dtype", "torch_dtype")  # no name or shape depends on these
@@ -194,6 +203,9 @@ def plan_comparison(
 
 
 def _looks_wrong(subject: Subject) -> bool:
+    is_doubled = bool(find_doubled_prefix(subject.tensors)) and not subject.is_live
+    if is_doubled or any(map(is_named_as_copy, subject.written)):
+        return True  # messages propose what of it is a model
     return any(not report.is_clean for report in _compare_without_asking(subject))
 
 
@@ -219,21 +231,22 @@ def compare_now(subject: Subject) -> tuple[str, ...]:
 
 def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
     """Refuses an output that would not load by a report; returns notes for the user."""
-    if report.is_clean and subject.request.is_packed:
+    is_clean = report.is_clean or (subject.is_live and report.is_loaded)  # as training has names
+    if is_clean and subject.request.is_packed:
         # Transformers was asked for weights; the base also has what a method packs with them.
         base = _shapes_of_base(subject)
         if base:
             report = compare_packed_parts(subject.request, base, _describe_base(subject.base))
             if not report.is_clean:
                 raise _refuse(subject, report)
-    if report.is_clean:
+    if is_clean:
         return ()
     if subject.has_code:
         return _judge_without_asking(subject, "the model has code of its own beside config.json")
     raise _refuse(subject, report)
 
 
-def _refuse(subject: Subject, report: LoadReport) -> RefusedError:
+def _refuse(subject: Subject, report: LoadReport) -> MisfitError:
     filling = "--fill-from MODEL" if subject.advice.fills and report.missing else ""
     if filling and subject.filling is not None:
         with suppress(InputError):  # weights of the base may be damaged or missing
@@ -246,7 +259,7 @@ def _judge_without_asking(subject: Subject, why: str) -> tuple[str, ...]:
     """Compares without transformers where that is possible; returns notes for the user."""
     reports = _compare_without_asking(subject)
     for report in reports:
-        if not report.is_clean:
+        if not (report.is_clean or (subject.is_live and report.is_loaded)):
             raise _refuse(subject, report)
     if reports:
         return ()

@@ -363,7 +363,7 @@ def start_program(entry: str, log: IO[bytes] | int) -> subprocess.Popen[bytes]:
     with suppress(OSError):  # it was removed
         here = str(Path.cwd())
     # Python files of a model folder must not be imported as libraries.
-    roots = [path for path in sys.path if path not in {"", here}]
+    roots = [path for path in sys.path if path == str(own) or path not in {"", here}]
     return subprocess.Popen(  # noqa: S603
         [sys.executable, "-P", "-c", _PROGRAM.format([*roots, str(own)], entry, entry)],
         stdin=subprocess.PIPE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -81,7 +81,13 @@ from ckptkit.options import (
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
-from ckptkit.plan.load_report import CONSOLIDATE, Advice
+from ckptkit.plan.load_report import (
+    CONSOLIDATE,
+    Advice,
+    MisfitError,
+    find_copies,
+    take_prefix,
+)
 from ckptkit.plan.plan import FILLING, SOURCE, OutputFile, Plan, Product, Share
 from ckptkit.plan.selection import (
     DTypePolicy,
@@ -110,6 +116,7 @@ from ckptkit.storage.places import PathLike
 
 _LISTED = 3
 _MOST_MODULE_BYTES = 1 << 28
+_MOST_WRAPPERS = 3  # parts of names that wrappers put before those of a model
 _LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
 
 
@@ -186,13 +193,16 @@ class ConversionJob:
             return f"{text}; run the same `{self.advice.again}` with `{options}` added, {which}"
         if self.out is None or self.advice is not CONSOLIDATE:
             return f"{text}; pass --base ORG/NAME {which}"
+        return f"{text}; run `{self.command('--base', 'ORG/NAME', '--overwrite')}` {which}"
+
+    def command(self, *more: str) -> str:
+        """Returns the command of the job, with further options."""
         name, *layout = ["consolidate"]
         if self.request.layout != "hf":
             name, *layout = ["convert", "--to", self.request.layout]
-        paths = os.fspath(self.src), os.fspath(self.out)
+        paths = os.fspath(self.src), "OUT" if self.out is None else os.fspath(self.out)
         chosen = build_selection_options(self.request.select, self.also)
-        more = [*layout, *chosen, "--base", "ORG/NAME", "--overwrite"]
-        return f"{text}; run `{shlex.join(['ckptkit', name, *paths, *more])}` {which}"
+        return shlex.join(["ckptkit", name, *paths, *layout, *chosen, *more])
 
     @property
     def destination(self) -> PathLike:
@@ -219,7 +229,28 @@ class ConversionJob:
             The plan, with its sources open.
         """
         with ExitStack() as stack:
-            yield _Planner(stack, self).plan()
+            planned: PlannedOutput | None = None
+            job, notes = self, list[str]()
+            while planned is None:
+                try:
+                    planned = _Planner(stack, job, *notes).plan()
+                except _WrappedNames as found:
+                    request = replace(self.request, strip_prefix=(found.prefix,))
+                    job, notes = replace(self, request=request), [found.note]
+                    stack.close()
+            yield planned
+
+
+class _WrappedNames(Exception):  # noqa: N818  no failure: the model is planned again
+    """All names begin with what a wrapper of the model put there."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.prefix = prefix
+        self.note: str = Aside(
+            f"all names begin with {prefix!r}, which those of the model of config.json do not:"
+            " written without it"
+        )
 
 
 def _refuse_adapters(
@@ -265,7 +296,7 @@ class _Planner:
     differ from those of the source.
     """
 
-    def __init__(self, stack: ExitStack, job: ConversionJob) -> None:
+    def __init__(self, stack: ExitStack, job: ConversionJob, *notes: str) -> None:
         """Opens the source, and reads the headers of the model folders that the options name."""
         request = job.request
         self._job = job
@@ -294,7 +325,7 @@ class _Planner:
         self._trim: Trim | None = None
         self._lacking: tuple[str, ...] = ()
         self._is_text = False  # the text model of a multimodal configuration
-        self._notes = [*self._checkpoint.notes, *self._folders.notes]
+        self._notes = [*self._checkpoint.notes, *self._folders.notes, *notes]
         index = self._checkpoint.index
         for problem in index.problems:
             if problem.where not in index.tensors:  # of the step, such as that it has no manifest
@@ -584,8 +615,8 @@ class _Planner:
     ) -> NamedProducts:
         """Gives tensors the names on disk; only model folders are loaded by those."""
         request, checkpoint = self._request, self._checkpoint
-        whole = replace(request, select=checkpoint.select, include=(), exclude=())
-        entries = select_model(checkpoint.index, whole, location=checkpoint.path)
+        whole, where = replace(request, select=checkpoint.select), checkpoint.path
+        entries = select_model(checkpoint.index, whole, location=where, everything=True)
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
         # Training loads the names that it holds; a map has given those on disk.
@@ -774,7 +805,13 @@ class _Planner:
             consumer=self._folders.consumer,
             advice=replace(advice, rules=rules) if rules else advice,
         )
-        comparison, notes = plan_comparison(subject, self._program)
+        try:
+            comparison, notes = plan_comparison(subject, self._program)
+        except MisfitError as error:
+            if self._request.strip_prefix or self._request.optimizer or subject.is_live:
+                raise
+            self._find_wrapper(subject)
+            raise self._propose_prefixes(subject, error) from None
         self._notes += notes
         if self._filling is None and subject.base is not None and config is not None:
             self._lacking, made = find_lacking(subject)
@@ -785,3 +822,60 @@ class _Planner:
                 text = f"{counted(len(made), 'buffer')} that models make themselves"
                 self._notes.append(Aside(f"{base} has {text}, such as {made[0]!r}: not written"))
         return comparison
+
+    def _find_wrapper(self, subject: Subject) -> None:
+        """Plans anew if the names fit without what all of them begin with."""
+        names = list(subject.tensors)
+        first = names[0].split(".")[:-1] if names else []
+        for count in range(1, min(len(first), _MOST_WRAPPERS) + 1):
+            prefix = ".".join(first[:count]) + "."
+            if not all(name.startswith(prefix) for name in names):
+                return
+            if self._fits(subject, prefix):
+                raise _WrappedNames(prefix)
+
+    def _propose_prefixes(self, subject: Subject, error: MisfitError) -> MisfitError:
+        """Returns the error with whole commands for the tensors of one prefix, such as a copy."""
+        report, job = error.report, self._job
+        if report is None or not report.prefix or job.advice is not CONSOLIDATE:
+            return error
+        kept = {"base": job.base, "config": job.side.config, "tokenizer": job.side.tokenizer}
+        kept["dtype"] = None if self._request.dtype == "keep" else self._request.dtype
+        given = [w for n, v in kept.items() if v is not None for w in (f"--{n}", os.fspath(v))]
+        hints = []
+        copies = find_copies(report.prefix, subject.written)
+        others = tuple(copy for copy in copies if copy)
+        for prefix in copies or [report.prefix]:
+            options = take_prefix(prefix, report, subject.written)
+            rest = {
+                name
+                for name in subject.tensors
+                if not prefix and (name in report.unexpected or name.startswith(others))
+            }
+            if not self._fits(subject, prefix, rest):
+                options += " --names live"
+            kind = "the copy" if copies else "the tensors"
+            what = f"{kind} {prefix!r}" if prefix else f"{kind} without a prefix"
+            hints.append(f"for {what} run `{job.command(*given)} {options}`")
+        return error.hinted("; or ".join([*hints, job.advice.anyway]))
+
+    def _fits(self, subject: Subject, prefix: str, rest: Collection[str] = ()) -> bool:
+        """Returns whether the tensors with a prefix, without some others, are the model."""
+        inner = replace(
+            subject,
+            tensors={
+                name.removeprefix(prefix): spec
+                for name, spec in subject.tensors.items()
+                if name.startswith(prefix) and name not in rest
+            },
+            left_out=frozenset(
+                n.removeprefix(prefix) for n in subject.left_out if n.startswith(prefix)
+            ),
+        )
+        try:
+            comparison, _ = plan_comparison(inner, self._program)
+            if comparison is not None:
+                comparison.judge_answer()
+        except RefusedError:
+            return False
+        return True

@@ -58,7 +58,9 @@ class CkptkitError(Exception):
 
 def error_from_json(document: Mapping[str, Any]) -> CkptkitError:
     """Returns the error that another process turned into plain values."""
-    kinds = {kind.code: kind for kind in _kinds(CkptkitError)}
+    kinds: dict[str, type[CkptkitError]] = {}
+    for kind in _kinds(CkptkitError):  # one without a code of its own comes after its parent
+        kinds.setdefault(kind.code, kind)
     kind = kinds.get(document["code"], CkptkitError)
     return kind(document["message"], where=document["where"], hint=document["hint"])
 

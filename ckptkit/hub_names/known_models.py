@@ -35,6 +35,19 @@ Shapes = Mapping[str, Shape | None]
 _KNOWN = CONVERTED | PREFIXED | UNCONVERTED
 
 
+def find_doubled_prefix(names: Collection[str]) -> str:
+    """Returns the first part of all names where it stands twice in some; empty where it does not.
+
+    Loading by Transformers 5 takes the prefix of base models away once more, that of 4 does not.
+
+    >>> find_doubled_prefix(["model.model.norm.weight", "model.lm_head.weight"])
+    'model.'
+    """
+    prefix = f"{next(iter(names), '').partition('.')[0]}."
+    is_everywhere = all(name.startswith(prefix) for name in names)
+    return prefix if is_everywhere and any(n.startswith(2 * prefix) for n in names) else ""
+
+
 def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
     """Compares tensors with those of a base model.
 
@@ -76,8 +89,14 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
         missing=tuple(sorted({*missing, *parts})),
         unexpected=tuple(sorted(unexpected)),
         mismatched=tuple(mismatched),
-        prefix=_prefix(unexpected, wanted),
+        prefix=_prefix(unexpected, wanted) or _extra_prefix(request, base),
     )
+
+
+def _extra_prefix(request: LoadRequest, base: Shapes) -> str:
+    prefix = find_doubled_prefix(request.tensors)
+    is_extra = prefix and all(name.removeprefix(prefix) in base for name in request.tensors)
+    return prefix if is_extra else ""
 
 
 def compare_packed_parts(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
@@ -152,7 +171,8 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
         return None  # nothing else is certain
     missing, unexpected = _layers(config, request)
     mismatched = () if request.is_packed else tuple(_sizes(config, request))
-    return LoadReport(model, given, missing, unexpected, mismatched)
+    prefix = find_doubled_prefix(names)
+    return LoadReport(model, given, missing, unexpected, mismatched, prefix=prefix)
 
 
 def _foreign_prefix(names: list[str]) -> str:
@@ -279,6 +299,8 @@ FRAMEWORKS = {
     "torchtitan": re.compile(
         r"^layers\.\d+\.att(?:entio)?n\.(?:(?:qkv_linear\.)?w[qkv]|wkv_[ab])\.(?:weight|bias)$"
     ),
+    # VeOmni's models of Transformers 4; Transformers itself stacks gate and up into one.
+    "stacked experts": re.compile(r"(?:^|\.)experts\.gate_proj$"),
     "torchtune": re.compile(r"^layers\.\d+\.sa_norm\.scale$"),
 }
 """Frameworks with names of their own, each by a part of a name that only its models have."""

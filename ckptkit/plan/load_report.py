@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -11,6 +13,7 @@ from typing import Any, Self
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Shape
+from ckptkit.options import find_patterns
 from ckptkit.plan.vocabulary import is_embedding, is_head
 
 Specs = Mapping[str, tuple[DType, Shape]]
@@ -79,7 +82,8 @@ class LoadReport:
         missing: Parameters that would be initialized at random.
         unexpected: Tensors that would not be used.
         mismatched: Parameters of other shapes.
-        prefix: The prefix without which the names fit; empty if there is none.
+        prefix: The prefix without which the names fit; empty if there is none. Where nothing else
+            is reported, the library that was asked takes it away, and others do not.
         fitting: Another class of transformers that all names fit; empty if there is none.
     """
 
@@ -93,6 +97,11 @@ class LoadReport:
 
     @property
     def is_clean(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched or self.prefix)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the library that was asked takes all tensors, by whatever names."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def to_json(self) -> dict[str, Any]:
@@ -159,6 +168,9 @@ class Advice:
 
 
 _AGAIN = "write {what} again with `ckptkit consolidate {source} OUT --strip-prefix {{prefix}}`"
+_PUSH_PART = (
+    "write the step with `ckptkit consolidate STEP OUT --strip-prefix {prefix}` and push that"
+)
 CONSOLIDATE = Advice()
 AVERAGE = Advice(again="ckptkit average")
 DELTA_CREATE = Advice(again="ckptkit delta create")
@@ -201,9 +213,19 @@ EXPORT = Advice(
 )
 
 
+class MisfitError(RefusedError):
+    """The output would not load as the model of its configuration.
+
+    Attributes:
+        report: What loading would report, if it was compared in this process.
+    """
+
+    report: LoadReport | None = None
+
+
 def make_refusal(
     report: LoadReport, names: Collection[str], where: str, advice: Advice, filling: str = ""
-) -> RefusedError:
+) -> MisfitError:
     """Returns the error for an output that would not load as the model of its configuration.
 
     Args:
@@ -213,21 +235,63 @@ def make_refusal(
         advice: The options that hints propose.
         filling: The option that would take what is missing from another model; empty for none.
     """
-    differences = "; ".join(_list_differences(report))
+    copies = find_copies(report.prefix, names)
+    differences = "; ".join(_describe_copies(copies) or _list_differences(report))
     wrong = (*report.missing, *report.unexpected)
     if wrong and advice.rules:
         nearest = get_close_matches(wrong[0], advice.rules, n=1, cutoff=0.0)[0]
         rule = f"{advice.rules[nearest]}, which makes {nearest!r}"
         differences += f"; the rule nearest to {wrong[0]!r} is {rule}"
     hints = "; or ".join([*_list_hints(report, names, advice, filling), advice.anyway])
-    return RefusedError(
+    error = MisfitError(
         f"the output would not load as {report.model}: {differences}", where=where, hint=hints
     )
+    error.report = report
+    return error
+
+
+def find_copies(prefix: str, names: Collection[str]) -> list[str]:
+    """Returns what the names of each copy of the model begin with, those that are published first.
+
+    There is none where only the names with one prefix fit the model.
+    """
+    own = [name.removeprefix(prefix) for name in names if prefix and name.startswith(prefix)]
+    there, longest = set(names), max(own, key=len, default="")
+    begins = {name.removesuffix(longest) for name in names if name.endswith(f".{longest}")}
+    begins |= {""} if longest in there else set()
+    copies = [begin for begin in begins if all(begin + name in there for name in own)]
+    return sorted(copies, key=order_of_copy) if len(copies) > 1 else []
+
+
+def order_of_copy(prefix: str) -> tuple[int, str]:
+    """Returns the sort key of a copy of a model by its name; what is published comes first."""
+    found = _COPY.search(prefix)
+    rank = _RANKS.get(found[1].lower(), 1) if found is not None else 2
+    return rank, prefix
+
+
+def is_named_as_copy(name: str) -> bool:
+    """Returns whether the first part of a tensor's name is that of a copy of a model."""
+    return _COPY.search(name.partition(".")[0]) is not None
+
+
+_COPY = re.compile(
+    r"(?:^|[._])(teacher|ema|averaged?|avg|swa|target|shadow|online|student)(?:[._]|$)",
+    re.IGNORECASE,
+)
+# Teachers and averages are what is published; the weights of training and students follow.
+_RANKS = {"teacher": 0, "online": 2, "student": 3}
+
+
+def _describe_copies(copies: Sequence[str]) -> list[str]:
+    named = [f"those that begin with {copy!r}" if copy else "those without one" for copy in copies]
+    listed = f"{', '.join(named[:-1])} and {named[-1]}" if copies else ""
+    return [f"its tensors are {len(copies)} copies of the model: {listed}"] if copies else []
 
 
 def _list_differences(report: LoadReport) -> Iterator[str]:
     if report.prefix:
-        count = sum(name.startswith(report.prefix) for name in report.unexpected)
+        count = sum(name.startswith(report.prefix) for name in report.unexpected) or report.given
         yield (
             f"{count:,} of {report.given:,} names begin with {report.prefix!r}, which those of the"
             " model do not"
@@ -253,7 +317,13 @@ def _list_hints(
     report: LoadReport, names: Collection[str], advice: Advice, filling: str
 ) -> Iterator[str]:
     if report.prefix:
-        yield advice.strip.format(prefix=report.prefix, module=report.prefix.rstrip("."))
+        for prefix in find_copies(report.prefix, names) or [report.prefix]:
+            options = take_prefix(prefix, report, names).removeprefix("--strip-prefix ")
+            takes_parts = advice.shapes or "consolidate" in advice.strip
+            if " " in options and "{prefix}" in advice.strip and not takes_parts:
+                yield _PUSH_PART.format(prefix=options)
+            elif prefix:
+                yield advice.strip.format(prefix=options, module=prefix.rstrip("."))
         return
     rows = _padded_rows(report)
     if rows and advice.shapes:
@@ -277,9 +347,30 @@ def _list_hints(
     is_only = all(name.startswith(prefix) for name in report.unexpected)
     is_whole = sum(name.startswith(prefix) for name in names) == len(report.unexpected)
     is_rest = not (report.missing or report.mismatched)
-    if modules and is_only and is_whole and is_rest and advice.shapes:
+    # A number is that of one of the modules that are run one after the other.
+    if modules and not prefix[:-1].isdigit() and is_only and is_whole and is_rest and advice.shapes:
         yield f"leave what the model has not out with --exclude {f'{prefix}*'!r}"
     yield advice.config
+
+
+def take_prefix(prefix: str, report: LoadReport, names: Collection[str]) -> str:
+    """Returns the options that write what a prefix begins, without it, and what the model has.
+
+    Args:
+        prefix: The prefix; empty for the names as they are.
+        report: What loading all would report.
+        names: The names of all tensors.
+    """
+    copies = [copy for copy in find_copies(report.prefix, names) if copy != prefix]
+    outside = [name for name in names if not (prefix and name.startswith(prefix))]
+    strange = {name for name in outside if name in report.unexpected}
+    strange |= {name for name in outside if any(map(name.startswith, copies))}
+    strip = f"--strip-prefix {shlex.quote(prefix)}" if prefix else ""
+    if prefix and (copies or (strange and len(strange) == len(outside))):
+        return f"{strip} --include {shlex.quote(glob.escape(prefix) + '*')}"
+    patterns = find_patterns(sorted(strange), [name for name in names if name not in strange])
+    left = " ".join(f"--exclude {shlex.quote(pattern)}" for pattern in patterns)
+    return f"{strip} {left}".strip()
 
 
 def _padded_rows(report: LoadReport) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,6 +19,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
 from ckptkit.core.text import Aside
 from ckptkit.options import ConsolidateRequest, matches
+from ckptkit.plan.load_report import order_of_copy
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
 from ckptkit.plan.weight_kinds import (
     LORA,
@@ -26,6 +28,7 @@ from ckptkit.plan.weight_kinds import (
     is_quantized,
 )
 
+_PROPOSED = 4
 _OF_TRAINER = "base_model_"  # the base beside an adapter in the layout of the Trainer
 CastFactory = Callable[[str, Key, DType, DType], Kernel]
 """Makes the kernel that casts a tensor of an origin from one element type to another."""
@@ -35,10 +38,25 @@ def model_trees(index: TensorIndex) -> list[str]:
     return list(dict.fromkeys(entry.tree for entry in index.of_part("model")))
 
 
+def propose_trees(trees: Sequence[str]) -> str:
+    """Returns the options that select state dicts, those that are published first."""
+    ordered = sorted(trees, key=lambda tree: order_of_copy(tree)[0])
+    # The one at the root has no name.
+    options = [f"--select {shlex.quote(tree or '.')}" for tree in ordered[:_PROPOSED]]
+    return ", or ".join(options)
+
+
 def select_model(
-    index: TensorIndex, request: ConsolidateRequest, *, location: str
+    index: TensorIndex, request: ConsolidateRequest, *, location: str, everything: bool = False
 ) -> list[TensorEntry]:
-    """Returns the tensors of the selected model, patterns applied."""
+    """Returns the tensors of the selected model, patterns applied.
+
+    Args:
+        index: The checkpoint.
+        request: The selection and the patterns.
+        location: The checkpoint, for messages.
+        everything: Whether tensors that the user leaves out are among them.
+    """
     trees = model_trees(index)
     if not trees:
         raise IncompleteCheckpointError(
@@ -48,23 +66,31 @@ def select_model(
             or "the run saved nothing but other state here; see `ckptkit inspect`",
         )
     tree = trees[0] if request.select is None else request.select
-    names = ", ".join(map(repr, trees))
+    averages = dict.fromkeys(entry.tree for entry in index.of_part("average"))
+    names = ", ".join(map(repr, [*trees, *averages]))
     if request.select is None and len(trees) > 1:
         raise AmbiguousSourceError(
             f"holds {len(trees)} models: {names}",
             where=location,
-            hint=_advise_on_peft(index) or f"choose one with --select {tree}",
+            hint=_advise_on_peft(index) or f"choose one with {propose_trees(trees)}",
         )
     if tree not in trees:
         raise CannotPlanError(
             f"holds no model {tree!r}; found {names}",
             where=location,
-            hint=f"pass --select {trees[0]}",
+            hint=f"pass {propose_trees([*trees, *averages])}",
         )
     entries = [entry for entry in index.of_part("model") if entry.tree == tree]
+    before = {entry.key: entry.name for entry in entries}
     if request.strip_prefix:
-        entries = _strip_prefixes(entries, request.strip_prefix, location)
-    wanted = [entry for entry in entries if request.wants(entry.name, *entry.stored_names)]
+        entries = _strip_prefixes(entries, request, location)
+    if everything:
+        return entries
+    wanted = [
+        entry
+        for entry in entries
+        if request.wants(entry.name, *entry.stored_names, before=before[entry.key])
+    ]
     if not wanted:
         raise CannotPlanError(
             f"--include and --exclude leave none of {len(entries):,} tensors",
@@ -75,10 +101,13 @@ def select_model(
 
 
 def _strip_prefixes(
-    entries: Sequence[TensorEntry], prefixes: Sequence[str], location: str
+    entries: Sequence[TensorEntry], request: ConsolidateRequest, location: str
 ) -> list[TensorEntry]:
-    """Removes from each name the longest of the prefixes that it begins with."""
-    longest = sorted(prefixes, key=len, reverse=True)
+    """Removes from each name the longest of the prefixes that it begins with.
+
+    One that is left out keeps its name where another tensor gets the name without the prefix.
+    """
+    longest = sorted(request.strip_prefix, key=len, reverse=True)
     for prefix in longest:
         if not any(entry.name.startswith(prefix) for entry in entries):
             raise CannotPlanError(
@@ -88,9 +117,13 @@ def _strip_prefixes(
                 hint="leave --strip-prefix out, or pass what the names begin with",
             )
     by_name: dict[Fqn, TensorEntry] = {}
+    left: list[tuple[Fqn, TensorEntry]] = []
     for entry in entries:
         prefix = next((p for p in longest if entry.name.startswith(p)), "")
         name = Fqn(entry.name.removeprefix(prefix))
+        if name and not request.wants(name, *entry.stored_names, before=entry.name):
+            left.append((name, entry))
+            continue
         if name in by_name or not name:
             other = by_name[name].key if name else "no name"
             raise CannotPlanError(
@@ -99,6 +132,9 @@ def _strip_prefixes(
                 hint="leave one of them out of the checkpoint, or --strip-prefix out",
             )
         by_name[name] = replace(entry, name=name)
+    for name, entry in left:
+        free = entry.name if name in by_name else name
+        by_name.setdefault(free, replace(entry, name=free))
     return list(by_name.values())
 
 

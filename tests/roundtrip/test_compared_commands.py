@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -45,6 +46,11 @@ REPO = "me/model"
 
 def wrapped(state: State) -> State:
     return {f"net.{name}": value for name, value in state.items()}
+
+
+def beside_another(state: State) -> State:
+    """Puts a module of another name beside the wrapped model, so that names have two prefixes."""
+    return wrapped(state) | {"critic.weight": torch.ones(1, 32)}
 
 
 def without_a_layer(state: State) -> State:
@@ -96,16 +102,19 @@ def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
 def test_a_push_of_another_models_names_is_refused_before_anything_is_sent(
     hub: HubServer, saved: Path, tmp_path: Path
 ) -> None:
-    net = changed(saved, tmp_path / "net", wrapped)
+    net = changed(saved, tmp_path / "net", beside_another)
     less = changed(saved, tmp_path / "less", without_a_layer)
-    said = {net: "21 of 21 names begin with 'net.'", less: "9 parameters would be missing"}
+    said = {net: "21 of 22 names begin with 'net.'", less: "9 parameters would be missing"}
     for folder, part in said.items():
         with pytest.raises(RefusedError) as caught:
             push(folder, REPO)
         assert part in caught.value.message
         assert "pass --names live to publish" in caught.value.hint
         assert "with --base" not in caught.value.hint  # which push has not
-    assert "consolidate FOLDER OUT --strip-prefix net." in refusal_of(net)
+    proposed = "consolidate FOLDER OUT --strip-prefix net. --include 'net.*'"
+    assert proposed in refusal_of(net)
+    assert main(shlex.split(proposed.replace("FOLDER OUT", f"{net} {tmp_path}/out"))) == 0
+    assert not push(tmp_path / "out", "me/other").skipped
     assert "put the config.json" in refusal_of(less)
     assert not hub.has(REPO)
     notes = push(net, REPO, names="live").notes
@@ -134,32 +143,40 @@ def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status
     hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
+    both = torch.nn.ModuleDict({"net": model, "critic": torch.nn.Linear(2, 2, bias=False)})
     with Checkpointer(run) as checkpointer:
-        checkpointer.save(1, {"model": torch.nn.ModuleDict({"net": model})}).result(60)
+        checkpointer.save(1, {"model": both}).result(60)
     model.config.save_pretrained(tmp_path / "base")
     words = ["watch", str(run), "--push", REPO, "--once", "--interval", "0.1"]
     words += ["--base", str(tmp_path / "base")]
     assert main(words) == 4
     said = capfd.readouterr().out
     assert "step 1: cannot be pushed" in said
-    assert "21 of 21 names begin with 'net.'" in said
-    assert "--strip-prefix net." in said
+    assert "21 of 22 names begin with 'net.'" in said
+    assert "`ckptkit consolidate STEP OUT --strip-prefix net. --include 'net.*'`" in said
     assert "1 step could not be pushed: 1" in said
     assert not hub.has(REPO)
     assert main([*words, "--wait-for-lock"]) == 4  # as training starts it, which passes no names
     said = capfd.readouterr().out
-    assert "`ckptkit watch RUN --push REPO --strip-prefix net.`" in said
-    assert 'state={"model": model.net}' in said
     assert "`ckptkit watch RUN --push REPO --names live`" in said
-    assert main([*words, "--strip-prefix", "net."]) == 0
-    assert "warning" not in capfd.readouterr().out
-    names = load_bytes(hub.read(REPO, "model.safetensors"))
-    assert names == model.state_dict().keys()
-    shutil.rmtree(run / ".ckptkit/watch")
-    hub.clear()
     assert main([*words, "--names", "live"]) == 0
     assert "warning: names and shapes are not compared" in capfd.readouterr().out
-    assert all(name.startswith("net.") for name in load_bytes(hub.read(REPO, "model.safetensors")))
+    assert load_bytes(hub.read(REPO, "model.safetensors")) == both.state_dict().keys()
+
+
+def test_a_watch_pushes_a_wrapped_model_without_what_all_names_begin_with(
+    hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(1, {"model": torch.nn.ModuleDict({"net": model})}).result(60)
+    model.config.save_pretrained(tmp_path / "base")
+    words = ["watch", str(run), "--push", REPO, "--once", "--interval", "0.1"]
+    assert main([*words, "--base", str(tmp_path / "base")]) == 0
+    said = capfd.readouterr().out
+    assert "all names begin with 'net.'" in said
+    assert "warning" not in said
+    assert load_bytes(hub.read(REPO, "model.safetensors")) == model.state_dict().keys()
 
 
 def load_bytes(data: bytes) -> set[str]:
@@ -317,7 +334,7 @@ def test_slices_that_run_at_once_are_refused_both_and_leave_nothing(
         slice_of(src, tmp_path / "out", 0)
     has_ended.set()
     thread.join()
-    assert [type(error) for error in errors] == [RefusedError]
+    assert [isinstance(error, RefusedError) for error in errors] == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
@@ -346,7 +363,7 @@ def test_two_slices_of_the_right_names_make_a_model_that_was_compared(
 @pytest.mark.parametrize(
     ("missing", "change", "said"),
     [
-        ([], wrapped, "begin with 'net.'"),
+        ([], beside_another, "begin with 'net.'"),
         (["transformers"], without_a_layer, "9 parameters would be missing"),
     ],
 )
@@ -413,7 +430,8 @@ def test_packed_weights_are_compared_with_a_base_or_by_their_layers(
         bare = changed(base, tmp_path / f"bare-{name}", change)
         (bare / "config.json").unlink()
         for src, given in ((own, None), (bare, base)):
-            if name == "good" or (name == "lacking" and given is None):  # only the base knows
+            # A wrapper is taken off, and only the base knows of scales.
+            if name in {"good", "net"} or (name == "lacking" and given is None):
                 ckptkit.consolidate(src, tmp_path / "out", base=given, overwrite=True)
                 continue
             with pytest.raises(RefusedError, match="would not load as"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -55,14 +57,15 @@ def loaded(folder: Path, model: Any) -> None:
         assert torch.equal(value, own[name]), name
 
 
-def test_names_behind_a_prefix_are_refused_and_stripped_on_request(tmp_path: Path) -> None:
+def test_what_a_wrapper_put_before_all_names_is_left_out(tmp_path: Path) -> None:
     model = model_of()
     src = trained(
         tmp_path / "src", {f"net.{n}": v for n, v in model.state_dict().items()}, model.config
     )
-    error = refused(src, tmp_path)
-    assert "21 of 21 names begin with 'net.'" in error.message
-    assert "--strip-prefix net." in error.hint
+    (note,) = notes_of(src, tmp_path / "found")
+    assert note.startswith("all names begin with 'net.'")
+    loaded(tmp_path / "found", model)
+    assert load_file(tmp_path / "found/model.safetensors").keys() == model.state_dict().keys()
     manifest = ckptkit.consolidate(src, tmp_path / "out", strip_prefix="net.")
     assert manifest.options["strip_prefix"] == ["net."]
     assert ckptkit.verify(tmp_path / "out").ok
@@ -185,7 +188,10 @@ def test_what_the_user_leaves_out_is_not_missing(tmp_path: Path) -> None:
     assert [note for note in notes if "12 of 21 tensors" in note]
     wrong = {f"net.{name}": value for name, value in model.state_dict().items()}
     src = trained(tmp_path / "wrong", wrong, model.config)
-    assert "'net.'" in refused(src, tmp_path, include=["net.model.layers.0.*"]).message
+    notes = notes_of(src, tmp_path / "part", include=["net.model.layers.0.*"])
+    assert [note for note in notes if "'net.'" in note]
+    part = load_file(tmp_path / "part/model.safetensors")
+    assert part.keys() == load_file(tmp_path / "out/model.safetensors").keys()
 
 
 def test_experts_are_counted_under_their_names_on_disk(tmp_path: Path) -> None:
@@ -247,11 +253,15 @@ def test_every_layout_is_compared(tmp_path: Path) -> None:
     wrong = {f"net.{name}": value for name, value in model.state_dict().items()}
     src = trained(tmp_path / "src", wrong, model.config)
     for to in ("hf", "torch", "dcp"):
-        with pytest.raises(RefusedError, match=r"begin with 'net\.'"):
+        if to == "hf":
             ckptkit.convert(src, tmp_path / "out", to=to)
+            loaded(tmp_path / "out", model)
+            continue
+        with pytest.raises(RefusedError, match=r"begin with 'net\.'"):
+            ckptkit.convert(src, tmp_path / "none", to=to)
         ckptkit.convert(src, tmp_path / to, to=to, strip_prefix="net")
         assert ckptkit.verify(tmp_path / to).ok
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("how", ["usual", "resumed", "url", "slices"])
@@ -353,7 +363,6 @@ def test_counts_are_compared_where_nothing_else_is(tmp_path: Path) -> None:
     model = model_of()
     good = model.state_dict()
     bad: list[State] = [
-        {f"net.{name}": value for name, value in good.items()},
         {name: value for name, value in good.items() if ".layers.0." not in name},
         good | {"model.layers.2.mlp.up_proj.weight": torch.ones(48, 32)},
         good | {"model.embed_tokens.weight": torch.ones(70, 32)},
@@ -362,6 +371,10 @@ def test_counts_are_compared_where_nothing_else_is(tmp_path: Path) -> None:
     for number, state in enumerate(bad):
         refused(trained(tmp_path / f"bad{number}", state, model.config), tmp_path)
     assert not notes_of(trained(tmp_path / "good", good, model.config), tmp_path / "out")
+    wrapped = {f"net.{name}": value for name, value in good.items()}
+    src = trained(tmp_path / "wrapped", wrapped, model.config)
+    assert [note for note in notes_of(src, tmp_path / "without") if "begin with 'net.'" in note]
+    assert load_file(tmp_path / "without/model.safetensors").keys() == good.keys()
 
 
 @pytest.mark.usefixtures("no_transformers")
@@ -501,7 +514,7 @@ def test_commands_ask_the_program_and_keep_its_answer(tmp_path: Path) -> None:
     model = model_of()
     src = trained(tmp_path / "src", model.state_dict(), model.config)
     wrong = {f"net.{name}": value for name, value in model.state_dict().items()}
-    bad = trained(tmp_path / "bad", wrong, model.config)
+    bad = trained(tmp_path / "bad", wrong | {"critic.weight": torch.ones(2)}, model.config)
     cache = tmp_path / "cache"
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -520,9 +533,11 @@ def test_commands_ask_the_program_and_keep_its_answer(tmp_path: Path) -> None:
     for extra in ([], ["--dry-run"]):
         done = run("consolidate", bad, tmp_path / "no", *extra)
         assert done.returncode == 4, done.stderr
-        assert "21 of 21 names begin with 'net.'" in done.stderr
+        assert "21 of 22 names begin with 'net.'" in done.stderr
     assert not (tmp_path / "no").exists()
-    done = run("consolidate", bad, tmp_path / "yes", "--strip-prefix", "net.")
+    proposed = re.search(r"run `ckptkit ([^`]*)`", run("consolidate", bad, tmp_path / "no").stderr)
+    assert proposed is not None
+    done = run(*shlex.split(proposed[1].replace(str(tmp_path / "no"), str(tmp_path / "yes"))))
     assert done.returncode == 0, done.stderr
     loaded(tmp_path / "yes", model)
 

@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+from ckptkit.hub_names.known_models import find_doubled_prefix
 from ckptkit.hub_names.transformers.answers import torch_dtype
 from ckptkit.hub_names.transformers.model_classes import build_model, named_class, unsaved_names
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
@@ -86,7 +87,7 @@ def report_loading(request: LoadRequest) -> LoadReport:
     found = _load(model, request)
     if not found.is_clean:
         found = found.without(_own_report(request, type(model)))
-    prefix = fitting = ""
+    prefix, fitting = _extra_prefix(model, request), ""
     if not found.is_clean:
         prefix = _prefix_to_strip(found, request, type(model))
         fitting = "" if prefix else _fitting_class(request, type(model))
@@ -202,7 +203,14 @@ def _own_report(request: LoadRequest, model_class: Any) -> _Found:
 
     A class whose own files cannot be made up without elements has nothing to leave out.
     """
-    model = _built(model_class, request)
+    files = _own_files(_built(model_class, request))
+    fresh = _built(model_class, request)
+    conversions = get_model_conversion_mapping(fresh)
+    return _by_loading(fresh, files, conversions, _targets(fresh, files, conversions))
+
+
+def _own_files(model: Any) -> Tensors:
+    """Returns the tensors that the model's own files would have, without elements."""
     tied = model.all_tied_weights_keys
     own = {
         name: tensor
@@ -210,12 +218,10 @@ def _own_report(request: LoadRequest, model_class: Any) -> _Found:
         if name not in tied and name not in unsaved_names(model)
     }
     try:
-        files = revert_weight_conversion(model, own)
+        files: Tensors = revert_weight_conversion(model, own)
     except Exception:  # noqa: BLE001  conversions may fail in any way without elements
-        files = own
-    fresh = _built(model_class, request)
-    conversions = get_model_conversion_mapping(fresh)
-    return _by_loading(fresh, files, conversions, _targets(fresh, files, conversions))
+        return own
+    return files
 
 
 def _built(model_class: Any, request: LoadRequest) -> Any:
@@ -247,6 +253,15 @@ def _prefix_to_strip(found: _Found, request: LoadRequest, model_class: Any) -> s
         if strange < fewest:
             fewest, best = strange, prefix
     return best
+
+
+def _extra_prefix(model: Any, request: LoadRequest) -> str:
+    """Returns what all names begin with twice, where those of the model begin with it once."""
+    prefix = find_doubled_prefix(request.tensors)
+    own = model.state_dict()
+    written = {*own, *_own_files(model)} if prefix else own
+    is_extra = prefix and all(name.removeprefix(prefix) in written for name in request.tensors)
+    return prefix if is_extra and not any(name in written for name in request.tensors) else ""
 
 
 def _fitting_class(request: LoadRequest, model_class: Any) -> str:

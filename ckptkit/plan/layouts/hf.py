@@ -10,7 +10,7 @@ that replaces that model then has the same files, and only the changed parts of 
 from __future__ import annotations
 
 import json
-import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Fqn
 from ckptkit.core.object_parts import MIN_PART_BYTES
+from ckptkit.options import find_patterns
 from ckptkit.plan.plan import (
     Body,
     Literal,
@@ -170,6 +171,7 @@ def _order(product: Product) -> tuple[int, bool, str]:
 
 
 _LISTED = 3
+_MOST_PATTERNS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +220,11 @@ def distribute(
     lacking = [name for name in file_map.files if name not in there and is_wanted(name)]
     if lacking:
         more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
-        pattern = re.sub(r"\.\d+\.", ".*.", lacking[0])
-        hint = f"pass --exclude '{pattern}' if the output is to lack it"
+        patterns = [f"--exclude {shlex.quote(one)}" for one in find_patterns(lacking, there)]
+        what = "them" if len(lacking) > 1 else "it"
+        hint = f"pass {' '.join(patterns)} if the output is to lack {what}"
+        if len(patterns) > _MOST_PATTERNS:
+            hint = "leave --like out if the output is to lack them"
         if len(lacking) == len(file_map.files):
             hint = "name the model that the run was started from; see --names for names on the Hub"
         raise RefusedError(

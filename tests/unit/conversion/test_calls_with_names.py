@@ -28,6 +28,7 @@ EXACT = "the client takes the name as it is"
 CONSTANT = "the pattern is a constant of ours, and the folder is no pattern"
 GIVEN = "the pattern is the user's option, and the name is none"
 PROGRAM = "a list of arguments without a shell, which holds no name of a checkpoint"
+ESCAPED = "a pattern is made of a name, in which nothing is one"
 NAMELESS = "no name is given there"
 S3 = "requests of S3 by exact keys"
 
@@ -53,7 +54,10 @@ ALLOWED = {
     ("ckptkit/conversion/naming_program", "_library", ".glob"): CONSTANT,
     ("ckptkit/conversion/naming_program", "start_program", "subprocess.Popen"): PROGRAM,
     ("ckptkit/name_maps/shipped", "list_map_names", "_FOLDER.glob"): CONSTANT,
+    ("ckptkit/options", "find_patterns", "fnmatchcase"): ESCAPED,
+    ("ckptkit/options", "find_patterns", "glob.escape"): ESCAPED,
     ("ckptkit/options", "matches", "fnmatchcase"): GIVEN,
+    ("ckptkit/plan/load_report", "take_prefix", "glob.escape"): ESCAPED,
     ("ckptkit/consumers/side_files", "_fits", "fnmatchcase"): GIVEN,
     ("ckptkit/storage/remote/store", "read_hub_range", "filesystem.open"): EXACT,
     ("ckptkit/storage/remote/store", "pin_revision", "filesystem.endpoint"): NAMELESS,

@@ -77,7 +77,7 @@ def test_several_models_need_a_selection() -> None:
     index = index_of(entry("a", tree="actor"), entry("b", tree="critic"))
     with pytest.raises(AmbiguousSourceError, match="'actor', 'critic'") as caught:
         selected(index)
-    assert caught.value.hint == "choose one with --select actor"
+    assert caught.value.hint == "choose one with --select actor, or --select critic"
     assert selected(index, select="critic") == ["b"]
     with pytest.raises(CannotPlanError, match="holds no model 'x'; found 'actor', 'critic'"):
         selected(index, select="x")
