@@ -19,7 +19,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import FormatError, RefusedError, UsageError
 from ckptkit.core.index import ChunkTable, Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MAP_VERSION
-from ckptkit.core.text import quote
+from ckptkit.core.text import Aside, quote
 from ckptkit.engine.kernels import AddedOperand, OperandKernel, PartOperand, StoredOperand
 from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
@@ -50,11 +50,13 @@ class MappedModel:
         name_map: The map.
         names: What it makes of the model.
         live: Element types and shapes of the source's tensors, by their names.
+        wrapper: What all names of the source begin with and the rules' do not; left out of `live`.
     """
 
     name_map: NameMap
     names: MappedNames
     live: Specs
+    wrapper: str = ""
 
     @property
     def versions(self) -> Mapping[str, str]:
@@ -65,6 +67,8 @@ class MappedModel:
     def notes(self) -> tuple[str, ...]:
         """What a user is to know of the conversion."""
         notes = [f"names were converted by map {self.name_map.name!r}"]
+        if self.wrapper:
+            notes.append(Aside(f"all names begin with {self.wrapper!r}: written without it"))
         for name, (first, count) in self.names.padding.items():
             notes.append(f"rows {first:,} to {count - 1:,} of {quote(name)} are padding: left out")
         by_reason: dict[str, list[Fqn]] = {}
@@ -179,13 +183,19 @@ def convert_checkpoint(
         RefusedError: If there is no map for the model.
     """
     index, where, choice = checkpoint.index, checkpoint.path, request.map
-    whole = replace(request, select=checkpoint.select, include=(), exclude=())
-    entries = {entry.name: entry for entry in select_model(index, whole, location=where)}
+    whole = replace(request, select=checkpoint.select)
+    selected = select_model(index, whole, location=where, everything=True)
+    entries = {entry.name: entry for entry in selected}
     framework = recognise_framework(entries)
     if choice == "none" or (choice == "auto" and not framework):
         return checkpoint
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     mapped = map_names(choice, framework, config, checkpoint, tensors, request.exclude)
+    entries = {
+        name: replace(entry, name=name)
+        for entry in entries.values()
+        for name in [Fqn(entry.name.removeprefix(mapped.wrapper))]
+    }
     if mapped.names.same:
         same = {name for pair in mapped.names.same.items() for name in pair}
         refuse_problems(index, [entries[name] for name in same], where)
@@ -242,6 +252,8 @@ def map_names(
         RefusedError: If the configuration, or the map, is for another model than the checkpoint.
     """
     where, name_map = checkpoint.path, choose_map(choice, framework, config, checkpoint)
+    wrapper = name_map.find_wrapper(tensors)
+    tensors = {Fqn(name.removeprefix(wrapper)): spec for name, spec in tensors.items()}
     left = {name for name in tensors if matches(name, exclude) and not name_map.takes_any([name])}
     kept = {name: spec for name, spec in tensors.items() if name not in left}
     names = apply_map(name_map, config or {}, kept, where=where)
@@ -249,7 +261,7 @@ def map_names(
     if further:
         kept = {name: spec for name, spec in kept.items() if name not in further}
         names = apply_map(name_map, config or {}, kept, where=where)
-    return MappedModel(name_map, names, tensors)
+    return MappedModel(name_map, names, tensors, wrapper)
 
 
 def choose_map(

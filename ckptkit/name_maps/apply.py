@@ -97,7 +97,7 @@ def apply_map(
     settings = {**config, **(inner if isinstance(inner, dict) else {})}
     sizes = Sizes(name_map.sizes, settings, f"map {name_map.name}")
     taken, dropped, same = _take_tensors(name_map, sizes, tensors, where)
-    _check_counts(taken, sizes, where, extent)
+    _check_counts(taken, name_map, sizes, where, extent)
     absent = _find_stacked(name_map, taken, sizes) if in_parts else frozenset[str]()
     made: dict[Fqn, tuple[StackedPart, Made, HubTensor]] = {}
     made_by: dict[Fqn, Rule] = {}
@@ -202,6 +202,11 @@ def _take_tensors(
     dropped: dict[Fqn, str] = {}
     same: dict[Fqn, Fqn] = {}
     for name, (_, shape) in tensors.items():
+        if name_map.keeps_others and not name_map.takes_any([name]):
+            kept = _Taken(name_map.keep(name))
+            kept.sets[()][0], kept.names[()][0] = Made(Arrangement.of_live(name, shape)), name
+            taken.append(kept)
+            continue
         number, numbers, position = _find_rule(name_map, name, where)
         rule = name_map.rules[number]
         if rule.drop:
@@ -346,7 +351,9 @@ def _group_numbers(taken: _Taken, capture: str) -> Mapping[Numbers, set[int]]:
     return groups
 
 
-def _check_counts(taken: list[_Taken], sizes: Sizes, where: str, extent: Extent) -> None:
+def _check_counts(
+    taken: list[_Taken], name_map: NameMap, sizes: Sizes, where: str, extent: Extent
+) -> None:
     """Refuses rules that took nothing, and numbers that are missing or too large."""
     is_whole, may_lack = extent == "model", extent == "layers"
     for one in taken if is_whole else ():
@@ -375,7 +382,14 @@ def _check_counts(taken: list[_Taken], sizes: Sizes, where: str, extent: Extent)
                     place = f"{where}, {rule.where}"
                     _check_numbers(capture, numbers, sizes, place, others, may_lack=may_lack)
     for capture, numbers in seen.items():
-        _check_numbers(capture, numbers, sizes, where, (), may_lack=may_lack)
+        # Others may have the numbers that are missing where rules may lack some.
+        is_partial = all(capture in one.rule.partial for one in taken if _has(one.rule, capture))
+        if not (name_map.keeps_others and is_partial):
+            _check_numbers(capture, numbers, sizes, where, (), may_lack=may_lack)
+
+
+def _has(rule: Rule, capture: str) -> bool:
+    return any(capture in name.captures for name in (*rule.sources, *rule.targets))
 
 
 def _check_numbers(

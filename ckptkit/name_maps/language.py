@@ -28,14 +28,14 @@ it write the same tensor under each of the alternatives. `drop = "reason"` takes
 left out; only there a name may end with `*`, for any rest; with `zeros = { shape = ["experts"],
 beside = "layers.{layer}.router" }` the inverse writes zeros for them. The inverse of a map leaves
 `{layer?}` out, and stacks, where all layers have the same tensors; `unstacked = ["layer"]` keeps it
-in the names.
+in the names. `others = "keep"` is for a source whose other names are those of the target.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -48,11 +48,13 @@ from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.rearrangement import Step, parse_step
 
 _KEYS = (
-    *("name", "source", "target", "model_types", "extends", "unstacked", "sizes", "when", "rule"),
+    *("name", "source", "target", "model_types", "extends", "unstacked", "others", "sizes", "when"),
+    "rule",
 )
 _RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop", "zeros")
 _MOST_BYTES = 1 << 20
 _MOST_FORMS = 256
+_MOST_WRAPPERS = 3  # parts of names that wrappers put before those of a model
 
 
 _TOKEN = re.compile(
@@ -241,6 +243,7 @@ class NameMap:
         unstacked: Optional captures that stay in the names of the source when the inverse of the
             map writes them; others are left out where all layers have the same tensors.
         digest: The start of the SHA-256 of its text and of the map that it extends, in hexadecimal.
+        keeps_others: Whether tensors that no rule takes keep their names.
     """
 
     name: str
@@ -252,11 +255,28 @@ class NameMap:
     unstacked: tuple[str, ...]
     digest: str
     when: Mapping[str, int] = field(default_factory=dict)
+    keeps_others: bool = False
 
     def takes_any(self, names: Iterable[str]) -> bool:
         """Returns whether a rule takes one of the names."""
         templates = [template for rule in self.rules for template in rule.sources]
         return any(template.match(name) is not None for name in names for template in templates)
+
+    def find_wrapper(self, names: Collection[str]) -> str:
+        """Returns what a wrapper put before all names, without which rules take some of them."""
+        first = next(iter(names), "").split(".")[:-1]
+        for count in range(min(len(first), _MOST_WRAPPERS) + 1):
+            prefix = "".join(f"{part}." for part in first[:count])
+            if not all(name.startswith(prefix) for name in names):
+                break
+            if self.takes_any(name.removeprefix(prefix) for name in names):
+                return prefix
+        return ""
+
+    def keep(self, name: str) -> Rule:
+        """Returns the rule of a tensor that keeps its name."""
+        template = NameTemplate(name, (), frozenset())
+        return Rule(f"map {self.name}, others", (template,), (template,), is_optional=True)
 
 
 def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMap:
@@ -295,6 +315,13 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         replaced = {template.text for rule in own for template in rule.sources}
         own += [r for r in parent.rules if not replaced & {t.text for t in r.sources}]
         expressions = {**parent.sizes, **expressions}
+    others = document.get(
+        "others", "keep" if parent is not None and parent.keeps_others else "refuse"
+    )
+    if others not in ("keep", "refuse"):
+        raise UsageError(
+            f"'others' is {others!r}", where=where, hint='write others = "keep", or leave it out'
+        )
     unstacked = document.get("unstacked", list(parent.unstacked) if parent else [])
     return NameMap(
         name=_text(document, "name", where),
@@ -305,6 +332,7 @@ def parse_map(text: str, *, where: str, parent: NameMap | None = None) -> NameMa
         rules=tuple(own),
         unstacked=tuple(_texts(unstacked, f"{where}, unstacked")),
         when=when,
+        keeps_others=others == "keep",
         digest=sha256((text + (parent.digest if parent else "")).encode()).hexdigest()[:16],
     )
 
@@ -480,4 +508,5 @@ def invert(map_: NameMap) -> NameMap:
         unstacked=map_.unstacked,
         digest=map_.digest,
         when=map_.when,
+        keeps_others=map_.keeps_others,
     )
