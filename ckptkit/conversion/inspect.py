@@ -23,13 +23,13 @@ from ckptkit.conversion.source.adapters import (
     read_config,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
-from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.source.side_folders import SIDE_FOLDERS, SideFolders
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
-from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
+from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import TRACKERS
@@ -49,9 +49,6 @@ from ckptkit.storage.places import PathLike
 if TYPE_CHECKING:
     from ckptkit.conversion.map_report import MapReport
     from ckptkit.plan.shard_map import ShardMap
-
-_DESCRIBING = (SIDE_FOLDER, "huggingface", "context", "tokenizer")  # folders of side files
-
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
 _ASSUME_TIED = {"tie_word_embeddings": True}
@@ -373,10 +370,9 @@ def _line(entry: TensorEntry) -> TensorLine:
 
 def _describes(path: str, base: str) -> bool:
     """Returns whether a file describes the model or the step, by its name."""
-    first, _, rest = relative_path(path, base).partition("/")
-    name = posixpath.basename(path)
+    *folders, name = relative_path(path, base).split("/")
     is_known = name == MANIFEST_NAME or name in {*TRACKERS, *TAG_FILES} or is_side_file(name)
-    return is_known or (rest != "" and first in _DESCRIBING)
+    return is_known or not {"context", *SIDE_FOLDERS}.isdisjoint(folders)
 
 
 def _text(value: object) -> str | None:

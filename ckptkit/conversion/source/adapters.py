@@ -467,7 +467,7 @@ def find_peft(
 def read_config(folders: SideFolders) -> Mapping[str, Any] | None:
     """Returns the model's configuration; None where there is none, or it cannot be read."""
     try:
-        return folders.config(folders.choose(allow_code=False)[0])
+        return folders.find_config()
     except CkptkitError:
         return None
 

@@ -16,6 +16,7 @@ from ckptkit.consumers.folder_truth import (
     SPECIAL_TOKENS,
     TELLING,
     TEMPLATE,
+    TOKENIZER,
     TOKENIZER_CONFIG,
     FolderTexts,
     Truth,
@@ -61,38 +62,51 @@ from ckptkit.conversion.source.open import (
 )
 from ckptkit.core.errors import (
     AmbiguousSourceError,
+    FormatError,
     InputError,
+    LimitError,
     MissingFileError,
     NotACheckpointError,
     UsageError,
 )
+from ckptkit.core.index import KeyPath
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
 from ckptkit.core.text import Aside
-from ckptkit.formats.discovery import RELEASE, is_unit_folder, parse_step
+from ckptkit.formats.dcp.reader import BlobRef, DcpReader, open_blob
+from ckptkit.formats.discovery import RELEASE, find_step, is_unit_folder, parse_step
 from ckptkit.formats.parsing import parse_json
+from ckptkit.formats.pickle.torch_values import parse_values
+from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.options import TokenizerOrigin, check_choice
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
-from ckptkit.storage.base import Folder, StoreFolder, is_there
+from ckptkit.storage.base import Folder, Source, StoreFolder, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.overlay import MemorySource
 from ckptkit.storage.places import PathLike, Place, is_url
 
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
 
-_NESTED = ("ckptkit", "huggingface")  # folders of the training hooks, and of verl
-_MEGATRON_FORMATS = {"dcp", "megatron"}
-# Folders of Megatron-LM and Megatron-Bridge, and of NeMo.
+# Below weights: of the training hooks, of NeMo Automodel, and of verl. Below steps: of VeOmni.
+_NESTED = (SIDE_FOLDER, METADATA_FOLDER, "huggingface", "hf_ckpt")
+_BESIDE_RUNS = {"checkpoints": "model_assets"}  # VeOmni's folder, by the name of that with steps
+_SHARDED_FORMATS = {"dcp", "dcp-hf", "megatron"}
+# Folders of Megatron-LM, Megatron-Bridge and NeMo-RL, and of NeMo.
 _OF_MEGATRON = ("hf", "tokenizer", "context/artifacts", "context/nemo_tokenizer")
 _WEIGHTS = "weights"  # NeMo's folder, beside `context`
-_SHALLOW = (*_NESTED, *_OF_MEGATRON, "additional_chat_templates")
+SIDE_FOLDERS = (*_NESTED, *_OF_MEGATRON, *_BESIDE_RUNS.values())
+"""Folders that hold configurations and tokenizers, and no model of their own."""
+_SHALLOW = (*SIDE_FOLDERS, "additional_chat_templates")
 _HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
 _AUTO_MAP = "auto_map"
-_CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
-_ANY_MODEL = {"model", "actor", "critic", _WEIGHTS}  # units of steps, and names of any folder
+_COPIES = ("huggingface", "hf_ckpt", "pretrained_model", "consolidated")
+# Units of steps, and names of any folder.
+_ANY_MODEL = {"model", "actor", "critic", "policy", "value", "ckpt", _WEIGHTS, *_COPIES}
 # Files and folders of a training step, which a model folder does not have.
 _OF_STEPS = (
     *("trainer_state.json", "random_states_0.pkl", "optimizer.pt", "optimizer.bin", RUN_FACTS),
@@ -144,13 +158,16 @@ class SideFolders:
         self._replaced: dict[str, bytes] = {}
         self._encoder = ""  # the folder of an encoder in that of a base, if it is not at its root
         self.base = None if base is None else self._find(base, "--base")
-        self.sources: dict[str, Folder] = {}
-        self._outside: list[str] = []  # folders above the source
+        self.sources: dict[str, Source] = {}
+        self._noted: dict[str, str] = {}  # folders that are not those of the weights, and where
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
         base_folders = [] if self.base is None else self._open_base(stack, self.base, checkpoint)
         formats = {unit.candidate.format for unit in checkpoint.units}
-        names = (*_NESTED, *(() if formats.isdisjoint(_MEGATRON_FORMATS) else _OF_MEGATRON), "")
+        names = (*_NESTED, *(() if formats.isdisjoint(_SHARDED_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
+        for place, files in _list_embedded(checkpoint):
+            self.sources[place] = MemorySource(files, place)
+            self._noted[place] = ""
         for root in checkpoint.source.folders:
             above: dict[str, StoreFolder | None] = {}
             if checkpoint.manifest is not None:
@@ -160,13 +177,17 @@ class SideFolders:
             for folder in dict.fromkeys([*models, checkpoint.folder]):
                 home = _in(root.location, folder)
                 homes += [home, *_above(home, top, partial(_is_model_folder, checkpoint, folder))]
-            for path in dict.fromkeys(_in(home, name) for home in homes for name in names):
+            paths = [(_in(home, name), name) for home in homes for name in names]
+            paths += [(path, "assets") for path in _list_beside_runs(homes)]
+            for path, name in dict(paths).items():
                 if path not in self.sources:
                     source = _open_if_there(stack, root, path, above)
                     if source is not None:
                         self.sources[path] = source
                         if not f"{make_absolute(path)}/".startswith(f"{top}/"):
-                            self._outside.append(path)
+                            self._noted[path] = ", above the source"
+                        elif name not in {"", SIDE_FOLDER}:
+                            self._noted[path] = ""
         self._base_location = base_folders[-1].location if base_folders else None
         for base_folder in base_folders:
             self.sources.setdefault(base_folder.location, base_folder)
@@ -257,6 +278,17 @@ class SideFolders:
         self.sources.setdefault(source.location, source)
         return source, only
 
+    def find_config(self) -> dict[str, Any] | None:
+        """Returns the model's configuration, or None; no other side file is looked at."""
+        listed = []
+        for origin in self._searched:
+            with suppress(InputError):
+                size = self.sources[origin].stat(CONFIG).size_bytes
+                listed.append((origin, {CONFIG: size}))
+        chosen, _ = choose_side_files(listed, allow_code=False, config=self._config)
+        path = self._lone_config or CONFIG
+        return self.config([replace(file, path=path) for file in chosen if file.name == CONFIG])
+
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], tuple[str, ...]]:
         """Chooses side files by their sizes; returns them, and notes on where they are from."""
         listed = [(origin, self._list(origin)) for origin in self._searched]
@@ -288,10 +320,10 @@ class SideFolders:
             self._replaced[MODULES] = to_json(move_encoder(self._modules, self._encoder))
         chosen += [file for file in companions if file.name not in there]
         chosen.sort(key=lambda file: file.name)
-        for folder in self._outside:
-            outside = [file.name for file in chosen if file.origin == folder]
-            if outside:
-                notes.append(Aside(f"from {folder}, above the source: {', '.join(outside)}"))
+        for folder, where in self._noted.items():
+            taken = [file.name for file in chosen if file.origin == folder]
+            if taken:
+                notes.append(Aside(f"from {folder}{where}: {', '.join(taken)}"))
         if code:
             more = f" and {len(code) - _NAMED:,} more" if len(code) > _NAMED else ""
             text = f"python files were left out: {', '.join(code[:_NAMED])}{more}"
@@ -535,7 +567,7 @@ def find_component(place: Place, tensors: Iterable[str]) -> Place:
     return place.beside(posixpath.join(place, best))
 
 
-def _list_sizes(source: Folder) -> dict[str, int]:
+def _list_sizes(source: Source) -> dict[str, int]:
     """Returns the sizes in bytes of the side files of a folder, by their paths."""
     sizes = {}
     for path in source.walk(1):
@@ -544,6 +576,123 @@ def _list_sizes(source: Folder) -> dict[str, int]:
         with suppress(InputError):  # what cannot be read is no side file
             sizes[path] = source.stat(path).size_bytes
     return sizes
+
+
+_EMBEDDED: KeyPath = ("state", "integrations", "huggingface")
+_EMBEDDED_CONFIGS = {"config": CONFIG, "peft_config": "adapter_config.json"}
+_CONTENT, _ENDING = "content", "file_extension"
+_MOST_VALUES = 1_000_000  # of a file; a vocabulary has one for each token
+_WINDOW_BYTES = 16 << 20
+
+
+def _list_embedded(checkpoint: OpenedCheckpoint) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+    """Yields the side files that a state dict holds as values, with where they are.
+
+    Source: composer/models/huggingface.py (`HuggingFaceModel.get_metadata`), composer 0.32:
+    `model.config.content` is the configuration, `tokenizer.STEM.content` a file of the tokenizer,
+    parsed if it is JSON, and a list of lines if it is a text.
+    """
+    parts: dict[str, dict[KeyPath, Any]] = {}
+    for path, value in checkpoint.index.values.items():
+        match path[len(_EMBEDDED) :] if path[: len(_EMBEDDED)] == _EMBEDDED else ():
+            case ("model", str(stem), str(part), *rest) if stem in _EMBEDDED_CONFIGS:
+                parts.setdefault(_EMBEDDED_CONFIGS[stem], {})[part, *rest] = value
+            case ("tokenizer", str(stem), str(part), *rest):
+                parts.setdefault(stem, {})[part, *rest] = value
+    if parts:
+        candidate = checkpoint.units[0].candidate
+        is_folder = candidate.format == DcpReader.name
+        inside = candidate.folder if is_folder else candidate.files[0]
+        where = posixpath.join(checkpoint.location, inside)
+        place = f"{where}: {'.'.join(map(str, _EMBEDDED))}"
+        yield place, _EmbeddedFiles(checkpoint.source, parts, place)
+
+
+class _EmbeddedFiles(Mapping[str, bytes]):
+    """Files whose contents are values of a checkpoint, which are read when they are asked for."""
+
+    def __init__(
+        self, source: Source, parts: Mapping[str, Mapping[KeyPath, Any]], where: str
+    ) -> None:
+        self._source = source
+        self._where = where
+        self._read: dict[str, bytes] = {}
+        self._parts: dict[str, Mapping[KeyPath, Any]] = {}
+        for stem, values in parts.items():
+            ending = _read_blobs(source, {(): values.get((_ENDING,), "")})[()]
+            is_named = isinstance(ending, str) and not stem.endswith(ending)
+            self._parts[f"{stem}{ending}" if is_named else stem] = {
+                path[1:]: value for path, value in values.items() if path[0] == _CONTENT
+            }
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self._read:
+            where = f"{self._where}: {name}"
+            if len(self._parts[name]) > _MOST_VALUES:
+                raise LimitError(f"has more than {_MOST_VALUES:,} values", where=where)
+            content = _nest(_read_blobs(self._source, self._parts[name]))
+            if name == TOKENIZER:
+                _restore_special_tokens(content)
+            if name.endswith(".json"):
+                try:
+                    content = to_json(content)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise FormatError(f"holds more than JSON can: {error}", where=where) from error
+            elif isinstance(content, list) and all(isinstance(line, str) for line in content):
+                content = "\n".join(content)
+            data = content.encode() if isinstance(content, str) else content
+            if not isinstance(data, bytes):
+                raise FormatError("holds no content of a file", where=where)
+            self._read[name] = data
+        return self._read[name]
+
+
+def _restore_special_tokens(part: Any) -> None:
+    """Adds the empty tables that a tokenizer needs; DCP stores nothing of an empty dictionary."""
+    for inner in (
+        part if isinstance(part, list) else part.values() if isinstance(part, dict) else ()
+    ):
+        _restore_special_tokens(inner)
+    if isinstance(part, dict) and part.get("type") == "TemplateProcessing":
+        part.setdefault("special_tokens", {})
+
+
+def _read_blobs(source: Source, values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """Returns values, those of a DCP checkpoint read from its files, many with one read."""
+    read = {path: value for path, value in values.items() if not isinstance(value, BlobRef)}
+    blobs = {path: value for path, value in values.items() if isinstance(value, BlobRef)}
+    window, at, first, end = MemorySource({}), "", 0, 0
+    for path, blob in sorted(blobs.items(), key=lambda item: (item[1].path, item[1].start)):
+        if blob.path != at or blob.stop > end:
+            at, first = blob.path, blob.start
+            end = max(blob.stop, min(first + _WINDOW_BYTES, source.stat(at).size_bytes))
+            window = MemorySource({at: source.read(at, first, end)}, source.location)
+        inside = replace(blob, start=blob.start - first, stop=blob.stop - first)
+        where = f"{posixpath.join(source.location, blob.path)}: {'.'.join(map(str, path))}"
+        archive = open_archive(*open_blob(window, inside, where=where), where=where)
+        read[path] = parse_values(archive.pickle(), where=where)
+    return read
+
+
+def _nest(values: Mapping[KeyPath, Any]) -> Any:
+    """Returns the value whose parts are at these paths."""
+    if set(values) == {()}:
+        return values[()]
+    inner: dict[str | int, dict[KeyPath, Any]] = {}
+    for (first, *rest), value in values.items():
+        inner.setdefault(first, {})[tuple(rest)] = value
+    nested = {key: _nest(parts) for key, parts in inner.items()}
+    # Lists of numbers and texts are kept whole, so that such numbers are keys of a dictionary.
+    has_containers = any(isinstance(value, dict | list | tuple) for value in nested.values())
+    if has_containers and list(nested) == list(range(len(nested))):
+        return list(nested.values())
+    return nested
 
 
 def _open_if_there(
@@ -604,26 +753,49 @@ def _is_step(folder: str) -> bool:
     return not is_url(folder) and any(Path(folder, name).exists() for name in _OF_STEPS)
 
 
-def _above(step: str, root: str, is_whole: Callable[[], bool]) -> Iterator[str]:
-    """Yields the step above a unit, and the run above a step.
+def _above(folder: str, root: str, is_whole: Callable[[], bool]) -> Iterator[str]:
+    """Yields the folders above that of a unit up to its step, and the run above a step.
 
     Args:
-        step: The folder of the unit, or of the step.
+        folder: The folder of the unit, or of the step.
         root: The source, as the user named it.
         is_whole: Returns whether the folder is a model by itself, for which nothing outside of the
             source is searched.
     """
-    path = make_absolute(step)
-    for _ in range(_CLIMB):
+    path = make_absolute(folder)
+    step = find_step(path)
+    while True:
         name = posixpath.basename(path)
-        is_step = parse_step(name) is not None or name == RELEASE
-        if not (is_step or is_unit_folder(name) or name == _WEIGHTS):
+        is_step = path == step or name == RELEASE
+        if not (is_step or is_unit_folder(name) or parse_step(name) is not None):
             return
-        above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
+        above = _parent(path)
         if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):
             return  # the root of all buckets, repositories or directories
         is_outside = not f"{above}/".startswith(f"{root}/")
-        if is_outside and (is_whole() or (name in _ANY_MODEL and not _is_step(above))):
+        if is_outside and (is_whole() or (name in _ANY_MODEL and not _is_in_step(above))):
             return
         path = above
         yield path
+        if is_step:
+            return
+
+
+def _is_in_step(folder: str) -> bool:
+    """Says whether a folder is a step, or a part of one."""
+    while not _is_step(folder):
+        if not is_unit_folder(posixpath.basename(folder)):
+            return False
+        folder = _parent(folder)
+    return True
+
+
+def _parent(path: str) -> str:
+    return posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
+
+
+def _list_beside_runs(homes: Sequence[str]) -> Iterator[str]:
+    for home in homes:
+        name = _BESIDE_RUNS.get(posixpath.basename(home))
+        if name is not None:
+            yield _in(_parent(home), name)

@@ -11,7 +11,8 @@ where that is true of no matrix, but would be of several if there were more shar
 are missing.
 
 Source: torch/distributed/checkpoint/{hf_storage,_hf_utils}.py (`HuggingFaceStorageWriter`), torch
-2.8 to 2.13; transformers 5.23, distributed/checkpoint.py and configuration_utils.py
+2.8 to 2.13; nemo_automodel/components/checkpoint/addons.py (`ConsolidatedHFAddon`), Automodel 0.3;
+transformers 5.23, distributed/checkpoint.py and configuration_utils.py
 (`PreTrainedConfig.attribute_map` of the models). DTensors are split by `torch.chunk`: all shards
 have `ceil(rows / shards)` rows but the last ones, which have fewer or none.
 """
@@ -61,6 +62,10 @@ from ckptkit.storage.base import Source, is_there
 
 SHARDED_FOLDER = "sharded"
 """The folder in which torch leaves the shards of a model that it has consolidated."""
+CONSOLIDATED_FOLDER = "consolidated"
+"""The folder below the shards in which NeMo Automodel has torch consolidate them."""
+METADATA_FOLDER = ".hf_metadata"
+"""The folder below the shards in which NeMo Automodel saves configuration and tokenizer."""
 UNPROVEN = (
     "the shards contain neither their number nor full shapes: shapes are the extent of all shards,"
     " and a shard missing at the end would not show; put the model's config.json beside them, or"
@@ -259,7 +264,7 @@ class _Assembly:
         absent = [name for name in self.indexed if name not in shards]
         self._check_ranks(absent)
         shapes = {name: _whole_shape(held, self.where) for name, held in shards.items()}
-        folders = [self.folder]
+        folders = [self.folder, posixpath.join(self.folder, METADATA_FOLDER)]
         if posixpath.basename(self.folder) == SHARDED_FOLDER:
             folders.append(posixpath.dirname(self.folder))
         extents = read_config_extents(self.source, folders)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -252,13 +253,28 @@ def check_whole(header: Header, *, where: str) -> None:
             )
 
 
+_OF_STEP = re.compile(r"(?P<pipeline>.+?)_step_\d{1,4}(_\w+)?\.safetensors")
+
+
+def _is_of_processor(path: str, there: Collection[str]) -> bool:
+    """Returns whether a file is the state of a step of a processor, which LeRobot has in JSON.
+
+    Source: lerobot/processor/pipeline.py (`DataProcessorPipeline._save_pretrained`), lerobot 0.4:
+    `NAME.json` beside `NAME_step_3_normalizer_processor.safetensors`.
+    """
+    match = _OF_STEP.fullmatch(path)
+    return match is not None and f"{match['pipeline']}.json" in there
+
+
 class SafetensorsReader:
     """Reads models in safetensors files."""
 
     name = "safetensors"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        return [files.candidate(self.name) for files in group_model_files(paths, (".safetensors",))]
+        there = set(paths)
+        own = [path for path in paths if not _is_of_processor(path, there)]
+        return [files.candidate(self.name) for files in group_model_files(own, (".safetensors",))]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         where = posixpath.join(source.location, candidate.folder)
