@@ -43,10 +43,8 @@ def find_modules(listed: Any, names: Collection[str], where: str) -> Sequence[Se
     Raises:
         RefusedError: If they are of several encoders, which would be several model folders.
     """
-    rows = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
     found = []
-    for row in rows:
-        name, folder, kind = (str(row.get(key, "")) for key in ("name", "path", "type"))
+    for name, folder, kind in _read_rows(listed):
         own = [one for one in names if one.startswith(f"{name}.")]
         if own and kind.endswith(_ROUTERS):
             raise RefusedError(
@@ -61,6 +59,18 @@ def find_modules(listed: Any, names: Collection[str], where: str) -> Sequence[Se
             prefix = f"{name}.{inner}." if inner else f"{name}."
             found.append(SentenceModule(folder, prefix, bool(inner)))
     return found if any(module.is_encoder for module in found) else ()
+
+
+def has_router(listed: Any) -> bool:
+    """Returns whether several encoders stand behind a router."""
+    return any(kind.endswith(_ROUTERS) for _, _, kind in _read_rows(listed))
+
+
+def _read_rows(listed: Any) -> list[tuple[str, str, str]]:
+    """Returns the name, the folder and the class of each module."""
+    rows = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
+    found = ([row.get(key) for key in ("name", "path", "type")] for row in rows)
+    return [(str(name or ""), str(path or ""), str(kind or "")) for name, path, kind in found]
 
 
 def _stem_of_route(name: str) -> str:

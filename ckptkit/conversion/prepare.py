@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from ckptkit.consumers.class_facts import adapt_kept
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
-from ckptkit.consumers.sentence_modules import find_modules
+from ckptkit.consumers.sentence_modules import find_modules, has_router
 from ckptkit.consumers.side_files import (
     SideFile,
     drop_stale_quantization,
@@ -354,6 +354,7 @@ class _Planner:
         config = self._read_config(side)
         self._convert_names(config)
         config, side = self._settle_text_model(config, side)
+        side = self._leave_router(side)
         modules = self._take_modules(side)
         checkpoint, entries = self._checkpoint, self._select_entries()
         # An origin of its own: what is compared is read, and verified, again when it is written.
@@ -521,6 +522,14 @@ class _Planner:
             self._notes += self._checkpoint.notes[len(before.notes) :]
             self._request = replace(self._request, strip_prefix=())
 
+    def _leave_router(self, side: list[SideFile]) -> list[SideFile]:
+        """Leaves out the files of a router where one encoder from behind it is written."""
+        listed = self._folders.read_json(side, MODULES)
+        if not (self._request.strip_prefix and has_router(listed)):
+            return side
+        self._notes.append(f"the output is one encoder, without the router of {MODULES}")
+        return [file for file in side if not self._folders.consumer.has_companion(file.name)]
+
     def _take_modules(self, side: Sequence[SideFile]) -> Mapping[str, Sequence[TensorEntry]]:
         """Takes the tensors of modules beside an encoder out of the model, by their folders."""
         checkpoint, listed = self._checkpoint, self._folders.read_json(side, MODULES)
@@ -529,9 +538,11 @@ class _Planner:
             return {}
         model = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
         names = [str(entry.name) for entry in model]
+        if self._request.strip_prefix:
+            return {}
         found = find_modules(listed, names, checkpoint.path)
         encoder = next((module for module in found if module.is_encoder), None)
-        if encoder is None or self._request.strip_prefix:
+        if encoder is None:
             return {}
         taken: dict[str, list[TensorEntry]] = {}
         tensors = dict(index.tensors)

@@ -161,6 +161,18 @@ class FileSet:
         return Candidate(format_name, self.folder, self.files, reason)
 
 
+_MODULE = re.compile(r"(?P<model>(?:.+/)?)[1-9]\d*_\w+/[^/]+")
+
+
+def _is_of_module(path: str, there: Collection[str]) -> bool:
+    """Returns whether a file is of a module of sentence-transformers behind the encoder.
+
+    Source: sentence-transformers 6.2, `SentenceTransformer.save`: `2_Dense/model.safetensors`.
+    """
+    match = _MODULE.fullmatch(path)
+    return match is not None and f"{match['model']}modules.json" in there
+
+
 def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[FileSet]:
     """Groups the files with the given endings, and their indices, into models.
 
@@ -168,7 +180,9 @@ def group_model_files(paths: Iterable[str], endings: Sequence[str]) -> list[File
     numbered files without an index are one set per stem; any other file is a set of its own.
     """
     with_index = (*endings, *(ending + INDEX_ENDING for ending in endings))
-    folders = group_by_folder(path for path in paths if path.endswith(with_index))
+    there = set(paths)
+    models = (path for path in there if not _is_of_module(path, there))
+    folders = group_by_folder(path for path in models if path.endswith(with_index))
     sets: list[FileSet] = []
     for folder, inside in folders.items():
         groups: dict[tuple[str, str], list[str]] = {}

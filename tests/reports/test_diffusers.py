@@ -196,6 +196,7 @@ def test_a_class_that_fully_shard_renamed_has_its_own_name(how: str, tmp_path: P
     """diffusers itself records `FSDPAutoencoderKL`, which its `AutoModel` does not find."""
     import diffusers
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -203,7 +204,7 @@ def test_a_class_that_fully_shard_renamed_has_its_own_name(how: str, tmp_path: P
 
     model = built("AutoencoderKL", **MODELS["AutoencoderKL"])
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         model.save_config(tmp_path / "base")

@@ -162,8 +162,7 @@ def test_an_adapter_in_a_step_becomes_the_file_that_diffusers_loads(
     model.peft_config["default"].save_pretrained(step)
     if config == "beside":
         shutil.copy(base / "config.json", step)
-    given = {"base": base} if config == "base" else {}
-    ckptkit.extract_adapter(step, tmp_path / "out", **given)
+    ckptkit.extract_adapter(step, tmp_path / "out", base=base if config == "base" else None)
     assert names(tmp_path / "out") == {FILE, "ckptkit.json"}
     loaded = UNet2DConditionModel.from_pretrained(base)
     loaded.load_lora_adapter(tmp_path / "out", prefix="unet", use_safetensors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import shutil
 from pathlib import Path
@@ -124,6 +125,7 @@ def test_encoders_behind_a_router_are_refused_with_a_command_that_works(tmp_path
         ckptkit.consolidate(step, tmp_path / "out")
     words = caught.value.hint.partition("such as ")[2].replace("'", "").split()
     assert main(["consolidate", str(step), str(tmp_path / "out"), *words]) == 0
+    assert not (tmp_path / "out" / "modules.json").exists()
     inner = {n.partition(".model.")[2]: t for n, t in model.state_dict().items() if ".query." in n}
     found = weights(tmp_path / "out")
     assert found
@@ -144,3 +146,43 @@ def test_an_average_with_modules_beside_the_encoder_is_refused_with_a_way(tmp_pa
         exclude=["[1-9]*"],
     )
     assert len(weights(tmp_path / "out")) == 23
+
+
+def test_a_folder_that_sentence_transformers_wrote_is_one_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense
+
+    model, _ = trained_model(tmp_path / "base", Dense(32, 16))
+    model.save_pretrained(str(tmp_path / "src"))
+    assert main(["inspect", str(tmp_path / "src")]) == 0
+    assert "these weights load as they are" in capfd.readouterr().out
+    ckptkit.consolidate(tmp_path / "src", tmp_path / "out", max_shard_size=20_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    ours = SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert (ours.encode(["t1 t2 t3"]) == model.encode(["t1 t2 t3"])).all()
+
+
+def test_an_average_takes_modules_that_are_the_same_in_all(tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    sources = [tmp_path / "a", tmp_path / "b"]
+    model, _ = trained_model(tmp_path / "base", Dense(32, 16))
+    model.save_pretrained(str(sources[0]))
+    with torch.no_grad():
+        next(model[0].parameters()).add_(1)
+    model.save_pretrained(str(sources[1]))
+    ckptkit.average(sources, tmp_path / "same")
+    file = "3_Dense/model.safetensors"
+    assert filecmp.cmp(tmp_path / "same" / file, sources[0] / file, shallow=False)
+    with torch.no_grad():
+        model[-1].linear.weight.add_(1)
+    model.save_pretrained(str(sources[1]))
+    with pytest.raises(RefusedError, match="differs between the models") as caught:
+        ckptkit.average(sources, tmp_path / "out")
+    assert "without '3_Dense', and these folders apart" in caught.value.hint
+    ckptkit.average([one / "3_Dense" for one in sources], tmp_path / "out" / "3_Dense")
+    for source in sources:
+        shutil.rmtree(source / "3_Dense")
+    ckptkit.average(sources, tmp_path / "out" / "encoder")

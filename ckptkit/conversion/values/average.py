@@ -7,6 +7,7 @@ that of the last source.
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -41,6 +42,7 @@ from ckptkit.plan.plan import (
     Copy,
     OutputFile,
     Product,
+    RawCopy,
     Segment,
     SegmentRange,
     TensorSpec,
@@ -51,6 +53,7 @@ from ckptkit.runs.steps import abandoned
 from ckptkit.storage.places import PathLike, Place, place_of
 
 _LISTED = 3
+_WEIGHTS = (".safetensors", ".bin")
 _SCALES = "float8_e8m0fnu"  # powers of two without a sign
 
 
@@ -163,6 +166,17 @@ def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
     return tuple(run.beside(step.path) for step in steps[-count:])
 
 
+def _digest_module_files(plan: PlannedOutput) -> dict[str, bytes]:
+    """Returns a digest of each weight file that stands in a folder of its own beside the model."""
+    files = {}
+    for file in plan.plan.files:
+        body = file.segments[0].body
+        if "/" in file.path and file.path.endswith(_WEIGHTS) and isinstance(body, RawCopy):
+            data = plan.inputs.folders[body.origin].read(body.path, 0, file.size_bytes)
+            files[file.path] = hashlib.blake2b(data).digest()
+    return files
+
+
 class _Joint:
     """Joins the plans of all sources."""
 
@@ -186,14 +200,7 @@ class _Joint:
     def plan(self) -> PlannedOutput:
         self._check_order()
         self._check_likeness()
-        modules = self._layout.facts.get("modules", ())
-        if modules:
-            raise RefusedError(
-                f"holds weights of modules beside an encoder, in {', '.join(map(repr, modules))},"
-                " which are not averaged",
-                where=self._paths[-1],
-                hint="average the encoder alone: `--strip-prefix 0.model. --exclude '[1-9]*'`",
-            )
+        self._check_modules()
         names = self._choose_averaged()
         self._check_rest(names)
         job, layout = self._job, self._layout
@@ -246,6 +253,28 @@ class _Joint:
             }
             for number, plan in enumerate(self._plans)
         ]
+
+    def _check_modules(self) -> None:
+        """Refuses weights of modules beside an encoder, unless files hold the same in all."""
+        modules = self._layout.facts.get("modules", ())
+        if modules:
+            raise RefusedError(
+                f"holds weights of modules beside an encoder, in {', '.join(map(repr, modules))},"
+                " which are not averaged",
+                where=self._paths[-1],
+                hint="average the encoder alone: `--strip-prefix 0.model. --exclude '[1-9]*'`",
+            )
+        *others, last = map(_digest_module_files, self._plans)
+        for path, digest in last.items():
+            if any(other.get(path) != digest for other in others):
+                folder = path.partition("/")[0]
+                raise RefusedError(
+                    f"{path!r} is of a module beside the encoder, and differs between the models:"
+                    " it is not averaged",
+                    where=self._paths[-1],
+                    hint=f"average copies of the models without {folder!r}, and these folders"
+                    " apart",
+                )
 
     def _check_order(self) -> None:
         held = [_files_of(plan.checkpoint) for plan in self._plans]
