@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.consumers.class_facts import find_left_out
-from ckptkit.consumers.table import TRANSFORMERS, Consumer
+from ckptkit.consumers.table import TRANSFORMERS, Consumer, name_model
 from ckptkit.conversion.naming_program import (
     AnswerCache,
     NamingProgram,
@@ -189,6 +189,8 @@ def plan_comparison(
         subject.config.get("model_type"), str
     ):
         why = "config.json names no model type"
+        if name_model(subject.config):
+            why = f"a model of {subject.consumer.name} is compared with that of --base alone"
     elif installed is not None and digits is not None and int(digits[0]) < _OLDEST:
         why = f"transformers {installed[0]} is too old"
     if why:
