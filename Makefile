@@ -136,6 +136,7 @@ differential: $(VENV)/.dev ## Random models, meshes and savers against all reade
 		--runs $(or $(RUNS),200) --seed $(or $(SEED),1)
 	CKPTKIT_EXAMPLES=1 $(BIN)/python -m pytest tests/property $(PYTEST_ARGS)
 	$(BIN)/python fixtures/generators/class_facts.py
+	$(BIN)/python fixtures/generators/model_shapes.py
 
 .PHONY: gpu
 gpu: $(VENV)/.dev ## Check and measure saves on a CUDA device, if there is one

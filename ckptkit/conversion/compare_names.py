@@ -35,6 +35,7 @@ from ckptkit.hub_names.known_models import (
     find_doubled_prefix,
     is_made_by_model,
 )
+from ckptkit.hub_names.model_shapes import is_as_described
 from ckptkit.plan.load_report import (
     CONSOLIDATE,
     Advice,
@@ -193,6 +194,10 @@ def plan_comparison(
             why = f"a model of {subject.consumer.name} is compared with that of --base alone"
     elif installed is not None and digits is not None and int(digits[0]) < _OLDEST:
         why = f"transformers {installed[0]} is too old"
+    is_tried = digits is None or digits[0] == str(_OLDEST)
+    is_asked = subject.consumer.comparing == "transformers"
+    if is_asked and is_tried and is_as_described(subject.request):
+        return None, ()
     if why:
         return None, _judge_without_asking(subject, why)
     comparison = Comparison(subject, program)

@@ -1,0 +1,133 @@
+"""What is known of a class without Transformers is what the class has, and nothing is guessed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import ckptkit
+from ckptkit.conversion.naming_program import NamingProgram
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.index import Fqn
+from ckptkit.hub_names.model_shapes import DATA, find_tied, is_as_described, lay_out
+from ckptkit.plan.load_report import LoadRequest, MisfitError
+from tests.reports.folders import save
+from tests.sampled import sampled
+from tests.small_models import on_meta, small_model_config
+
+FAMILIES = json.loads(DATA.read_text())["families"]
+QUICK = ["llama", "gemma2", "gpt2", "qwen3"]
+CUT = {"rembert"}  # small models of these have a size that may only have its default
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 48, "num_hidden_layers": 2}
+LLAMA = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def written(config: Any, name: str) -> dict[str, Any]:
+    """Returns a configuration as `config.json` has it."""
+    config.architectures = [name]
+    document: dict[str, Any] = json.loads(config.to_json_string())
+    return document
+
+
+@pytest.mark.parametrize("model_type", sampled([one for one in FAMILIES if one not in CUT], QUICK))
+def test_a_small_model_of_each_class_is_described(model_type: str) -> None:
+    name = FAMILIES[model_type]["class"]
+    model_class = getattr(transformers, name)
+    try:
+        config = small_model_config(model_class)
+    except Exception as error:  # noqa: BLE001  defaults of some classes are too large
+        pytest.skip(f"cannot be built: {error}")
+    model = on_meta(model_class, config)
+    document = {**written(config, name), "model_type": model_type}
+    laid = lay_out(document)
+    assert laid == {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    if getattr(model.config, "tie_word_embeddings", True):
+        assert find_tied(document) == set(model._tied_weights_keys or {})
+
+
+def request_of(config: dict[str, Any], state: dict[str, torch.Tensor]) -> LoadRequest:
+    dtype = dtype_named("float32")
+    return LoadRequest(config, {Fqn(n): (dtype, tuple(t.shape)) for n, t in state.items()})
+
+
+def llama(**changes: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    config = transformers.LlamaConfig(**{**LLAMA, **changes})
+    model = transformers.LlamaForCausalLM(config)
+    return written(config, "LlamaForCausalLM"), dict(model.state_dict())
+
+
+def test_tensors_that_differ_in_anything_are_not_as_described() -> None:
+    config, state = llama()
+    assert is_as_described(request_of(config, state))
+    first = next(iter(state))
+    less = {name: t for name, t in state.items() if name != first}
+    assert not is_as_described(request_of(config, less))
+    assert not is_as_described(request_of(config, state | {"model.more.weight": torch.ones(1)}))
+    assert not is_as_described(request_of(config, state | {first: torch.ones(3, 16)}))
+    # Transformers 5 loads these two, and others do not.
+    assert not is_as_described(request_of(config, {f"model.{n}": t for n, t in state.items()}))
+    bare = {name.removeprefix("model."): t for name, t in state.items()}
+    assert not is_as_described(request_of(config, bare))
+    biased, _ = llama(attention_bias=True)
+    assert not is_as_described(request_of(biased, state))
+
+
+def test_a_tied_head_may_be_missing_and_no_other() -> None:
+    config, state = llama(tie_word_embeddings=True)
+    assert is_as_described(request_of(config, state))
+    headless = {name: t for name, t in state.items() if name != "lm_head.weight"}
+    assert is_as_described(request_of(config, headless))
+    config["tie_word_embeddings"] = False
+    assert not is_as_described(request_of(config, headless))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "xielu"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"auto_map": {"AutoModelForCausalLM": "a.B"}},
+        {"hidden_size": "16"},
+        {"hidden_size": True},
+        {"hidden_size": 1 << 60},
+        {"mlp_bias": None},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": None},
+        {"a_new_key": 1},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_says_anything_else_is_not_described(change: dict[str, Any]) -> None:
+    config, _ = llama()
+    assert lay_out(config) is not None
+    assert lay_out(config | change) is None
+
+
+def test_a_first_conversion_of_a_known_family_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, state = llama()
+    step = save(state, tmp_path / "step")
+    (step / "config.json").write_text(json.dumps(config))
+    asked: list[bytes] = []
+
+    def ask(_program: NamingProgram, question: bytes) -> None:
+        asked.append(question)
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(NamingProgram, "ask", ask)
+    ckptkit.consolidate(step, tmp_path / "out", dtype="bfloat16")
+    assert not asked
+    del state["model.norm.weight"]
+    less = save(state, tmp_path / "less")
+    (less / "config.json").write_text(json.dumps(config))
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(MisfitError, match=r"model\.norm\.weight"):
+        ckptkit.consolidate(less, tmp_path / "refused")
