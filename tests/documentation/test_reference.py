@@ -31,6 +31,8 @@ NOT_FOR_USERS = {
     "ckptkit.storage.base.Source",  # public in readers.md, under the name there
     *("ckptkit.lora.quantized.Packing", "ckptkit.lora.quantized.FourBitSettings"),
     "ckptkit.lora.quantized.PackedRecord",  # a part of those
+    # Of an adapter's description, the commands and sentences are shown that follow from them.
+    *("ckptkit.lora.foreign.ForeignAdapter", "ckptkit.lora.foreign.Factor"),
 }
 
 

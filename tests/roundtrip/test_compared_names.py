@@ -511,7 +511,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
 @pytest.mark.slow
 def test_commands_ask_the_program_and_keep_its_answer(tmp_path: Path) -> None:
     """As a user runs it: another process answers beside the copying, and once."""
-    model = model_of()
+    model = model_of(unknown_key=1)  # of a known configuration nothing is asked
     src = trained(tmp_path / "src", model.state_dict(), model.config)
     wrong = {f"net.{name}": value for name, value in model.state_dict().items()}
     bad = trained(tmp_path / "bad", wrong | {"critic.weight": torch.ones(2)}, model.config)
