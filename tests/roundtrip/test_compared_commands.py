@@ -26,6 +26,7 @@ from ckptkit.conversion.prepare import ConversionJob  # noqa: E402
 from ckptkit.core.errors import CkptkitError, RefusedError  # noqa: E402
 from ckptkit.engine.outcome import BytesWritten, Event, ignore  # noqa: E402
 from ckptkit.hub import push  # noqa: E402
+from ckptkit.hub_names.model_shapes import is_as_described  # noqa: E402
 from ckptkit.options import ConsolidateRequest, Resources  # noqa: E402
 from ckptkit.plan.load_report import LoadRequest  # noqa: E402
 from ckptkit.plan.plan import Share  # noqa: E402
@@ -343,7 +344,6 @@ def test_two_slices_of_the_right_names_make_a_model_that_was_compared(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    is_as_described = comparing.is_as_described
 
     def count(request: LoadRequest) -> bool:
         asked.append(is_as_described(request))
