@@ -71,7 +71,7 @@ def _digest_folder(folder: Path) -> str:
                 facts = {
                     key: value
                     for key, value in manifest.source.items()
-                    if key not in {"identity", "path", "deltas", "base", "delta"}
+                    if key not in {"identity", "path", "writer", "deltas", "base", "delta"}
                 }
                 manifest = replace(manifest, source=facts, options={})
                 # Proofs of checksums that are gone are `unverified`: that is no other model.
