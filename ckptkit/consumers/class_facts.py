@@ -99,3 +99,18 @@ def caches_by_default(model_type: str) -> bool:
 def find_text_model(model_type: str) -> str:
     """Returns the class that `AutoModelForCausalLM` takes for a model type; empty for none."""
     return str(_facts()["text_models"].get(model_type, ""))
+
+
+_DECODERS = ("decoder", "generator", "text_config")
+
+
+def generation_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings with which a model generates that has no `generation_config.json`.
+
+    Source: transformers 5.23, `GenerationConfig.from_model_config` of a document: those that stand
+    in `config.json`, and in its decoder where it has none. Defaults of its class do not count.
+    """
+    decoder = next((config[key] for key in _DECODERS if config.get(key)), None)
+    parts = (decoder, config) if isinstance(decoder, Mapping) else (config,)
+    stated = ((key, part.get(key)) for part in parts for key in _facts()["generation_keys"])
+    return {key: value for key, value in stated if value is not None}

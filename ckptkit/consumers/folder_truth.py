@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.consumers.class_facts import caches_by_default, find_text_model
+from ckptkit.consumers.class_facts import caches_by_default, find_text_model, generation_of
 from ckptkit.consumers.table import CONFIG, GENERATION
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import (
@@ -55,6 +55,7 @@ class FolderTexts:
 MAX_JSON_BYTES = 16 << 20  # larger ones are copied without being parsed
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"
 TELLING = {
     CONFIG: MAX_JSON_BYTES,
     GENERATION: MAX_JSON_BYTES,
@@ -62,6 +63,7 @@ TELLING = {
     TOKENIZER_CONFIG: MAX_JSON_BYTES,
     SPECIAL_TOKENS: MAX_JSON_BYTES,
     TEMPLATE: MAX_JSON_BYTES,
+    PROCESSOR_TEMPLATE: MAX_JSON_BYTES,
 }
 """The files that say what a model is, and the size in bytes up to which they are parsed."""
 
@@ -74,13 +76,15 @@ def parse_texts(contents: Mapping[str, bytes], where: str = "") -> FolderTexts:
         where: The folder, for messages.
     """
     parsed: dict[str, dict[str, Any]] = {}
-    for name in (GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS):
+    for name in (GENERATION, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, PROCESSOR_TEMPLATE):
         if name in contents:
             with suppress(FormatError):
                 parsed[name] = parse_json_object(contents[name], where=name)
     settings = {**parsed.get(SPECIAL_TOKENS, {}), **parsed.get(TOKENIZER_CONFIG, {})}
-    template = settings.get("chat_template")
-    template = template if isinstance(template, str) else ""
+    template = _default_template(settings.get("chat_template"))
+    template = template or _default_template(
+        parsed.get(PROCESSOR_TEMPLATE, {}).get("chat_template")
+    )
     if TEMPLATE in contents:
         template = contents[TEMPLATE].decode(errors="replace")
     config = None
@@ -93,6 +97,14 @@ def parse_texts(contents: Mapping[str, bytes], where: str = "") -> FolderTexts:
         tokenizer_config=settings,
         template=template,
     )
+
+
+def _default_template(value: object) -> str:
+    """Returns a template that a configuration holds, as a text or as one of several with names."""
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, Mapping)}
+        value = named.get("default")
+    return value if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +183,14 @@ def tell_class(config: Document) -> Truth:
 
 _ATTENTION = ("_attn_implementation", "attn_implementation", "_attn_implementation_internal")
 _SWITCHES = ("output_hidden_states", "output_attentions")
+_OF_STEP = re.compile(r"(?:^|/)(?:checkpoint|step|epoch)[-_]\d+/?$")  # a model that a run saved
 _DROPOUT = re.compile(r"dropout|pdrop|layerdrop")
 _CACHE = "use_cache"
 
 
 def _undo_training(config: Document, base: Document | None, notes: _Notes) -> dict[str, Any]:
     """Returns a configuration without what only training needs, at each of its levels."""
-    changed = _undo_in_part(config, base, notes, "")
+    changed = _undo_in_part(config, base, notes, "", generates=_generates(config))
     path = changed.get("_name_or_path")
     if isinstance(path, str) and is_local_path(path):
         del changed["_name_or_path"]
@@ -188,11 +201,14 @@ def _undo_training(config: Document, base: Document | None, notes: _Notes) -> di
 
 
 def _undo_in_part(
-    config: Document, base: Document | None, notes: _Notes, where: str
+    config: Document, base: Document | None, notes: _Notes, where: str, *, generates: bool
 ) -> dict[str, Any]:
     changed = dict(config)
-    # A part of the base that states nothing has the defaults of its class.
-    if changed.get(_CACHE) is False and _caches(changed, base):
+    # A part of the base that states nothing has the defaults of its class; without a base, training
+    # explains it where the model generates at all.
+    usual = _caches_by_default(changed)
+    caches = usual and generates if base is None else base.get(_CACHE, usual) is True
+    if changed.get(_CACHE) is False and caches:
         changed[_CACHE] = True
         reason = "as in the base" if base is not None else "as training alone turns it off"
         notes.lines.append(f"'{where}use_cache' of config.json {notes.set_to} true, {reason}")
@@ -221,7 +237,7 @@ def _undo_in_part(
         if isinstance(value, Mapping) and where.count(".") < _NESTING:
             inner = None if base is None else base.get(key)
             part = inner if isinstance(inner, Mapping) else None if base is None else {}
-            changed[key] = _undo_in_part(value, part, notes, f"{where}{key}.")
+            changed[key] = _undo_in_part(value, part, notes, f"{where}{key}.", generates=generates)
     return changed
 
 
@@ -232,14 +248,13 @@ def _dropouts(config: Document, base: Document, where: str) -> Iterator[str]:
             yield f"'{where}{key}' of config.json is {here} against {there} in the base"
 
 
-def _caches(config: Document, base: Document | None) -> bool:
+def _caches_by_default(config: Document) -> bool:
     """Returns whether `use_cache: false` is a mark of training.
 
     The Trainer of Transformers 5 sets it for each model, gradient checkpointing in all versions.
     """
     model_type = config.get("model_type")
-    usual = isinstance(model_type, str) and caches_by_default(model_type)
-    return usual if base is None else base.get(_CACHE, usual) is True
+    return isinstance(model_type, str) and caches_by_default(model_type)
 
 
 def _undo_training_of_generation(
@@ -259,21 +274,28 @@ def is_local_path(text: str) -> bool:
     >>> is_local_path("/data/llama"), is_local_path("org/name"), is_local_path("./out")
     (True, False, True)
     """
-    return text.startswith(("/", "./", "../", "~", "\\")) or text.count("/") > 1 or ":\\" in text
+    is_path = text.startswith(("/", "./", "../", "~", "\\")) or text.count("/") > 1
+    return is_path or ":\\" in text or _OF_STEP.search(text) is not None
 
 
 # --- where generation stops ---
 
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
-# Tokens with which turns end, by the names that model families give them.
+# Tokens with which turns end, by the names that model families give them. `<|end|>` is one too, but
+# where answers end with `<|return|>`, as in gpt-oss: there it ends each of their parts.
 _END_OF_TURN = re.compile(
-    r"im_end|eot_id|\beot\b|end_of_turn|endofturn|turn_end|end_turn|eoturn|END_OF_TURN",
+    r"im_end|eot_id|\beot\b|end_?of_?(?:turn|utterance|message|assistant|response)"
+    r"|turn_?end|end_turn|eoturn|(?:assistant|role|message)_end\b|^<turn\|>$|^<\|end\|>$",
     re.IGNORECASE,
 )
-# What a template writes of a message, and the first special token behind it.
-_CONTENT = re.compile(r"content\b")
+_END, _RETURN = "<|end|>", "<|return|>"
+# What a template writes of an answer, and nothing but how that is joined to what follows.
+_ANSWER = re.compile(
+    r"['\"|\uff5c](?:assistant|model|bot)\b[\s\S]{0,200}?(?<!\w)content\b(?:['\"\]\s)}{+~%-]|\|\s*trim)*",
+    re.IGNORECASE,
+)
 # Some families write the bar of full width.
-_SPECIAL = re.compile(r"<[|\uff5c]?[^\s<>{}'\"|\uff5c]+[|\uff5c]?>|\[/?[A-Z_]+\]")
+_SPECIAL = re.compile(r"[<\[][|\uff5c]?[^\s<>{}'\"|\uff5c\[\]]+[|\uff5c]?[>\]]")
 _GENERATES = re.compile(r"For(?:CausalLM|ConditionalGeneration|Seq2SeqLM|ImageTextToText)$|LMHead")
 
 
@@ -286,11 +308,12 @@ def _settle_stopping(folder: FolderTexts, notes: _Notes, *, keep: bool) -> Docum
     config, generation = folder.config or {}, folder.generation
     if generation is None and not _generates(config):
         return generation
-    stated = _stated_ids(config, generation, "eos_token_id")
+    of_config = generation_of(config)
+    stated = _ids_in(of_config if generation is None else generation, "eos_token_id")
     # Where there is a generation configuration, the ids of config.json do not count.
     ends = {number: text for text, number in _ends_of_turns(folder)}
     if not stated:
-        ends |= {number: "" for number in _ids_in(config, "eos_token_id") if number not in ends}
+        ends |= {number: "" for number in _ids_in(of_config, "eos_token_id") if number not in ends}
     lacking = {number: text for number, text in ends.items() if number not in stated}
     if lacking:
         ids = [*lacking, *stated]
@@ -301,11 +324,11 @@ def _settle_stopping(folder: FolderTexts, notes: _Notes, *, keep: bool) -> Docum
         if keep:
             notes.lines.append(f"{said}: generation does not stop there")
             return generation
-        generation = dict(generation if generation is not None else _ids_of(config))
+        generation = dict(of_config if generation is None else generation)
         generation.pop("_from_model_config", None)
         generation["eos_token_id"] = ids if len(ids) > 1 else ids[0]
         notes.lines.append(f"{said}: {GENERATION} {notes.written} {ids}{notes.option}")
-    notes.lines.extend(_other_ids(folder, generation))
+    notes.lines.extend(_other_ids(folder, of_config if generation is None else generation))
     return generation
 
 
@@ -316,19 +339,8 @@ def _generates(config: Document) -> bool:
     return isinstance(kind, str) and bool(find_text_model(kind))
 
 
-def _ids_of(config: Document) -> dict[str, Any]:
-    """Returns what Transformers takes over where there is no generation configuration."""
-    return {key: config[key] for key in _IDS if config.get(key) is not None}
-
-
-def _stated_ids(config: Document, generation: Document | None, key: str) -> list[int]:
-    """Returns the ids that count when a model generates."""
-    return _ids_in(config if generation is None else generation, key)
-
-
 def _ids_in(document: Document, key: str) -> list[int]:
-    text = document.get("text_config")
-    values = document.get(key, text.get(key) if isinstance(text, Mapping) else None)
+    values = document.get(key)
     listed = values if isinstance(values, list) else [values]
     return [value for value in listed if type(value) is int]
 
@@ -339,27 +351,30 @@ def _ends_of_turns(folder: FolderTexts) -> Iterator[tuple[str, int]]:
     eos = token_text(folder.tokenizer_config.get("eos_token"))
     if eos in numbers:
         yield eos, numbers[eos]
-    for token in _tokens_behind_content(folder.template):
-        if token in numbers and token != eos and _END_OF_TURN.search(token):
+    for token in _ends_in_template(folder.template, numbers):
+        if token != eos:
             yield token, numbers[token]
-            return
 
 
-def _tokens_behind_content(template: str) -> Iterator[str]:
-    """Yields the special tokens that a template writes next after the content of a message."""
-    for match in _CONTENT.finditer(template):
-        behind = _SPECIAL.search(template, match.end())
-        if behind is not None:
-            yield behind[0]
+def _ends_in_template(template: str, known: Collection[str]) -> Iterator[str]:
+    """Yields those tokens with which a template ends turns: by their names, or behind an answer."""
+    written = dict.fromkeys(token for token in _SPECIAL.findall(template) if token in known)
+    nexts = (_SPECIAL.match(template, at.end()) for at in _ANSWER.finditer(template))
+    # A tag that closes, such as `</think>`, ends a part of the answer.
+    behind = {at[0] for at in nexts if at is not None and (at[0] == "</s>" or at[0][1] != "/")}
+    for token in written:
+        is_part = token == _END and _RETURN in written
+        if token in behind or (_END_OF_TURN.search(token) and not is_part):
+            yield token
 
 
-def _other_ids(folder: FolderTexts, generation: Document | None) -> Iterator[str]:
+def _other_ids(folder: FolderTexts, generation: Document) -> Iterator[str]:
     """Yields notes on the beginning and the padding of texts, where files disagree."""
     numbers, config = token_numbers(folder), folder.config or {}
     for key in _IDS[1:]:
         name = key.removesuffix("_id")
         token = token_text(folder.tokenizer_config.get(name))
-        stated = _stated_ids(config, generation, key)
+        stated = _ids_in(generation, key)
         if token in numbers and stated and numbers[token] not in stated:
             said = f"the tokenizer's '{name}' is {token!r} ({numbers[token]})"
             yield f"{said}, and '{key}' of the configuration is {', '.join(map(str, stated))}"
@@ -367,7 +382,7 @@ def _other_ids(folder: FolderTexts, generation: Document | None) -> Iterator[str
     sizes = [part.get("vocab_size") for part in (config, text) if isinstance(part, Mapping)]
     rows = next((size for size in sizes if type(size) is int), 1 << 62)
     for key in _IDS:
-        beyond = [one for one in _stated_ids(config, generation, key) if one >= rows]
+        beyond = [one for one in _ids_in(generation, key) if one >= rows]
         if beyond:
             yield f"'{key}' is {beyond[0]:,}, and the vocabulary has {rows:,} tokens"
 

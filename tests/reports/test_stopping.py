@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import ckptkit
+from ckptkit.consumers.class_facts import generation_of
 from tests.reports.folders import REPORTS, notes_of, save
 
 TOKENS = 16
+GENERATION_KEYS = {"eos_token_id", "pad_token_id", "num_beams", "forced_eos_token_id"}
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -47,14 +49,17 @@ def stubborn_model(token: int, **values: Any) -> Any:
     return model
 
 
-def write_tokenizer(folder: Path, eos: str, template: str = "", **roles: str) -> dict[str, int]:
+def write_tokenizer(
+    folder: Path, eos: str, template: str = "", more: tuple[str, ...] = (), **roles: str
+) -> dict[str, int]:
     """Writes a tokenizer as `save_pretrained` does; returns the numbers of its special tokens."""
-    words = {f"w{i}": i for i in range(TOKENS - len(ENDS))}
-    numbers = {token: len(words) + i for i, token in enumerate(ENDS)}
+    special = (*ENDS, *more)
+    words = {f"w{i}": i for i in range(TOKENS - len(special))}
+    numbers = {token: len(words) + i for i, token in enumerate(special)}
     roles |= {"eos_token": eos, "unk_token": "w0"}
     model = WordLevel({**words, **numbers}, roles["unk_token"])
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **roles)
-    tokenizer.add_special_tokens({"additional_special_tokens": [t for t in ENDS if t != eos]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [t for t in special if t != eos]})
     tokenizer.chat_template = template or None
     tokenizer.save_pretrained(folder)
     return numbers
@@ -112,6 +117,152 @@ def test_an_end_of_turn_of_the_template_counts_too(tmp_path: Path) -> None:
     notes = notes_of(ckptkit.consolidate, source, out)
     assert any("'<|im_end|>'" in note for note in notes)
     assert lengths(out) == 1
+
+
+BY_ROLE = (
+    "{%% for m in messages %%}{%% if m['role'] == 'user' %%}<|user|>{{ m['content'] }}\n"
+    "{%% elif m['role'] == 'assistant' %%}<|assistant|>{{ m['content'] %s }}%s{%% endif %%}"
+    "{%% endfor %%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "template"),
+    [
+        ("<|end|>", "{% for m in messages %}{{ m['content'] + '<|end|>\n' }}{% endfor %}"),
+        ("[|endofturn|]", "{% for m in messages %}{{ m.content }}[|endofturn|]\n{% endfor %}"),
+        (
+            "<end_of_utterance>",
+            "{% for m in messages %}{{ m.content or '<image>' }}<end_of_utterance>{% endfor %}",
+        ),
+        (
+            "<|eot_id|>",
+            "{% set e = '<|eot_id|>' %}{% for m in messages %}{{ m.content + e }}{% endfor %}",
+        ),
+        ("<|stop_here|>", BY_ROLE % ("", "<|stop_here|>")),
+        ("<|stop_here|>", BY_ROLE % ("| trim + '<|stop_here|>'", "")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_end_is_found_whatever_a_family_calls_it(
+    end: str, template: str, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "step", tmp_path / "out"
+    more = () if end in ENDS else (end,)
+    numbers = write_tokenizer(source, "</s>", template, more)
+    model = stubborn_model(numbers[end], eos_token_id=numbers["</s>"])
+    save(model.state_dict(), source)
+    model.config.save_pretrained(source)
+    model.generation_config.save_pretrained(source)
+    ckptkit.consolidate(source, out)
+    assert lengths(out) == 1
+    stops = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [numbers[end], numbers["</s>"]]
+
+
+@pytest.mark.parametrize(
+    ("part", "template"),
+    [
+        # As gpt-oss: thoughts end with the one token, answers with the other.
+        ("<|end|>", BY_ROLE % ("", "<|return|>") + "<|end|>"),
+        (
+            "</think>",
+            "{% set content = '' %}"
+            + BY_ROLE.replace("['content']", ".content") % ("", "")
+            + "{{ 'assistant' }}{{ content }}</think>",
+        ),
+        ("<|user|>", BY_ROLE % ("", "")),
+    ],
+)
+def test_what_ends_a_part_of_an_answer_stops_nothing(
+    part: str, template: str, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "step", tmp_path / "out"
+    numbers = write_tokenizer(source, "<|return|>", template, (part, "<|return|>"))
+    model = stubborn_model(3, eos_token_id=numbers["<|return|>"])
+    save(model.state_dict(), source)
+    model.config.save_pretrained(source)
+    model.generation_config.save_pretrained(source)
+    assert not any("turns end" in note for note in notes_of(ckptkit.consolidate, source, out))
+
+
+@pytest.mark.parametrize("form", ["several", "processor"])
+def test_templates_as_earlier_versions_store_them_count(form: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "step", tmp_path / "out"
+    numbers = write_tokenizer(source, "<|endoftext|>")
+    if form == "several":
+        path = source / "tokenizer_config.json"
+        document = json.loads(path.read_text())
+        others = {"name": "tool_use", "template": "{{ messages }}"}
+        document["chat_template"] = [others, {"name": "default", "template": CHATML}]
+        path.write_text(json.dumps(document))
+    else:
+        (source / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    model = stubborn_model(3, eos_token_id=numbers["<|endoftext|>"])
+    save(model.state_dict(), source)
+    model.config.save_pretrained(source)
+    ckptkit.consolidate(source, out)
+    stops = transformers.GenerationConfig.from_pretrained(out).eos_token_id
+    assert stops == [numbers["<|im_end|>"], numbers["<|endoftext|>"]]
+
+
+def generates(folder: Path, auto: Any) -> dict[str, Any]:
+    found: dict[str, Any] = auto.from_pretrained(folder).generation_config.to_diff_dict()
+    return {
+        key: found[key] for key in found.keys() - {"_from_model_config", "transformers_version"}
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_else_with_which_a_model_generates_stays_where_it_had_no_generation_config(
+    tmp_path: Path,
+) -> None:
+    source, out = tmp_path / "step", tmp_path / "out"
+    numbers = write_tokenizer(source, "<|im_end|>")
+    sizes = {f"{side}_{key}": 1 for side in ("encoder", "decoder") for key in ("layers", "ffn_dim")}
+    sizes |= {f"{side}_attention_heads": 1 for side in ("encoder", "decoder")}
+    config = transformers.BartConfig(vocab_size=TOKENS, d_model=8, **sizes)
+    model = transformers.BartForConditionalGeneration(config)
+    save(model.state_dict(), source)
+    config.architectures = ["BartForConditionalGeneration"]
+    config.save_pretrained(source)
+    document = json.loads((source / "config.json").read_text()) | {"num_beams": 3}
+    (source / "config.json").write_text(json.dumps(document))
+    ckptkit.consolidate(source, out, generation_config="keep")
+    before = generates(out, transformers.AutoModelForSeq2SeqLM)
+    shutil.rmtree(out)
+    ckptkit.consolidate(source, out)
+    after = generates(out, transformers.AutoModelForSeq2SeqLM)
+    assert before["num_beams"] == 3
+    assert after == before | {"eos_token_id": [numbers["<|im_end|>"], 2]}
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "eos_token_id": st.one_of(st.none(), st.integers(0, 9), st.lists(st.integers(0, 9))),
+        "pad_token_id": st.one_of(st.none(), st.integers(0, 9)),
+        "num_beams": st.integers(1, 3),
+        "forced_eos_token_id": st.integers(0, 9),
+        "vocab_size": st.just(10),
+    },
+)
+
+
+@given(
+    config=SETTINGS,
+    parts=st.dictionaries(
+        st.sampled_from(["decoder", "text_config", "vision_config"]), SETTINGS, max_size=2
+    ),
+)
+def test_settings_of_a_configuration_are_those_that_transformers_takes(
+    config: dict[str, Any], parts: dict[str, Any]
+) -> None:
+    document = {**config, **parts}
+    taken = transformers.GenerationConfig.from_model_config(dict(document)).to_diff_dict()
+    assert generation_of(document) == {
+        key: value for key, value in taken.items() if key in GENERATION_KEYS
+    }
 
 
 @pytest.mark.filterwarnings("ignore")

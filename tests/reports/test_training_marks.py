@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import ckptkit
+from ckptkit.consumers.folder_truth import FolderTexts, tell_truth
 from tests.reports.folders import REPORTS, notes_of, save
 
 CASE = REPORTS / "14-use-cache"
@@ -79,6 +80,36 @@ def test_a_model_type_without_a_cache_is_left_without_one(tmp_path: Path) -> Non
     config.save_pretrained(tmp_path / "step")
     ckptkit.consolidate(tmp_path / "step", tmp_path / "out")
     assert config_of(tmp_path / "out")["use_cache"] is False
+
+
+def test_a_model_that_generates_nothing_needs_no_cache(tmp_path: Path) -> None:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=16, **sizes)
+    model = transformers.T5EncoderModel(config)
+    save(model.state_dict(), tmp_path / "step")
+    config.architectures, config.use_cache = ["T5EncoderModel"], False
+    config.save_pretrained(tmp_path / "step")
+    notes = notes_of(ckptkit.consolidate, tmp_path / "step", tmp_path / "out")
+    assert config_of(tmp_path / "out")["use_cache"] is False
+    assert not any("use_cache" in note for note in notes)
+
+
+def test_a_part_that_generates_is_looked_at_too(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    step = write_step(folder)
+    document = config_of(step)
+    document["text_config"] = {"model_type": "qwen2_vl_text", "use_cache": False}
+    texts = FolderTexts(config=document)
+    changed = tell_truth(texts, None, []).changed
+    assert json.loads(changed["config.json"])["text_config"]["use_cache"] is True
+
+
+@pytest.mark.parametrize("path", ["output/checkpoint-5", "checkpoint-500", "runs/step_10/"])
+def test_a_step_of_a_run_is_no_name_on_the_hub(path: str, tmp_path: Path) -> None:
+    step = write_step(tmp_path / "step", _name_or_path=path)
+    notes = notes_of(ckptkit.consolidate, step, tmp_path / "out")
+    assert "_name_or_path" not in config_of(tmp_path / "out")
+    assert any("_name_or_path" in note for note in notes)
 
 
 def test_marks_of_training_are_left_out_or_said(tmp_path: Path) -> None:
