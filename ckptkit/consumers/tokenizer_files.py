@@ -4,17 +4,32 @@ Transformers 5 saves a tokenizer in a form that version 4, and the engines with 
 without `vocab.json`, `merges.txt` and `tokenizer.model`. Where training changed no token, the files
 of the base serve all readers.
 
-Source: transformers 5.23, `PreTrainedTokenizerBase.save_pretrained`; tokenizers 0.23, the
-serialized `Tokenizer`, whose merges are pairs or texts.
+Source: transformers 5.23, `PreTrainedTokenizerBase.save_pretrained` and
+`TokenizersBackend.convert_to_native_format`; tokenizers 0.23, the serialized `Tokenizer`, whose
+merges are pairs or texts; sentencepiece 0.2, `sentencepiece_model.proto`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.consumers.folder_truth import SPECIAL_TOKENS, FolderTexts, token_text
+from ckptkit.consumers.folder_truth import (
+    PROCESSOR_TEMPLATE,
+    SPECIAL_TOKENS,
+    FolderTexts,
+    token_text,
+)
+from ckptkit.core.errors import FormatError
+from ckptkit.core.model_configs import parse_json_object
+from ckptkit.core.text import counted
+
+VOCABULARY, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
+PIECES = "tokenizer.model"
+OLD_FILES = (VOCABULARY, MERGES, ADDED, PIECES)
+"""What describes a tokenizer where there is no `tokenizer.json`."""
 
 _ROLES = (
     "bos_token",
@@ -25,8 +40,21 @@ _ROLES = (
     "cls_token",
     "mask_token",
 )
-_SETTINGS = ("add_bos_token", "add_eos_token")
-_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+# What a reader does with texts, and what it does where a configuration says nothing.
+_SETTINGS: Mapping[str, Any] = {
+    "add_bos_token": None,
+    "add_eos_token": None,
+    "add_prefix_space": None,
+    "clean_up_tokenization_spaces": False,
+    "padding_side": "right",
+    "split_special_tokens": False,
+    "truncation_side": "right",
+}
+_MAX_LENGTH, _NO_LENGTH = "model_max_length", 1e20
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
+# Classes that take all parts from `tokenizer.json`; the others make theirs anew.
+_GENERIC = {"", "PreTrainedTokenizer", "TokenizersBackend"}
+_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +72,192 @@ class TokenizerChange:
     parts: tuple[str, ...]
 
 
-def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange | None:
-    """Compares the tokenizers of two folders; None where they do not have the same tokens."""
+def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange | str:
+    """Compares the tokenizers of two folders; where they are not the same, returns what differs."""
     if step.tokenizer is None or base.tokenizer is None:
-        return None
+        return "one of both has no file that says which tokens it has"
     tokens, there = _tokens(step.tokenizer), _tokens(base.tokenizer)
+    if not tokens.vocabulary:
+        return "it names no token"
     added, added_there = _added(step.tokenizer), _added(base.tokenizer)
-    if not tokens.vocabulary or tokens != there:
-        return None
     # Added ones are never split. A role makes one of a token of the vocabulary, in any reader.
     roles = {_plain(step.tokenizer_config.get(role)) for role in _ROLES}
-    if not added_there.keys() <= added.keys() <= added_there.keys() | roles:
+    is_old = there.kind is None
+    is_same = is_old or added_there.keys() <= added.keys() <= added_there.keys() | roles
+    if tokens.vocabulary != there.vocabulary or not is_same:
+        return _describe_tokens(tokens, there, added.keys() ^ added_there.keys())
+    if not is_old and tokens.kind != there.kind:
+        return "its model is of another kind"
+    if tokens.merges != there.merges and (there.merges or not is_old):
+        return "it joins pieces in another order"
+    parts = () if is_old else tuple(_differing_parts(step.tokenizer, base.tokenizer))
+    differing = parts and _cuts_otherwise(step, base, parts)
+    if differing:
+        return f"it has another {' and '.join(map(repr, differing))}"
+    return TokenizerChange(
+        dict(_changed_settings(step.tokenizer_config, base.tokenizer_config)),
+        step.template if step.template.strip() != base.template.strip() else "",
+        parts,
+    )
+
+
+def _describe_tokens(tokens: _Tokens, there: _Tokens, added: set[str]) -> str:
+    known, names = _names(there.vocabulary), _names(tokens.vocabulary)
+    further = [name for name in names if name not in known]
+    lacking = [name for name in known if name not in names]
+    for differing, said in (
+        (further, "has {} that the base lacks"),
+        (lacking, "lacks {} of the base"),
+    ):
+        if differing:
+            named = ", ".join(map(repr, differing[:_LISTED]))
+            more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
+            return f"it {said.format(counted(len(differing), 'token'))}: {named}{more}"
+    if added:
+        return f"it splits {', '.join(map(repr, sorted(added)[:_LISTED]))} otherwise"
+    return "its tokens have other numbers"
+
+
+def _names(vocabulary: object) -> dict[str, None]:
+    return dict.fromkeys(vocabulary) if isinstance(vocabulary, Mapping) else {}
+
+
+def _changed_settings(
+    step: Mapping[str, Any], base: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    for role in _ROLES:
+        # One that is null was taken away; one that is not named is that of the class.
+        if role in step and _plain(step[role]) != _plain(base.get(role)):
+            yield role, step[role]
+    for key, usual in _SETTINGS.items():
+        if step.get(key) is not None and step[key] != base.get(key, usual):
+            yield key, step[key]
+    length, there = step.get(_MAX_LENGTH), base.get(_MAX_LENGTH, _NO_LENGTH)
+    if (
+        isinstance(length, (int, float))
+        and length != there
+        and not min(length, there) >= _NO_LENGTH
+    ):
+        yield _MAX_LENGTH, length
+
+
+def _differing_parts(step: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str]:
+    models = [_mapping(document.get("model")) for document in (step, base)]
+    keys = dict.fromkeys(key for model in models for key in model)
+    ours, theirs = ([m.get(key) or None for key in keys if key not in _OF_TOKENS] for m in models)
+    if ours != theirs:
+        yield "model"
+    for part in (*_PARTS, "post_processor"):
+        if step.get(part) != base.get(part):
+            yield part
+
+
+_OF_TOKENS = {"type", "vocab", "merges", "unk_id"}
+
+
+def _cuts_otherwise(
+    step: FolderTexts, base: FolderTexts, parts: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Returns the parts that give texts other tokens, and are not only written otherwise.
+
+    Classes other than the generic ones make all parts but the last anew when a folder is loaded, so
+    that what stands in its file is what the version that wrote it makes.
+    """
+    classes = [
+        str(texts.tokenizer_config.get("tokenizer_class") or "").removesuffix("Fast")
+        for texts in (step, base)
+    ]
+    is_made_anew = classes[0] == classes[1] and classes[0] not in _GENERIC
+    differing = [part for part in parts if part != "post_processor" and not is_made_anew]
+    both = [
+        _written_around(_mapping(texts.tokenizer).get("post_processor")) for texts in (step, base)
+    ]
+    if both[0] != both[1]:
+        differing.append("post_processor")
+    return tuple(differing)
+
+
+def _written_around(processor: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the tokens that a processor writes before and behind a text."""
+    processor = _mapping(processor)
+    if processor.get("type") == "Sequence":
+        both = [_written_around(inner) for inner in _listed(processor.get("processors"))]
+        return tuple(t for one, _ in both for t in one), tuple(t for _, one in both for t in one)
+    if processor.get("type") in {"BertProcessing", "RobertaProcessing"}:
+        before, behind = (_listed(processor.get(key))[:1] for key in ("cls", "sep"))
+        return tuple(map(str, before)), tuple(map(str, behind))
+    tokens: tuple[list[str], list[str]] = ([], [])
+    is_behind = False
+    for item in _listed(processor.get("single")):
+        is_behind = is_behind or "Sequence" in _mapping(item)
+        token = _mapping(_mapping(item).get("SpecialToken")).get("id")
+        if isinstance(token, str):
+            tokens[is_behind].append(token)
+    return tuple(tokens[0]), tuple(tokens[1])
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def read_old_files(contents: Mapping[str, bytes]) -> dict[str, Any] | None:
+    """Returns what the files of `OLD_FILES` say of a tokenizer, as `tokenizer.json` would.
+
+    Returns:
+        The parts `model`, without its kind, and `added_tokens`; None where no file names tokens.
+    """
+    documents: dict[str, dict[str, Any]] = {}
+    for name in (VOCABULARY, ADDED):
+        with suppress(FormatError):
+            documents[name] = parse_json_object(contents.get(name, b"{}"), where=name)
+    vocabulary = documents.get(VOCABULARY) or dict(_number_pieces(contents.get(PIECES, b"")))
+    if not vocabulary:
         return None
-    settings = {
-        key: step.tokenizer_config[key]
-        for key in (*_ROLES, *_SETTINGS)
-        if step.tokenizer_config.get(key) is not None
-        and _plain(step.tokenizer_config[key]) != _plain(base.tokenizer_config.get(key))
-    }
-    template = step.template if step.template.strip() != base.template.strip() else ""
-    parts = [p for p in _PARTS if step.tokenizer.get(p) != base.tokenizer.get(p)]
-    return TokenizerChange(settings, template, tuple(parts))
+    lines = contents.get(MERGES, b"").decode(errors="replace").splitlines()
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    added = [{"content": text, "id": number} for text, number in documents.get(ADDED, {}).items()]
+    return {"model": {"vocab": vocabulary, "merges": merges}, "added_tokens": added}
+
+
+def _number_pieces(data: bytes) -> Iterator[tuple[str, int]]:
+    """Yields the tokens of a sentencepiece model; its field 1 repeats them, with the text in 1."""
+    pieces = (value for field, value in _fields(data) if field == 1)
+    for number, piece in enumerate(pieces):
+        text = next((value for field, value in _fields(piece) if field == 1), b"")
+        yield text.decode(errors="replace"), number
+
+
+_VARINT, _LONG, _WITH_LENGTH, _SHORT = 0, 1, 2, 5  # the wire types of protobuf
+_MORE, _MOST_BITS = 0x80, 63
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields the fields of a protobuf message that have a length; ends where it is damaged."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind, size = tag & 7, {_LONG: 8, _SHORT: 4}.get(tag & 7, len(data))
+        if kind in {_VARINT, _WITH_LENGTH}:
+            size, at = _varint(data, at)
+            size = size if kind == _WITH_LENGTH else 0
+        if kind == _WITH_LENGTH and at + size <= len(data):
+            yield tag >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data) and shift <= _MOST_BITS:
+        byte = data[at]
+        value |= (byte & ~_MORE) << shift
+        at, shift = at + 1, shift + 7
+        if byte < _MORE:
+            break
+    return value, at
 
 
 def _plain(value: object) -> object:
@@ -73,25 +266,26 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of a tokenizer: those of its model, with added ones, and what it joins."""
+    """The tokens of a tokenizer: those of its model, with added ones, and how it finds them."""
 
     kind: object
-    vocabulary: object
-    merges: object
+    vocabulary: Mapping[str, Any]
+    merges: list[Any]
 
 
 def _tokens(tokenizer: Mapping[str, Any]) -> _Tokens:
-    model = tokenizer.get("model")
-    model = model if isinstance(model, Mapping) else {}
+    model = _mapping(tokenizer.get("model"))
     merges, vocabulary = model.get("merges"), model.get("vocab")
     pairs = [
         merge.split(" ", 1) if isinstance(merge, str) else merge
         for merge in (merges if isinstance(merges, list) else ())
     ]
-    if isinstance(vocabulary, Mapping):
-        return _Tokens(model.get("type"), {**vocabulary, **_added(tokenizer)}, pairs)
-    added = sorted(_added(tokenizer).items(), key=repr)
-    return _Tokens(model.get("type"), vocabulary and [vocabulary, added], pairs)
+    if isinstance(vocabulary, list):  # a Unigram's tokens are numbered in order
+        pieces = (
+            (n, str(text)) for n, piece in enumerate(vocabulary) for text in _listed(piece)[:1]
+        )
+        pairs, vocabulary = [vocabulary], {text: n for n, text in pieces}
+    return _Tokens(model.get("type"), {**_mapping(vocabulary), **_added(tokenizer)}, pairs)
 
 
 def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,8 +307,10 @@ def change_settings(
     """
     changed = dict(document)
     if name == SPECIAL_TOKENS:
-        return changed | {key: change.settings[key] for key in _ROLES if key in change.settings}
-    changed |= change.settings
+        changed |= {key: change.settings[key] for key in _ROLES if key in change.settings}
+        return {key: value for key, value in changed.items() if value is not None}
+    if name != PROCESSOR_TEMPLATE:
+        changed |= change.settings
     if change.template and "chat_template" in changed:
         changed["chat_template"] = change.template
     return changed

@@ -107,6 +107,7 @@ from ckptkit.plan.vocabulary import (
     Trim,
     count_tokens,
     describe_lacking_rows,
+    find_grown_rows,
     plan_trim,
     refuse_cut_tokenizer,
     trim_config,
@@ -651,15 +652,20 @@ class _Planner:
         """Returns the tensors with the rows and the element types that were asked for."""
         size, location = self._request.vocab_size, self._checkpoint.path
         tokens = 0 if texts.tokenizer is None else count_tokens(texts.tokenizer)
+        specs = [product.spec for product in products]
+        grown = None
         if size is None and config is not None and config.get("vocab_size") != tokens:
-            self._option_notes += describe_lacking_rows(tokens, config)
+            size = grown = find_grown_rows(specs, tokens, config)
+            self._option_notes += [] if grown else describe_lacking_rows(tokens, config)
         if size is not None:
-            specs = [product.spec for product in products]
             self._trim = trim = plan_trim(specs, size, config, location=location)
             refuse_cut_tokenizer(trim, tokens, location=location)
             listed = ", ".join(sorted(map(repr, trim.names)))
             self._option_notes.append(
-                f"embeddings and heads have {size:,} rows already: none was cut"
+                f"'vocab_size' of config.json is set to {size:,}, which are the rows of embeddings"
+                f" and heads: the tokenizer has {tokens:,} tokens"
+                if grown
+                else f"embeddings and heads have {size:,} rows already: none was cut"
                 if trim.rows == size
                 else f"the rows {size:,} to {trim.rows - 1:,} were cut from {listed}"
             )

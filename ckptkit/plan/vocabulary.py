@@ -133,13 +133,35 @@ def describe_lacking_rows(tokens: int, config: Mapping[str, Any]) -> list[str]:
         tokens: How many rows the tokenizer needs, as far as is known.
         config: The model's configuration.
     """
-    nested = config.get("text_config")
-    sizes = [part.get(_SIZE) for part in (config, nested) if isinstance(part, Mapping)]
-    rows = max((size for size in sizes if type(size) is int), default=tokens)
+    rows = _rows_of(config, tokens)
     if tokens <= rows:
         return []
     text = f"tokenizer.json has tokens up to number {tokens - 1:,}, and config.json has"
     return [f"{text} {rows:,} rows for them: see if they belong together, or pass --tokenizer"]
+
+
+def _rows_of(config: Mapping[str, Any], default: int) -> int:
+    nested = config.get("text_config")
+    sizes = [part.get(_SIZE) for part in (config, nested) if isinstance(part, Mapping)]
+    return max((size for size in sizes if type(size) is int), default=default)
+
+
+def find_grown_rows(
+    specs: Iterable[TensorSpec], tokens: int, config: Mapping[str, Any]
+) -> int | None:
+    """Returns the rows of embeddings that training enlarged for its tokenizer's tokens.
+
+    Args:
+        specs: Everything that is to be written.
+        tokens: How many rows the tokenizer needs.
+        config: A configuration, which may be that of the model before training.
+
+    Returns:
+        The rows; None where the configuration has enough, or the embeddings too few.
+    """
+    found = {s.shape[0] for s in specs if s.shape and (is_embedding(s.name) or is_head(s.name))}
+    rows = max(found, default=0)
+    return rows if len(found) == 1 and _rows_of(config, tokens) < tokens <= rows else None
 
 
 def refuse_cut_tokenizer(trim: Trim, tokens: int, *, location: str) -> None:

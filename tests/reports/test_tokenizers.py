@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_a_report_of_a_missing_sentencepiece_model(is_merged: bool, tmp_path: Pa
 
 
 def write_tokenizer(
-    folder: Path, words: list[str], added: list[str], *, template: str = "", **roles: str
+    folder: Path, words: list[str], added: list[str], *, template: str = "", **roles: Any
 ) -> None:
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -88,8 +89,45 @@ def write_model(folder: Path, tokens: int) -> None:
     model.config.save_pretrained(folder)
 
 
+@pytest.mark.parametrize(
+    ("case", "old"), [(PIECES, ("tokenizer.model",)), (OF_5, ("vocab.json", "merges.txt"))]
+)
+def test_a_base_with_old_files_alone_gives_them(
+    case: Path, old: tuple[str, ...], tmp_path: Path
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(case / "base", base)
+    (base / "tokenizer.json").unlink()
+    ckptkit.consolidate(case / "ckpt", out, base=base)
+    assert equal(out, base, *old, "tokenizer_config.json")
+    step = next((case / "ckpt").iterdir())
+    assert equal(out, step, "tokenizer.json")
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (out, step))
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours("a b 12").input_ids == theirs("a b 12").input_ids
+
+
+def test_parts_that_a_class_makes_anew_are_no_difference(tmp_path: Path) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    shutil.copytree(PIECES / "base", base)
+    document = json.loads((base / "tokenizer.json").read_text())
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    prepended = [{"type": "Prepend", "prepend": "\u2581"}, spaces]
+    document["normalizer"] = {"type": "Sequence", "normalizers": prepended}
+    document["pre_tokenizer"] = None  # as transformers 4 wrote those of Llama 2
+    (base / "tokenizer.json").write_text(json.dumps(document))
+    shutil.copytree(PIECES / "ckpt" / "checkpoint-5", step)
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(step)
+    assert not equal(step, base, "tokenizer.json")
+    notes = notes_of(ckptkit.consolidate, step, out, base=base)
+    assert equal(out, base, "tokenizer.model", "tokenizer.json")
+    assert any("'normalizer', 'pre_tokenizer' in another way" in note for note in notes)
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (out, step))
+    assert ours("a b 12 c").input_ids == theirs("a b 12 c").input_ids
+
+
 WORDS = ["a", "b", "c", "<s>", "</s>"]
-PLAIN, CHAT = {"eos_token": "</s>"}, {"eos_token": "<|im_end|>"}
+PLAIN, CHAT, BEGIN = {"eos_token": "</s>"}, {"eos_token": "<|im_end|>"}, {"bos_token": "<s>"}
 
 
 def test_roles_and_template_of_the_step_are_kept_in_the_form_of_the_base(tmp_path: Path) -> None:
@@ -123,6 +161,76 @@ def test_a_tokenizer_with_further_tokens_is_that_of_the_step(tmp_path: Path) -> 
     ckptkit.consolidate(step, out, base=base)
     assert equal(out, step, "tokenizer.json")
     assert not (out / "vocab.json").exists()
+
+
+DIGITS = {"type": "Digits", "individual_digits": True}
+END = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "</s>", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"</s>": {"id": "</s>", "ids": [4], "tokens": ["</s>"]}},
+}
+
+
+@pytest.mark.parametrize(("part", "value"), [("pre_tokenizer", DIGITS), ("post_processor", END)])
+def test_a_tokenizer_that_cuts_otherwise_is_that_of_the_step(
+    part: str, value: dict[str, Any], tmp_path: Path
+) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    write_model(step, 8)
+    write_tokenizer(step, WORDS, [])
+    write_tokenizer(base, WORDS, [])
+    document = json.loads((step / "tokenizer.json").read_text())
+    (step / "tokenizer.json").write_text(json.dumps({**document, part: value}))
+    notes = notes_of(ckptkit.consolidate, step, out, base=base)
+    assert equal(out, step, "tokenizer.json")
+    assert any(f"as it has another {part!r}" in note for note in notes)
+    assert not any("--tokenizer-from base" in note for note in notes)
+
+
+def test_settings_of_the_step_are_kept_and_what_it_took_away(tmp_path: Path) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    write_model(step, 8)
+    write_tokenizer(step, WORDS, [], padding_side="left", model_max_length=77, **PLAIN)
+    write_tokenizer(base, WORDS, ["<s>"], **PLAIN, **BEGIN)
+    document = json.loads((step / "tokenizer_config.json").read_text()) | {"bos_token": None}
+    (step / "tokenizer_config.json").write_text(json.dumps(document))
+    shutil.copy(base / "tokenizer.json", step)
+    (base / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    notes = notes_of(ckptkit.consolidate, step, out, base=base)
+    found = transformers.AutoTokenizer.from_pretrained(out)
+    assert (found.padding_side, found.model_max_length, found.bos_token) == ("left", 77, None)
+    changed = "'bos_token', 'padding_side', 'model_max_length' of the step"
+    assert any(changed in note for note in notes)
+
+
+def test_tokens_that_an_option_loses_are_named(tmp_path: Path) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    write_model(step, 8)
+    write_tokenizer(step, WORDS, ["<tool>"])
+    write_tokenizer(base, WORDS, [])
+    options: dict[str, Any] = {"base": base, "tokenizer_from": "base"}
+    notes = notes_of(ckptkit.consolidate, step, out, **options)
+    assert equal(out, base, "tokenizer.json")
+    assert any("1 token that the base lacks: '<tool>'" in note for note in notes)
+
+
+def test_rows_for_new_tokens_count_though_the_configuration_is_that_of_the_base(
+    tmp_path: Path,
+) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    write_model(step, 8)
+    (step / "config.json").unlink()  # as accelerate saves
+    write_tokenizer(step, WORDS, ["<tool>"])
+    write_model(base, 5)
+    write_tokenizer(base, WORDS, [])
+    notes = notes_of(ckptkit.consolidate, step, out, base=base)
+    assert any("'vocab_size' of config.json is set to 8" in note for note in notes)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert len(model.model.embed_tokens.weight) == 8
 
 
 def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:

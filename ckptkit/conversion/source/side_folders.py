@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ckptkit.consumers.folder_truth import (
     MAX_JSON_BYTES,
+    PROCESSOR_TEMPLATE,
     SPECIAL_TOKENS,
     TELLING,
     TEMPLATE,
@@ -47,10 +48,12 @@ from ckptkit.consumers.table import (
     find_consumer,
 )
 from ckptkit.consumers.tokenizer_files import (
+    OLD_FILES,
     TokenizerChange,
     change_settings,
     compare_tokenizers,
     list_forms_of_5,
+    read_old_files,
 )
 from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import (
@@ -351,20 +354,34 @@ class SideFolders:
                     hint="name a folder with one with --base, or leave --tokenizer-from out",
                 )
             return chosen
-        if self._tokenizer_from == "base":
-            return [*rest, *base]
         before, after = self.texts(base), self.texts(step)
+        if before.tokenizer is None:
+            before = replace(before, tokenizer=self._read_old_tokenizer(base))
         change = compare_tokenizers(after, before)
-        if self._tokenizer_from == "step" or change is None:
+        if self._tokenizer_from == "base":
+            if isinstance(change, str):
+                notes.append(
+                    f"the tokenizer of the base is written; that of the step differs: {change}"
+                )
+            return [*rest, *base]
+        if isinstance(change, str) or self._tokenizer_from == "step":
             forms = list(list_forms_of_5(after.tokenizer_config))
+            why = f", as {change}" if isinstance(change, str) else ""
+            option = "" if why else "; --tokenizer-from base writes the files of the base"
             if forms:
                 notes.append(
-                    "the tokenizer of the step is written by transformers 5: readers with"
-                    f" transformers 4, such as older engines, refuse {' and '.join(forms)};"
-                    " --tokenizer-from base writes the files of the base"
+                    f"the tokenizer of the step is written{why}, in the form of transformers 5:"
+                    " readers with transformers 4, such as older engines, refuse"
+                    f" {' and '.join(forms)}{option}"
                 )
             return chosen
         return [*rest, *self._change_base(base, step, change, notes)]
+
+    def _read_old_tokenizer(self, base: Sequence[SideFile]) -> dict[str, Any] | None:
+        """Returns what the files say that were there before `tokenizer.json`."""
+        found = [file for file in base if file.name in OLD_FILES]
+        limit = TELLING[TOKENIZER]
+        return read_old_files({f.name: self.read(f) for f in found if f.size_bytes <= limit})
 
     def _change_base(
         self,
@@ -377,7 +394,7 @@ class SideFolders:
         said = "the tokenizer has the tokens of the base: its files are written"
         changed = [f"'{key}'" for key in change.settings]
         for file in base:
-            is_setting = file.name in {TOKENIZER_CONFIG, SPECIAL_TOKENS}
+            is_setting = file.name in {TOKENIZER_CONFIG, SPECIAL_TOKENS, PROCESSOR_TEMPLATE}
             if is_setting and file.size_bytes <= MAX_JSON_BYTES:
                 document = parse_json_object(self.read(file), where=file.path)
                 new = change_settings(file.name, document, change)
@@ -396,7 +413,9 @@ class SideFolders:
         if change.parts:
             said += f"; the step writes {', '.join(map(repr, change.parts))} in another way"
         notes.append(Aside(f"{said}; --tokenizer-from step writes those of the step"))
-        return base
+        # One of both has it; readers without sentencepiece need it.
+        is_there = any(file.name == TOKENIZER for file in base)
+        return base + [file for file in step if file.name == TOKENIZER and not is_there]
 
     def _list(self, origin: str) -> dict[str, int]:
         """Returns the sizes of the side files of a folder, without a `config.json` of others."""
