@@ -69,7 +69,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UsageError,
 )
-from ckptkit.core.index import KeyPath
+from ckptkit.core.index import KeyPath, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
 from ckptkit.core.text import Aside
@@ -215,7 +215,9 @@ class SideFolders:
         if CONFIG in paths:
             return [folder]
         if PIPELINE_INDEX in paths:
-            self.base = find_component(place, [e.name for e in checkpoint.index.of_part("model")])
+            select, model = checkpoint.select, checkpoint.index.of_part("model")
+            own = {str(e.name): e.shape for e in model if select in {None, e.tree}}
+            self.base = find_component(place, own)
             component = posixpath.basename(self.base)
             self.notes.append(Aside(f"--base {place}: its component {component!r} is used"))
             return [open_folder(stack, self.base, "--base")]
@@ -531,40 +533,52 @@ class SideFolders:
         return parse_model_config(self.read(file), where=where)
 
 
-def find_component(place: Place, tensors: Iterable[str]) -> Place:
+def find_component(place: Place, tensors: Mapping[str, Shape]) -> Place:
     """Returns the folder of the model that was trained, where a pipeline is the base.
 
-    It has `tensors`, or the weights that they change if they are factors.
+    It has tensors of these names and shapes, or the weights that they change if they are factors.
     """
-    from ckptkit.conversion.source.model_folders import read_pretrained_index  # few bases are one
+    from ckptkit.conversion.source.model_folders import read_shapes_if_any  # few bases are one
 
-    found: dict[str, int] = {}
+    found: dict[str, set[str]] = {}
+    whole: set[str] = set()
     with ExitStack() as stack:
         folder = open_folder(stack, place, "--base")
         paths = set(folder.walk(1))
         if CONFIG in paths or PIPELINE_INDEX not in paths:
             return place
-        names = {name.removeprefix(PEFT_PREFIX) for name in tensors}
-        names |= {f"{name.partition('.lora_')[0]}.weight" for name in names if ".lora_" in name}
-        for path in paths:
+        shapes: dict[str, Shape | None]
+        shapes = {name.removeprefix(PEFT_PREFIX): shape for name, shape in tensors.items()}
+        factors = [name.partition(".lora_")[0] for name in shapes if ".lora_" in name]
+        shapes |= dict.fromkeys((f"{module}.weight" for module in factors), None)
+        for path in sorted(paths):
             component, slash, name = path.rpartition("/")
             if slash and name == CONFIG:
-                inside = open_folder(
-                    stack, place.beside(posixpath.join(place, component)), "--base"
-                )
-                index = read_pretrained_index(inside)
-                known = set() if index is None else {str(e.name) for e in index.of_part("model")}
-                found[component] = len(known & names)
-    best = max(found, key=lambda component: found[component], default="")
+                known = read_shapes_if_any(place.beside(posixpath.join(place, component)))
+                found[component] = {
+                    n for n, shape in known.items() if n in shapes and shapes[n] in {None, shape}
+                }
+                if len(found[component]) == len(known):
+                    whole.add(component)
+    best = max(found, key=lambda component: len(found[component]), default="")
+    named = posixpath.join(place, best or "transformer")
     if not found or not found[best]:
-        listed = ", ".join(sorted(found)) or "none"
+        listed = ", ".join(found) or "none"
         raise AmbiguousSourceError(
             f"is a pipeline of several models, and none has the tensors of the source: {listed}",
             where=f"--base {place}",
-            hint=f"name the folder of the model that was trained, such as"
-            f" {posixpath.join(place, min(found, default='transformer'))}",
+            hint=f"name the folder of the model that was trained, such as {named}",
         )
-    return place.beside(posixpath.join(place, best))
+    alike = [component for component in found if found[component] == found[best]]
+    alike = [component for component in alike if component in whole] or alike
+    if len(alike) > 1:
+        raise AmbiguousSourceError(
+            f"is a pipeline of several models, and {len(alike)} of them have the tensors of the"
+            f" source: {', '.join(alike)}",
+            where=f"--base {place}",
+            hint=f"name the folder of the model that was trained, such as {named}",
+        )
+    return place.beside(posixpath.join(place, alike[0]))
 
 
 def _list_sizes(source: Source) -> dict[str, int]:
