@@ -178,7 +178,7 @@ def plan_comparison(
         The rest, if there is any, and notes for the user.
     """
     if subject.config is None:
-        return None, ()
+        return None, _judge_without_asking(subject, "") if _shapes_of_base(subject) else ()
     why, installed = "", find_transformers_version()
     missing = list_missing_libraries(subject.consumer.library)
     digits = re.match(r"\d+", installed[0]) if installed is not None else None

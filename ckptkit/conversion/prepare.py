@@ -12,7 +12,12 @@ from typing import Any, Self
 
 from ckptkit.consumers.class_facts import adapt_kept
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
-from ckptkit.consumers.sentence_modules import find_modules, has_router
+from ckptkit.consumers.sentence_modules import (
+    ROUTER_CONFIG,
+    find_modules,
+    has_config,
+    has_router,
+)
 from ckptkit.consumers.side_files import (
     SideFile,
     drop_stale_quantization,
@@ -325,6 +330,7 @@ class _Planner:
         self._trim: Trim | None = None
         self._lacking: tuple[str, ...] = ()
         self._is_text = False  # the text model of a multimodal configuration
+        self._needs_config = True  # not the first modules of some sentence-transformers
         self._notes = [*self._checkpoint.notes, *self._folders.notes, *notes]
         index = self._checkpoint.index
         for problem in index.problems:
@@ -354,7 +360,7 @@ class _Planner:
         config = self._read_config(side)
         self._convert_names(config)
         config, side = self._settle_text_model(config, side)
-        side = self._leave_router(side)
+        side = self._leave_modules(side, config)
         modules = self._take_modules(side)
         checkpoint, entries = self._checkpoint, self._select_entries()
         # An origin of its own: what is compared is read, and verified, again when it is written.
@@ -522,41 +528,47 @@ class _Planner:
             self._notes += self._checkpoint.notes[len(before.notes) :]
             self._request = replace(self._request, strip_prefix=())
 
-    def _leave_router(self, side: list[SideFile]) -> list[SideFile]:
-        """Leaves out the files of a router where one encoder from behind it is written."""
+    def _leave_modules(
+        self, side: list[SideFile], config: Mapping[str, Any] | None
+    ) -> list[SideFile]:
+        """Leaves out the files of modules where what is written is not their model."""
         listed = self._folders.read_json(side, MODULES)
-        if not (self._request.strip_prefix and has_router(listed)):
+        if self._request.strip_prefix and has_router(listed):
+            self._notes.append(f"the output is one encoder, without the router of {MODULES}")
+        elif config is not None or has_router(listed) or not has_config(listed):
+            self._needs_config = listed is None or has_config(listed)
             return side
-        self._notes.append(f"the output is one encoder, without the router of {MODULES}")
         return [file for file in side if not self._folders.consumer.has_companion(file.name)]
 
     def _take_modules(self, side: Sequence[SideFile]) -> Mapping[str, Sequence[TensorEntry]]:
-        """Takes the tensors of modules beside an encoder out of the model, by their folders."""
+        """Takes the tensors of modules beside the model out of it, by their folders."""
         checkpoint, listed = self._checkpoint, self._folders.read_json(side, MODULES)
         index, select = checkpoint.index, self._request.select
         if listed is None or self._folders.consumer.leading != MODULES:
             return {}
-        model = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
-        names = [str(entry.name) for entry in model]
+        entries = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
+        names = [str(entry.name) for entry in entries]
         if self._request.strip_prefix:
             return {}
-        found = find_modules(listed, names, checkpoint.path)
-        encoder = next((module for module in found if module.is_encoder), None)
-        if encoder is None:
+        router = self._folders.read_json(side, ROUTER_CONFIG)
+        base = self._folders.base or ""
+        found = find_modules(listed, names, checkpoint.path, base=base, router=router)
+        model = next((module for module in found if module.is_model), None)
+        if model is None:
             return {}
         taken: dict[str, list[TensorEntry]] = {}
         tensors = dict(index.tensors)
-        for entry in model:
+        for entry in entries:
             module = next((m for m in found if entry.name.startswith(m.prefix)), None)
             if module is None:
                 continue
             renamed = replace(entry, name=Fqn(entry.name.removeprefix(module.prefix)))
-            if not module.is_encoder:
+            if not module.is_model:
                 taken.setdefault(module.folder, []).append(renamed)
                 renamed = replace(renamed, part="other")
             tensors[entry.key] = renamed
         self._checkpoint = replace(checkpoint, index=replace(index, tensors=tensors))
-        note = f"names are written without {encoder.prefix!r}, as sentence-transformers has them"
+        note = f"names are written without {model.prefix!r}, as sentence-transformers has them"
         self._notes.append(Aside(note))
         return taken
 
@@ -768,6 +780,8 @@ class _Planner:
         self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
     ) -> dict[str, Any] | None:
         if config is None:
+            if not self._needs_config:
+                return None
             consumer, unusable = self._folders.consumer, self._folders.describe_unusable_config()
             self._notes.append(self._job.advise_on_config(consumer, unusable))
             return None
@@ -792,7 +806,7 @@ class _Planner:
         names: NamedProducts,
     ) -> Comparison | None:
         """Compares names and shapes with the model that the configuration describes."""
-        if config is None:
+        if config is None and self._needs_config:
             return None
         if self._request.names == "live":
             self._notes.append(LIVE_NAMES)
@@ -805,12 +819,13 @@ class _Planner:
                 " them"
             )
         advice, rules = self._job.advice, self._checkpoint.rules
+        base = None if self._is_text else self._folders.base_of_config(side)
         subject = Subject(
-            config={**config, **self._folders.code_of(side)},
+            config=None if config is None else {**config, **self._folders.code_of(side)},
             tensors={str(name): spec for name, spec in {**names.left_out, **specs}.items()},
             left_out=frozenset(map(str, names.left_out)),
             where=self._checkpoint.path,
-            base=None if self._is_text else self._folders.base_of_config(side),
+            base=self._folders.base if config is None else base,
             filling=None if self._filling is not None else self._folders.base,
             is_live=self._request.layout in {"torch", "dcp"},
             consumer=self._folders.consumer,

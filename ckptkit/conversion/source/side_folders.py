@@ -24,7 +24,7 @@ from ckptkit.consumers.folder_truth import (
     tell_class,
     tell_truth,
 )
-from ckptkit.consumers.sentence_modules import find_encoder_folder, move_encoder
+from ckptkit.consumers.sentence_modules import find_first_folder, move_first
 from ckptkit.consumers.side_files import (
     Listed,
     SideFile,
@@ -156,7 +156,7 @@ class SideFolders:
         check_choice("--tokenizer-from", choice.tokenizer_from, get_args(TokenizerOrigin))
         self._tokenizer_from = choice.tokenizer_from
         self._replaced: dict[str, bytes] = {}
-        self._encoder = ""  # the folder of an encoder in that of a base, if it is not at its root
+        self._first = ""  # the folder of the first module in that of a base, if it has one
         self.base = None if base is None else self._find(base, "--base")
         self.sources: dict[str, Source] = {}
         self._noted: dict[str, str] = {}  # folders that are not those of the weights, and where
@@ -208,7 +208,7 @@ class SideFolders:
         """Opens the folder of the base; the last one of the result has its configuration.
 
         Of a pipeline of diffusers, it is the component whose tensors the checkpoint has; of
-        sentence-transformers, the encoder may have a folder of its own.
+        sentence-transformers, the first module may have a folder of its own.
         """
         folder = open_folder(stack, place, "--base")
         paths = set(folder.walk(1))
@@ -224,9 +224,10 @@ class SideFolders:
         if MODULES in paths:
             size = folder.stat(MODULES).size_bytes
             self._modules = parse_json(folder.read(MODULES, 0, size), where=MODULES)
-            self._encoder = find_encoder_folder(self._modules)
-            if f"{self._encoder}/{CONFIG}" in paths:
-                self.base = place.beside(posixpath.join(place, self._encoder))
+            first = find_first_folder(self._modules)
+            if any(path.startswith(f"{first}/") for path in paths):
+                self._first = first
+                self.base = place.beside(posixpath.join(place, first))
                 return [folder, open_folder(stack, self.base, "--base")]
         return [folder]
 
@@ -312,14 +313,14 @@ class SideFolders:
         self.consumer = find_consumer(config, names, self._writer)
         there = {file.name for file in chosen}
         companions = choose_companions(listed, self.consumer, origin)
-        if self._encoder and self.consumer.leading == MODULES:
-            # The encoder is written at the root, and the list of modules says so.
-            inside = f"{self._encoder}/"
+        if self._first and self._base_location and self.consumer.leading == MODULES:
+            # The first module is written at the root, and the list of modules says so.
+            inside = f"{self._first}/"
             companions = [file for file in companions if not file.name.startswith(inside)]
-            inner = dict(listed)[origin]
+            home, inner = self._base_location, dict(listed)[self._base_location]
             beside = [name for name in inner if "/" not in name and not is_side_file(name)]
-            companions += [SideFile(name, origin, name, inner[name]) for name in beside]
-            self._replaced[MODULES] = to_json(move_encoder(self._modules, self._encoder))
+            companions += [SideFile(name, home, name, inner[name]) for name in beside]
+            self._replaced[MODULES] = to_json(move_first(self._modules, self._first))
         chosen += [file for file in companions if file.name not in there]
         chosen.sort(key=lambda file: file.name)
         for folder, where in self._noted.items():
