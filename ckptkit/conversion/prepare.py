@@ -120,6 +120,7 @@ from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
+_FLAGS = ("tie_word_embeddings",)  # of a whole model, which decide for its text model too
 _MOST_MODULE_BYTES = 1 << 28
 _MOST_WRAPPERS = 3  # parts of names that wrappers put before those of a model
 _LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
@@ -330,6 +331,8 @@ class _Planner:
         self._trim: Trim | None = None
         self._lacking: tuple[str, ...] = ()
         self._is_text = False  # the text model of a multimodal configuration
+        self._text: Mapping[str, Any] | None = None  # the configuration of one put into a whole
+        self._placed: Mapping[str, str] = {}  # its names, and those in the whole
         self._needs_config = True  # not the first modules of some sentence-transformers
         self._notes = [*self._checkpoint.notes, *self._folders.notes, *notes]
         index = self._checkpoint.index
@@ -368,7 +371,7 @@ class _Planner:
         absent: Mapping[Fqn, Fqn] = {}
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
         has_all_names = request.layout in {"dcp", "torchtitan"}
-        ties = Ties({}, {}) if has_all_names else find_ties(config, entries, origin)
+        ties = Ties({}, {}) if has_all_names else self._find_ties(config, entries, origin)
         if has_all_names:
             absent, note = find_absent_twins(config, {entry.name for entry in entries})
             entries = add_tied_names(entries, absent)
@@ -608,7 +611,7 @@ class _Planner:
         if self._filling is not None and request.into_base:
             base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
             placed = place_in_whole(names, base) if text is not None else None
-            if placed is None:
+            if config is None or text is None or placed is None:
                 raise RefusedError(
                     "the source is no text model of the configuration of the base",
                     where=checkpoint.path,
@@ -620,6 +623,8 @@ class _Planner:
             }
             index = replace(checkpoint.index, tensors=tensors)
             self._checkpoint = replace(checkpoint, index=index)
+            of_whole = {key: config[key] for key in _FLAGS if key in config}
+            self._text, self._placed = {**text, **of_whole}, placed
             return config, side
         if text is None:
             return config, side
@@ -629,6 +634,21 @@ class _Planner:
         self._notes.append(f"{note}; --into-base puts it into the multimodal model of --base")
         self._is_text = True
         return text, [file for file in side if not is_of_processor(file.name)]
+
+    def _find_ties(
+        self, config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
+    ) -> Ties:
+        """Finds tied weights; of a text model in a whole one, by the names that it has alone."""
+        if self._text is None:
+            return find_ties(config, entries, origin)
+        alone = {placed: name for name, placed in self._placed.items()}
+        own = [replace(e, name=Fqn(alone.get(e.name, e.name))) for e in entries]
+        ties = find_ties(self._text, own, origin)
+        called = {Fqn(name): Fqn(placed) for name, placed in self._placed.items()}
+        return Ties(
+            {called.get(t, t): called.get(s, s) for t, s in ties.dropped.items()},
+            {called.get(t, t): called.get(s, s) for t, s in ties.broken.items()},
+        )
 
     def _name_on_disk(
         self,
