@@ -141,7 +141,8 @@ class Comparison:
             listener: Receives `Waiting`, and a note if there is no answer.
         """
         if not wait([self.begin()], _SILENT_SECONDS).done:
-            listener(Waiting("transformers has compared the names with the model"))
+            library = self._subject.library.get("library", "transformers")
+            listener(Waiting(f"{library} has compared the names with the model"))
         notes = self.judge_answer()
         if notes:
             listener(Planned(notes))
