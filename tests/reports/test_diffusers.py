@@ -23,6 +23,7 @@ pytestmark = [
 ]  # diffusers takes 4 s to import
 CASE = REPORTS / "01-diffusers-flux"
 STEM = "diffusion_pytorch_model"
+UNET = "UNet2DConditionModel"
 
 
 @pytest.mark.parametrize("base", ["base/transformer", "base"])
@@ -156,6 +157,21 @@ def test_frozen_parts_of_a_model_of_diffusers_are_filled(tmp_path: Path) -> None
     found = weights(tmp_path / "out")
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], half[name]) for name in half)
+
+
+@pytest.mark.parametrize("size", ["10GB", "20KB"])
+def test_frozen_parts_are_filled_from_the_one_variant_that_a_base_has(
+    size: str, tmp_path: Path
+) -> None:
+    base = built(UNET, **MODELS[UNET]).half()
+    base.save_pretrained(tmp_path / "base", variant="fp16", max_shard_size=size)
+    files = list((tmp_path / "base").glob("*.fp16*.safetensors"))
+    assert (len(files) > 1) == (size == "20KB")
+    state = base.state_dict()
+    half = {n: t + 1 for n, t in state.items() if "attn2" in n}
+    step = save(half, tmp_path / "step")
+    ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base", fill_from_base=True)
+    assert same(weights(tmp_path / "out"), {**state, **half})
 
 
 def test_a_pipeline_without_the_trained_model_asks_for_a_component(tmp_path: Path) -> None:

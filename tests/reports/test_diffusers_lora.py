@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError
 from ckptkit_cli.main import main
 from tests.reports.folders import REPORTS, save, weights
-from tests.reports.test_diffusers import MODELS, built, names
+from tests.reports.test_diffusers import MODELS, UNET, built, names
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -25,7 +25,6 @@ pytestmark = [
 CASE = REPORTS / "diffusers-lora"
 FILE = "pytorch_lora_weights.safetensors"
 TARGETS = ["to_q", "to_v", "to_out.0"]
-UNET = "UNet2DConditionModel"
 
 
 def trained(name: str = UNET, *, targets: Any = TARGETS, **values: Any) -> Any:
