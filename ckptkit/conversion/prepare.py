@@ -26,7 +26,7 @@ from ckptkit.consumers.side_files import (
     update_config,
 )
 from ckptkit.consumers.table import MODULES, PLAIN, Consumer
-from ckptkit.consumers.text_models import find_text_config, place_in_whole
+from ckptkit.consumers.text_models import find_text_config, place_in_whole, take_from_whole
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
     Comparison,
@@ -627,6 +627,8 @@ class _Planner:
             self._text, self._placed = {**text, **of_whole}, placed
             return config, side
         if text is None:
+            if config is not None and not (request.names == "live" or request.strip_prefix):
+                self._take_text(model, take_from_whole(config, names))
             return config, side
         note = (
             f"the tensors are those of the text model: it is written as {text['architectures'][0]}"
@@ -634,6 +636,26 @@ class _Planner:
         self._notes.append(f"{note}; --into-base puts it into the multimodal model of --base")
         self._is_text = True
         return text, [file for file in side if not is_of_processor(file.name)]
+
+    def _take_text(self, model: Sequence[TensorEntry], taken: Mapping[str, str] | None) -> None:
+        """Takes the text model out of a multimodal one, if the configuration is that of its own."""
+        if taken is None:
+            return
+        index = self._checkpoint.index
+        left = [entry for entry in model if entry.name not in taken]
+        tensors = {
+            **index.tensors,
+            **{e.key: replace(e, part="other") for e in left},
+            **{e.key: replace(e, name=Fqn(taken[e.name])) for e in model if e.name in taken},
+        }
+        self._checkpoint = replace(self._checkpoint, index=replace(index, tensors=tensors))
+        note = (
+            "the tensors are those of a multimodal model, and the configuration is that of its text"
+            f" model: {counted(len(taken), 'tensor')} of it are written"
+        )
+        if left:
+            note += f", and not {counted(len(left), 'other')}, such as {str(left[0].name)!r}"
+        self._notes.append(note)
 
     def _find_ties(
         self, config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin

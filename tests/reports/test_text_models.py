@@ -108,6 +108,34 @@ def test_text_models_of_families_behave_as_they_were_trained(
     assert all(torch.equal(before[n], after[n]) for n in towers)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *[("Gemma3ForConditionalGeneration", form) for form in ("live", "disk")],
+        *[("LlavaForConditionalGeneration", form) for form in ("live", "disk")],
+        ("Mistral3ForConditionalGeneration", "live"),
+    ],
+)
+def test_the_text_model_is_taken_out_of_a_whole_one(name: str, form: str, tmp_path: Path) -> None:
+    whole_class = class_named(name)
+    whole = whole_class(small_model_config(whole_class))
+    text = class_named(PAIRS[name])(whole.config.get_text_config())
+    text.save_pretrained(tmp_path / "base")
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    state = whole.state_dict()
+    if form == "disk":
+        whole.save_pretrained(tmp_path / "whole")
+        state = weights(tmp_path / "whole")
+    step, out = save(state, tmp_path / "step"), tmp_path / "out"
+    notes = notes_of(ckptkit.consolidate, step, out, base=tmp_path / "base")
+    assert any("multimodal" in note for note in notes)
+    assert all(n.startswith(("model.", "lm_head.")) for n in weights(out))
+    loaded = type(text).from_pretrained(out)
+    assert torch.allclose(logits(loaded), logits(text), atol=1e-5)
+
+
 def test_a_whole_model_is_not_taken_for_its_text_model() -> None:
     config = {
         "model_type": "qwen3_5",
