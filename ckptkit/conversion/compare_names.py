@@ -33,7 +33,7 @@ from ckptkit.hub_names.known_models import (
     compare_with_counts,
     determine_need,
     find_doubled_prefix,
-    is_for_further_tokens,
+    is_counted_beyond_layers,
     is_made_by_model,
 )
 from ckptkit.hub_names.model_shapes import is_as_described
@@ -241,7 +241,7 @@ def compare_now(subject: Subject) -> tuple[str, ...]:
 def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
     """Refuses an output that would not load by a report; returns notes for the user."""
     config = subject.request.config
-    unused = (name for name in report.unexpected if not is_for_further_tokens(name, config))
+    unused = (name for name in report.unexpected if not is_counted_beyond_layers(name, config))
     report = replace(report, unexpected=tuple(unused))
     is_clean = report.is_clean or (subject.is_live and report.is_loaded)  # as training has names
     if is_clean and subject.request.is_packed:

@@ -120,7 +120,7 @@ from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
-_FLAGS = ("tie_word_embeddings",)  # of a whole model, which decide for its text model too
+_TIE = "tie_word_embeddings"  # that of a whole model decides for its text model too
 _MOST_MODULE_BYTES = 1 << 28
 _MOST_WRAPPERS = 3  # parts of names that wrappers put before those of a model
 _LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
@@ -623,7 +623,7 @@ class _Planner:
             }
             index = replace(checkpoint.index, tensors=tensors)
             self._checkpoint = replace(checkpoint, index=index)
-            of_whole = {key: config[key] for key in _FLAGS if key in config}
+            of_whole = {_TIE: config[_TIE]} if _TIE in config else {}
             self._text, self._placed = {**text, **of_whole}, placed
             return config, side
         if text is None:

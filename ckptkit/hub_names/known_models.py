@@ -246,7 +246,7 @@ def is_beyond_counts(name: str, config: Mapping[str, Any]) -> bool:
     return int(found[2]) >= count
 
 
-def is_for_further_tokens(name: str, config: Mapping[str, Any]) -> bool:
+def is_counted_beyond_layers(name: str, config: Mapping[str, Any]) -> bool:
     """Returns whether a tensor is of the layers for further tokens that a configuration counts.
 
     Transformers leaves them where they are, also where its class does not say that it does.
