@@ -145,7 +145,7 @@ def _find_component(found: OpenedAdapter, request: AdapterRequest) -> str:
         return found.tree
     if request.base is None:
         return name_component(read_config(found.folders))
-    base = find_component(find_model(request.base, "--base").place, found.adapter.tensors)
+    base = find_component(find_model(request.base, "--base").place, found.adapter.shapes)
     return name_component(read_config_in(base, "--base"))
 
 

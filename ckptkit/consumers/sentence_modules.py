@@ -1,20 +1,25 @@
 """The modules of a sentence-transformers folder, and which tensors of training are theirs.
 
 Source: sentence-transformers 6.2, `save_pretrained` of its models and modules. A model is a list
-of the modules in `modules.json`. Training calls their tensors `<name>.<tensor>`, and those of the
-encoder `<name>.model.<tensor>`, before version 6 `<name>.auto_model.<tensor>`.
+of the modules in `modules.json`. Training calls their tensors `<name>.<tensor>`, and those of an
+encoder of Transformers `<name>.model.<tensor>`, before version 6 `<name>.auto_model.<tensor>`. The
+first module may also be one without a configuration, such as a `StaticEmbedding`.
 """
 
 from __future__ import annotations
 
+import posixpath
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.errors import RefusedError
 
+ROUTER_CONFIG = "router_config.json"
 _ENCODERS = ("auto_model", "model")
 _ROUTERS = ("Router", "Asym")
+_OF_TRANSFORMERS = ("Transformer", "CLIPModel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,46 +29,62 @@ class SentenceModule:
     Attributes:
         folder: Where its files are; empty for the root.
         prefix: What the names of its tensors begin with in training.
-        is_encoder: Whether it is the model of Transformers, whose files are written at the root.
+        is_model: Whether its tensors are the model whose files are written at the root.
     """
 
     folder: str
     prefix: str
-    is_encoder: bool
+    is_model: bool
 
 
-def find_modules(listed: Any, names: Collection[str], where: str) -> Sequence[SentenceModule]:
+def find_modules(
+    listed: Any, names: Collection[str], where: str, *, base: str = "", router: Any = None
+) -> Sequence[SentenceModule]:
     """Returns the modules that the tensors of a checkpoint belong to; none for an encoder alone.
 
     Args:
         listed: The content of `modules.json`.
         names: Of the tensors, as training holds them.
         where: The source, for messages.
+        base: The folder of the base; empty for none.
+        router: The content of its `router_config.json`, or None.
 
     Raises:
         RefusedError: If they are of several encoders, which would be several model folders.
     """
     found = []
-    for name, folder, kind in _read_rows(listed):
+    for position, (name, folder, kind) in enumerate(_read_rows(listed)):
         own = [one for one in names if one.startswith(f"{name}.")]
         if own and kind.endswith(_ROUTERS):
+            prefix = _stem_of_route(own[0])
+            options = ["--include", f"{prefix}*", "--strip-prefix", prefix]
+            inside = _folder_of_route(router, own[0])
+            if base and inside:
+                options = ["--base", posixpath.join(base, folder, inside), *options]
             raise RefusedError(
                 f"{len(own):,} tensors are those of several encoders behind a router of"
                 " sentence-transformers, which stand in a folder each",
                 where=where,
-                hint="write one of them with --include and --strip-prefix, such as"
-                f" --include '{_stem_of_route(own[0])}*' --strip-prefix {_stem_of_route(own[0])}",
+                hint="write each of them with the options that choose it, such as"
+                f" {shlex.join(options)}",
             )
         inner = next((e for e in _ENCODERS if any(n.startswith(f"{name}.{e}.") for n in own)), "")
         if own:
             prefix = f"{name}.{inner}." if inner else f"{name}."
-            found.append(SentenceModule(folder, prefix, bool(inner)))
-    return found if any(module.is_encoder for module in found) else ()
+            is_first = position == 0 and not kind.endswith(_OF_TRANSFORMERS)
+            found.append(SentenceModule(folder, prefix, bool(inner) or is_first))
+    return found if any(module.is_model for module in found) else ()
 
 
 def has_router(listed: Any) -> bool:
     """Returns whether several encoders stand behind a router."""
     return any(kind.endswith(_ROUTERS) for _, _, kind in _read_rows(listed))
+
+
+def has_config(listed: Any) -> bool:
+    """Returns whether one of the modules is a model of Transformers, which has a configuration."""
+    kinds = (*_OF_TRANSFORMERS, *_ROUTERS)
+    return any(kind.endswith(kinds) for _, _, kind in _read_rows(listed))
 
 
 def _read_rows(listed: Any) -> list[tuple[str, str, str]]:
@@ -80,14 +101,23 @@ def _stem_of_route(name: str) -> str:
     return ".".join(segments[: end + 1]) + "."
 
 
-def find_encoder_folder(listed: Any) -> str:
-    """Returns the folder of the first module, which has the configuration of the encoder."""
+def _folder_of_route(router: Any, name: str) -> str:
+    """Returns the folder of the module behind a router that has a tensor; empty if unknown."""
+    _, _, route, number, *_ = [*name.split("."), *[""] * 4]
+    structure = router.get("structure") if isinstance(router, Mapping) else None
+    folders = structure.get(route) if isinstance(structure, Mapping) else None
+    is_known = isinstance(folders, list) and number.isdecimal() and int(number) < len(folders)
+    return str(folders[int(number)]) if isinstance(folders, list) and is_known else ""
+
+
+def find_first_folder(listed: Any) -> str:
+    """Returns the folder of the first module, whose files are written at the root."""
     first = listed[0] if isinstance(listed, list) and listed else None
     return str(first.get("path", "")) if isinstance(first, Mapping) else ""
 
 
-def move_encoder(listed: Any, folder: str) -> list[Any]:
-    """Returns `modules.json` with the encoder at the root, where its files are written."""
+def move_first(listed: Any, folder: str) -> list[Any]:
+    """Returns `modules.json` with the first module at the root, where its files are written."""
     return [
         {**row, "path": ""} if isinstance(row, Mapping) and row.get("path") == folder else row
         for row in listed

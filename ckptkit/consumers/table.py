@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from ckptkit.consumers.class_facts import find_kept_by_diffusers, find_kept_by_transformers
+from ckptkit.consumers.class_facts import (
+    find_kept_by_diffusers,
+    find_kept_by_transformers,
+    find_text_model,
+)
 from ckptkit.core.model_configs import architecture_of, class_of
 from ckptkit.plan.selection import KeptDtypes
 
@@ -20,6 +24,7 @@ GENERATION = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 PIPELINE_INDEX = "model_index.json"
 MODULES = "modules.json"
+_MODULES_CONFIG = "config_sentence_transformers.json"
 _LIGHTNING = "Lightning"
 Comparing = Literal["transformers", "diffusers", "headers", "nothing"]
 
@@ -40,6 +45,7 @@ class Consumer:
         companions: Patterns of files that belong to the model besides those of `side_files`; they
             are taken from the folder of the configuration, or a nearer one.
         leading: The companion without which the others mean nothing; empty for none.
+        names_class: The file that names the class.
         owns_config: Whether keys of `config.json` follow from the weights, so that it is written
             anew; else it is copied as it is.
         is_renamed: Whether names in files may differ from those of training.
@@ -56,6 +62,7 @@ class Consumer:
     is_split: bool = True
     companions: tuple[str, ...] = ()
     leading: str = ""
+    names_class: str = CONFIG
     owns_config: bool = False
     is_renamed: bool = False
     comparing: Comparing = "nothing"
@@ -85,7 +92,7 @@ SENTENCE_TRANSFORMERS = Consumer(
     library="sentence-transformers",
     companions=(
         MODULES,
-        "config_sentence_transformers.json",
+        _MODULES_CONFIG,
         "sentence_*_config.json",
         "router_config.json",
         "[0-9]*_*/*",
@@ -96,7 +103,8 @@ SENTENCE_TRANSFORMERS = Consumer(
     is_renamed=True,
     comparing="transformers",
     find_kept=find_kept_by_transformers,
-    load="sentence_transformers.SentenceTransformer({out})",
+    names_class=_MODULES_CONFIG,
+    load="sentence_transformers.{name}({out})",
 )
 DIFFUSERS = Consumer(
     name="diffusers",
@@ -185,6 +193,8 @@ def find_consumer(
         return DIFFUSERS_LORA
     if config is None and PIPELINE_INDEX in files:
         return PIPELINE
+    if config is None and MODULES in files:
+        return SENTENCE_TRANSFORMERS
     if config is None:
         return LIGHTNING if _LIGHTNING in writer else PLAIN
     if class_of(config) and "model_type" not in config:
@@ -205,21 +215,29 @@ def name_model(config: Mapping[str, Any]) -> str:
     return value if isinstance(value, str) else ""
 
 
-def name_class(consumer: Consumer, config: Mapping[str, Any], *, has_head: bool) -> str:
-    """Returns the class whose `from_pretrained` loads a folder.
+def name_class(consumer: Consumer, document: Mapping[str, Any], *, has_head: bool) -> str:
+    """Returns the class that loads a folder.
 
     Args:
         consumer: The library.
-        config: Its configuration.
+        document: The content of the file that names the class.
         has_head: Whether the weights hold, or tie, a language model's head.
     """
+    if consumer is SENTENCE_TRANSFORMERS:
+        kind = document.get("model_type")
+        return kind if kind in _OF_SENTENCES else _OF_SENTENCES[0]
     if consumer is DIFFUSERS:
-        name = class_of(config)
+        name = class_of(document)
         return name if name.isidentifier() and name.isascii() else "AutoModel"
-    name = architecture_of(config) or ("ForCausalLM" if has_head else "AutoModel")
-    if name.endswith(_CAUSAL):
+    name = architecture_of(document)
+    kind = document.get("model_type")
+    # Parts of some models have a class with a head that stands in no mapping.
+    is_mapped = _AUTO_MAP in document or (isinstance(kind, str) and bool(find_text_model(kind)))
+    if (not name and has_head) or (name.endswith(_CAUSAL) and is_mapped):
         return "AutoModelForCausalLM"
     return name if name.isidentifier() and name.isascii() else "AutoModel"
 
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+_AUTO_MAP = "auto_map"
+_OF_SENTENCES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder")

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptkit.consumers.class_facts import find_text_model
+from ckptkit.core.model_configs import architecture_of
 
 _PARTS = ("text_config", "llm_config", "language_config")
 # What only names of a whole model have.
@@ -20,7 +21,8 @@ _OF_WHOLE = re.compile(
     r"(?:^|\.)(?:language_model|text_model|llm|thinker|visual|vision\w*|audio\w*|image\w*|video\w*"
     r"|multi_modal_projector|mm_projector|connector|embed_vision|embed_audio|aligner|talker)\."
 )
-_ROOT = "model."
+_TEXT = re.compile(r"(?:model\.)?language_model\.")
+_ROOT, _HEAD = "model.", "lm_head."
 _OF_ROOT = ("dtype", "torch_dtype", "transformers_version", "tie_word_embeddings")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -44,6 +46,33 @@ def find_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[
     inherited = {key: config[key] for key in (*_OF_ROOT, *_IDS) if config.get(key) is not None}
     own = {key: value for key, value in part.items() if value is not None or key not in inherited}
     return {**inherited, **own, "architectures": [found]}
+
+
+def take_from_whole(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str] | None:
+    """Returns which tensors of a multimodal model are those of its text model; None if none are.
+
+    Args:
+        config: The configuration of the text model.
+        names: Of the tensors of the multimodal model, as training holds them.
+
+    Returns:
+        The names that the text model has, by those in the whole.
+    """
+    kind = config.get("model_type")
+    is_text = isinstance(kind, str) and bool(find_text_model(kind))
+    is_text = is_text and architecture_of(config).endswith("ForCausalLM")
+    if not is_text or any(isinstance(config.get(key), Mapping) for key in _PARTS):
+        return None
+    taken = {}
+    for name in names:
+        inside = _TEXT.match(name)
+        if inside is None and _OF_WHOLE.search(name) is None:
+            taken[name] = name  # such as the head
+        elif inside is not None:
+            stem = name[inside.end() :].removeprefix(_ROOT)
+            taken[name] = stem if stem.startswith(_HEAD) else f"{_ROOT}{stem}"
+    is_inside = any(map(_TEXT.match, names))
+    return taken if is_inside and len(set(taken.values())) == len(taken) else None
 
 
 def place_in_whole(names: Collection[str], base: Collection[str]) -> dict[str, str] | None:

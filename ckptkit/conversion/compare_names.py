@@ -33,6 +33,7 @@ from ckptkit.hub_names.known_models import (
     compare_with_counts,
     determine_need,
     find_doubled_prefix,
+    is_counted_beyond_layers,
     is_made_by_model,
 )
 from ckptkit.hub_names.model_shapes import is_as_described
@@ -140,7 +141,8 @@ class Comparison:
             listener: Receives `Waiting`, and a note if there is no answer.
         """
         if not wait([self.begin()], _SILENT_SECONDS).done:
-            listener(Waiting("transformers has compared the names with the model"))
+            library = self._subject.library.get("library", "transformers")
+            listener(Waiting(f"{library} has compared the names with the model"))
         notes = self.judge_answer()
         if notes:
             listener(Planned(notes))
@@ -178,7 +180,7 @@ def plan_comparison(
         The rest, if there is any, and notes for the user.
     """
     if subject.config is None:
-        return None, ()
+        return None, _judge_without_asking(subject, "") if _shapes_of_base(subject) else ()
     why, installed = "", find_transformers_version()
     missing = list_missing_libraries(subject.consumer.library)
     digits = re.match(r"\d+", installed[0]) if installed is not None else None
@@ -238,6 +240,9 @@ def compare_now(subject: Subject) -> tuple[str, ...]:
 
 def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
     """Refuses an output that would not load by a report; returns notes for the user."""
+    config = subject.request.config
+    unused = (name for name in report.unexpected if not is_counted_beyond_layers(name, config))
+    report = replace(report, unexpected=tuple(unused))
     is_clean = report.is_clean or (subject.is_live and report.is_loaded)  # as training has names
     if is_clean and subject.request.is_packed:
         # Transformers was asked for weights; the base also has what a method packs with them.

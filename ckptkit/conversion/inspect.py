@@ -300,7 +300,7 @@ def _report(
     keys, read = {entry.key for entry in entries}, {file.path for file in index.files}
     problems = list(find_problems_by_key(index, entries))
     inside = [path for path in checkpoint.paths if not base or path.startswith(f"{base}/")]
-    consumer = find_consumer(config, [path.removeprefix(f"{base}/") for path in inside])
+    consumer = find_consumer(config or None, [path.removeprefix(f"{base}/") for path in inside])
     ignored = [
         path
         for path in inside

@@ -396,7 +396,7 @@ def _find_names(
         )
         return _left_live(reason, choice)
     # One of two tied tensors is written, or a note says that they differ.
-    tied = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs)}
+    tied = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs), *names.tied}
     notes: tuple[str, ...] = ()
     new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
     differing = sorted(name for name in new if not set(names.tensors[name].sources) <= tied)

@@ -12,7 +12,12 @@ from typing import Any, Self
 
 from ckptkit.consumers.class_facts import adapt_kept
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
-from ckptkit.consumers.sentence_modules import find_modules, has_router
+from ckptkit.consumers.sentence_modules import (
+    ROUTER_CONFIG,
+    find_modules,
+    has_config,
+    has_router,
+)
 from ckptkit.consumers.side_files import (
     SideFile,
     drop_stale_quantization,
@@ -21,7 +26,7 @@ from ckptkit.consumers.side_files import (
     update_config,
 )
 from ckptkit.consumers.table import MODULES, PLAIN, Consumer
-from ckptkit.consumers.text_models import find_text_config, place_in_whole
+from ckptkit.consumers.text_models import find_text_config, place_in_whole, take_from_whole
 from ckptkit.conversion.compare_names import (
     LIVE_NAMES,
     Comparison,
@@ -116,6 +121,7 @@ from ckptkit.plan.weight_kinds import hint_at_raw_names, refuse_packed
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
+_TIE = "tie_word_embeddings"  # that of a whole model decides for its text model too
 _MOST_MODULE_BYTES = 1 << 28
 _MOST_WRAPPERS = 3  # parts of names that wrappers put before those of a model
 _LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
@@ -326,6 +332,9 @@ class _Planner:
         self._trim: Trim | None = None
         self._lacking: tuple[str, ...] = ()
         self._is_text = False  # the text model of a multimodal configuration
+        self._text: Mapping[str, Any] | None = None  # the configuration of one put into a whole
+        self._placed: Mapping[str, str] = {}  # its names, and those in the whole
+        self._needs_config = True  # not the first modules of some sentence-transformers
         self._notes = [*self._checkpoint.notes, *self._folders.notes, *notes]
         index = self._checkpoint.index
         for problem in index.problems:
@@ -355,7 +364,7 @@ class _Planner:
         config = self._read_config(side)
         self._convert_names(config)
         config, side = self._settle_text_model(config, side)
-        side = self._leave_router(side)
+        side = self._leave_modules(side, config)
         modules = self._take_modules(side)
         checkpoint, entries = self._checkpoint, self._select_entries()
         # An origin of its own: what is compared is read, and verified, again when it is written.
@@ -363,7 +372,7 @@ class _Planner:
         absent: Mapping[Fqn, Fqn] = {}
         # Training loads every name of a tied weight, so that a checkpoint for it drops none.
         has_all_names = request.layout in {"dcp", "torchtitan"}
-        ties = Ties({}, {}) if has_all_names else find_ties(config, entries, origin)
+        ties = Ties({}, {}) if has_all_names else self._find_ties(config, entries, origin)
         if has_all_names:
             absent, note = find_absent_twins(config, {entry.name for entry in entries})
             entries = add_tied_names(entries, absent)
@@ -523,41 +532,47 @@ class _Planner:
             self._notes += self._checkpoint.notes[len(before.notes) :]
             self._request = replace(self._request, strip_prefix=())
 
-    def _leave_router(self, side: list[SideFile]) -> list[SideFile]:
-        """Leaves out the files of a router where one encoder from behind it is written."""
+    def _leave_modules(
+        self, side: list[SideFile], config: Mapping[str, Any] | None
+    ) -> list[SideFile]:
+        """Leaves out the files of modules where what is written is not their model."""
         listed = self._folders.read_json(side, MODULES)
-        if not (self._request.strip_prefix and has_router(listed)):
+        if self._request.strip_prefix and has_router(listed):
+            self._notes.append(f"the output is one encoder, without the router of {MODULES}")
+        elif config is not None or has_router(listed) or not has_config(listed):
+            self._needs_config = listed is None or has_config(listed)
             return side
-        self._notes.append(f"the output is one encoder, without the router of {MODULES}")
         return [file for file in side if not self._folders.consumer.has_companion(file.name)]
 
     def _take_modules(self, side: Sequence[SideFile]) -> Mapping[str, Sequence[TensorEntry]]:
-        """Takes the tensors of modules beside an encoder out of the model, by their folders."""
+        """Takes the tensors of modules beside the model out of it, by their folders."""
         checkpoint, listed = self._checkpoint, self._folders.read_json(side, MODULES)
         index, select = checkpoint.index, self._request.select
         if listed is None or self._folders.consumer.leading != MODULES:
             return {}
-        model = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
-        names = [str(entry.name) for entry in model]
+        entries = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
+        names = [str(entry.name) for entry in entries]
         if self._request.strip_prefix:
             return {}
-        found = find_modules(listed, names, checkpoint.path)
-        encoder = next((module for module in found if module.is_encoder), None)
-        if encoder is None:
+        router = self._folders.read_json(side, ROUTER_CONFIG)
+        base = self._folders.base or ""
+        found = find_modules(listed, names, checkpoint.path, base=base, router=router)
+        model = next((module for module in found if module.is_model), None)
+        if model is None:
             return {}
         taken: dict[str, list[TensorEntry]] = {}
         tensors = dict(index.tensors)
-        for entry in model:
+        for entry in entries:
             module = next((m for m in found if entry.name.startswith(m.prefix)), None)
             if module is None:
                 continue
             renamed = replace(entry, name=Fqn(entry.name.removeprefix(module.prefix)))
-            if not module.is_encoder:
+            if not module.is_model:
                 taken.setdefault(module.folder, []).append(renamed)
                 renamed = replace(renamed, part="other")
             tensors[entry.key] = renamed
         self._checkpoint = replace(checkpoint, index=replace(index, tensors=tensors))
-        note = f"names are written without {encoder.prefix!r}, as sentence-transformers has them"
+        note = f"names are written without {model.prefix!r}, as sentence-transformers has them"
         self._notes.append(Aside(note))
         return taken
 
@@ -597,7 +612,7 @@ class _Planner:
         if self._filling is not None and request.into_base:
             base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
             placed = place_in_whole(names, base) if text is not None else None
-            if placed is None:
+            if config is None or text is None or placed is None:
                 raise RefusedError(
                     "the source is no text model of the configuration of the base",
                     where=checkpoint.path,
@@ -609,8 +624,12 @@ class _Planner:
             }
             index = replace(checkpoint.index, tensors=tensors)
             self._checkpoint = replace(checkpoint, index=index)
+            of_whole = {_TIE: config[_TIE]} if _TIE in config else {}
+            self._text, self._placed = {**text, **of_whole}, placed
             return config, side
         if text is None:
+            if config is not None and not (request.names == "live" or request.strip_prefix):
+                self._take_text(model, take_from_whole(config, names))
             return config, side
         note = (
             f"the tensors are those of the text model: it is written as {text['architectures'][0]}"
@@ -618,6 +637,41 @@ class _Planner:
         self._notes.append(f"{note}; --into-base puts it into the multimodal model of --base")
         self._is_text = True
         return text, [file for file in side if not is_of_processor(file.name)]
+
+    def _take_text(self, model: Sequence[TensorEntry], taken: Mapping[str, str] | None) -> None:
+        """Takes the text model out of a multimodal one, if the configuration is that of its own."""
+        if taken is None:
+            return
+        index = self._checkpoint.index
+        left = [entry for entry in model if entry.name not in taken]
+        tensors = {
+            **index.tensors,
+            **{e.key: replace(e, part="other") for e in left},
+            **{e.key: replace(e, name=Fqn(taken[e.name])) for e in model if e.name in taken},
+        }
+        self._checkpoint = replace(self._checkpoint, index=replace(index, tensors=tensors))
+        note = (
+            "the tensors are those of a multimodal model, and the configuration is that of its text"
+            f" model: {counted(len(taken), 'tensor')} of it are written"
+        )
+        if left:
+            note += f", and not {counted(len(left), 'other')}, such as {str(left[0].name)!r}"
+        self._notes.append(note)
+
+    def _find_ties(
+        self, config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
+    ) -> Ties:
+        """Finds tied weights; of a text model in a whole one, by the names that it has alone."""
+        if self._text is None:
+            return find_ties(config, entries, origin)
+        alone = {placed: name for name, placed in self._placed.items()}
+        own = [replace(e, name=Fqn(alone.get(e.name, e.name))) for e in entries]
+        ties = find_ties(self._text, own, origin)
+        called = {Fqn(name): Fqn(placed) for name, placed in self._placed.items()}
+        return Ties(
+            {called.get(t, t): called.get(s, s) for t, s in ties.dropped.items()},
+            {called.get(t, t): called.get(s, s) for t, s in ties.broken.items()},
+        )
 
     def _name_on_disk(
         self,
@@ -774,6 +828,8 @@ class _Planner:
         self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
     ) -> dict[str, Any] | None:
         if config is None:
+            if not self._needs_config:
+                return None
             consumer, unusable = self._folders.consumer, self._folders.describe_unusable_config()
             self._notes.append(self._job.advise_on_config(consumer, unusable))
             return None
@@ -798,7 +854,7 @@ class _Planner:
         names: NamedProducts,
     ) -> Comparison | None:
         """Compares names and shapes with the model that the configuration describes."""
-        if config is None:
+        if config is None and self._needs_config:
             return None
         if self._request.names == "live":
             self._notes.append(LIVE_NAMES)
@@ -811,12 +867,13 @@ class _Planner:
                 " them"
             )
         advice, rules = self._job.advice, self._checkpoint.rules
+        base = None if self._is_text else self._folders.base_of_config(side)
         subject = Subject(
-            config={**config, **self._folders.code_of(side)},
+            config=None if config is None else {**config, **self._folders.code_of(side)},
             tensors={str(name): spec for name, spec in {**names.left_out, **specs}.items()},
             left_out=frozenset(map(str, names.left_out)),
             where=self._checkpoint.path,
-            base=None if self._is_text else self._folders.base_of_config(side),
+            base=self._folders.base if config is None else base,
             filling=None if self._filling is not None else self._folders.base,
             is_live=self._request.layout in {"torch", "dcp"},
             consumer=self._folders.consumer,

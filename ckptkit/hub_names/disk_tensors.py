@@ -121,6 +121,7 @@ class HubNames:
             had them, as `save_pretrained` does where it is given a state dict.
         kept: Patterns of live names that its class keeps in float32: in 16 bits of any kind, and
             in float16 alone.
+        tied: Live names that it ties to others.
     """
 
     library: str
@@ -129,6 +130,7 @@ class HubNames:
     unsaved: tuple[Fqn, ...] = ()
     unknown: tuple[Fqn, ...] = ()
     kept: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    tied: tuple[Fqn, ...] = ()
 
 
 def find_run(tensor: HubTensor) -> DiskBox | None:
@@ -286,6 +288,7 @@ def names_to_json(names: HubNames) -> dict[str, Any]:
         "unsaved": list(names.unsaved),
         "unknown": list(names.unknown),
         "kept": [list(patterns) for patterns in names.kept],
+        "tied": list(names.tied),
     }
 
 
@@ -301,6 +304,7 @@ def names_from_json(document: Mapping[str, Any]) -> HubNames:
         unsaved=tuple(map(Fqn, document["unsaved"])),
         unknown=tuple(map(Fqn, document["unknown"])),
         kept=(tuple(map(str, always)), tuple(map(str, in_float16))),
+        tied=tuple(map(Fqn, document["tied"])),
     )
 
 

@@ -246,6 +246,23 @@ def is_beyond_counts(name: str, config: Mapping[str, Any]) -> bool:
     return int(found[2]) >= count
 
 
+def is_counted_beyond_layers(name: str, config: Mapping[str, Any]) -> bool:
+    """Returns whether a tensor is of the layers for further tokens that a configuration counts.
+
+    Transformers leaves them where they are, also where its class does not say that it does.
+    """
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
+    counts = [v for k, v in config.items() if any(word in k for word in _PREDICTING)]
+    further = max((value for value in counts if type(value) is int), default=0)
+    if _PREDICTORS.search(name) is not None:
+        return further > 0
+    count, found = _number(config, _LAYERS), _LAYER.match(name)
+    if count is None or found is None or _TOWER.search(found[1]) is not None:
+        return False
+    return count <= int(found[2]) < count + further
+
+
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 from ckptkit.core.errors import FormatError, UnsupportedError
-from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.core.text import quote
 from ckptkit.lora.patterns import match_expression
 from ckptkit.plan.weight_kinds import advice_on, refusal_of
@@ -361,6 +361,11 @@ class Adapter:
     settings: LoraSettings
     origin: str
     tensors: Mapping[Fqn, TensorEntry]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of its tensors by the same names."""
+        return {str(name): entry.shape for name, entry in self.tensors.items()}
 
 
 EXPERTS_BY_CLASS = (0, 19)

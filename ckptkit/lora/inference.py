@@ -79,15 +79,32 @@ def infer_parameters(
 
 
 def find_shortest_names(meant: Collection[str], present: Collection[str]) -> list[str]:
-    """Returns names that match the paths `meant` and no others of `present`.
+    """Returns names that match the paths `meant` and no others of a model.
 
-    The last segment of a path is enough where the base shows that no other path ends in it.
+    The last segment of a path is enough where the base shows that no other path ends in it. A
+    number is not: modules without tensors have numbers too.
+
+    Args:
+        meant: Paths of modules or parameters.
+        present: Those that the base shows.
     """
-    others = {_last(path) for path in present if path not in meant}
+    others = {_last(path) for path in _with_containers(present) - set(meant)}
     is_whole = all(path in present for path in meant)
-    return sorted(
-        {_last(path) if is_whole and _last(path) not in others else path for path in meant}
-    )
+    names = set()
+    for path in meant:
+        last = _last(path)
+        is_enough = is_whole and not last.isdigit() and last not in others
+        names.add(last if is_enough else path)
+    return sorted(names)
+
+
+def _with_containers(paths: Collection[str]) -> set[str]:
+    """Returns paths and those of the modules around them, which PEFT compares too."""
+    found = set(paths)
+    for path in paths:
+        parts = path.split(".")
+        found.update(".".join(parts[:stop]) for stop in range(1, len(parts)))
+    return found
 
 
 def _last(path: str) -> str:

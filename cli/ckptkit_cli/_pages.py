@@ -143,15 +143,18 @@ def loading_line(done: Consolidated) -> str:
         shards = str((folder / index).parent)
         return f"torch.distributed.checkpoint.load({{'model': model.state_dict()}}, {shards!r})"
     tensors = ((name, t.shape, t.dtype) for name, t in done.manifest.tensors.items())
-    config = _config_of(done)
+    config = _read_document(done, CONFIG)
     consumer = find_consumer(config, files, str(done.manifest.source.get("writer", "")))
     weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
     is_whole = _PARTIAL.isdisjoint(done.manifest.options)
     is_random = bool(explain_random_weights(tensors, config=config))
-    if is_whole and config is not None and not is_random and consumer is not PLAIN:
-        name = name_class(consumer, config, has_head=_has_head(done.manifest, config))
+    of_class = config
+    if consumer.names_class != CONFIG:
+        of_class = _read_document(done, consumer.names_class) or {}
+    if is_whole and of_class is not None and not is_random and consumer is not PLAIN:
+        name = name_class(consumer, of_class, has_head=_has_head(done.manifest, of_class))
         return consumer.load.format(
-            out=repr(str(done.out)), name=name, kind=repr(config.get("type"))
+            out=repr(str(done.out)), name=name, kind=repr(of_class.get("type"))
         )
     if len(weights) == 1:
         row = LIGHTNING if consumer is LIGHTNING and is_whole else PLAIN
@@ -160,12 +163,12 @@ def loading_line(done: Consolidated) -> str:
     return whole if "pytorch_model.bin" in files else by_ckptkit
 
 
-def _config_of(done: Consolidated) -> dict[str, Any] | None:
-    """Returns the configuration that was written, empty if it cannot be read, or None."""
-    if CONFIG not in done.manifest.files:
+def _read_document(done: Consolidated, name: str) -> dict[str, Any] | None:
+    """Returns a configuration that was written, empty if it cannot be read, or None."""
+    if name not in done.manifest.files:
         return None
     try:
-        return dict(json.loads((Path(done.out) / CONFIG).read_bytes()))
+        return dict(json.loads((Path(done.out) / name).read_bytes()))
     except (OSError, ValueError, TypeError):
         return {}
 

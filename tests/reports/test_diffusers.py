@@ -23,6 +23,7 @@ pytestmark = [
 ]  # diffusers takes 4 s to import
 CASE = REPORTS / "01-diffusers-flux"
 STEM = "diffusion_pytorch_model"
+UNET = "UNet2DConditionModel"
 
 
 @pytest.mark.parametrize("base", ["base/transformer", "base"])
@@ -158,6 +159,21 @@ def test_frozen_parts_of_a_model_of_diffusers_are_filled(tmp_path: Path) -> None
     assert all(torch.equal(found[name], half[name]) for name in half)
 
 
+@pytest.mark.parametrize("size", ["10GB", "20KB"])
+def test_frozen_parts_are_filled_from_the_one_variant_that_a_base_has(
+    size: str, tmp_path: Path
+) -> None:
+    base = built(UNET, **MODELS[UNET]).half()
+    base.save_pretrained(tmp_path / "base", variant="fp16", max_shard_size=size)
+    files = list((tmp_path / "base").glob("*.fp16*.safetensors"))
+    assert (len(files) > 1) == (size == "20KB")
+    state = base.state_dict()
+    half = {n: t + 1 for n, t in state.items() if "attn2" in n}
+    step = save(half, tmp_path / "step")
+    ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base", fill_from_base=True)
+    assert same(weights(tmp_path / "out"), {**state, **half})
+
+
 def test_a_pipeline_without_the_trained_model_asks_for_a_component(tmp_path: Path) -> None:
     step = save({"a.weight": torch.zeros(3)}, tmp_path / "step")
     with pytest.raises(AmbiguousSourceError) as caught:
@@ -167,27 +183,90 @@ def test_a_pipeline_without_the_trained_model_asks_for_a_component(tmp_path: Pat
     assert (Path(named) / "config.json").exists()
 
 
-def test_a_text_encoder_of_a_pipeline_is_a_model_of_transformers(tmp_path: Path) -> None:
+def add_component(pipeline: Path, name: str, model: Any) -> None:
+    """Adds a model to a pipeline, and to its index."""
+    model.save_pretrained(pipeline / name)
+    index = json.loads((pipeline / "model_index.json").read_text())
+    index[name] = [type(model).__module__.split(".")[0], type(model).__name__]
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+
+
+def text_encoder(layers: int = 1, hidden: int = 8) -> Any:
     import transformers
 
-    pipeline = tmp_path / "pipeline"
-    shutil.copytree(CASE / "base", pipeline)
     config = transformers.CLIPTextConfig(
         vocab_size=24,
-        hidden_size=8,
+        hidden_size=hidden,
         intermediate_size=8,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=1,
     )
-    model = transformers.CLIPTextModel(config)
-    model.save_pretrained(pipeline / "text_encoder")
-    index = json.loads((pipeline / "model_index.json").read_text())
-    index["text_encoder"] = ["transformers", "CLIPTextModel"]
-    (pipeline / "model_index.json").write_text(json.dumps(index))
+    return transformers.CLIPTextModel(config)
+
+
+def test_of_two_components_with_the_same_tensors_one_is_named(tmp_path: Path) -> None:
+    """Pipelines of Wan 2.2 have two transformers of one configuration."""
+    pipeline, name = tmp_path / "pipeline", "WanTransformer3DModel"
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text("{}")
+    models = [built(name, **MODELS[name]) for _ in range(2)]
+    add_component(pipeline, "transformer", models[0])
+    add_component(pipeline, "transformer_2", models[1])
+    half = {n: t for n, t in models[1].state_dict().items() if "attn1" in n}
+    step = save(half, tmp_path / "step")
+    with pytest.raises(AmbiguousSourceError, match=r"2 of them.*: transformer, transformer_2") as e:
+        ckptkit.consolidate(step, tmp_path / "out", base=pipeline, fill_from_base=True)
+    named = Path(e.value.hint.rpartition(" ")[2])
+    assert named == pipeline / "transformer"
+    for component, model in zip(("transformer", "transformer_2"), models, strict=True):
+        base, out = named.parent / component, tmp_path / component
+        ckptkit.consolidate(step, out, base=base, fill_from_base=True)
+        assert same(weights(out), {**model.state_dict(), **half})
+
+
+@pytest.mark.parametrize(("layers", "hidden"), [(2, 8), (1, 16)])
+def test_a_component_is_told_from_one_that_has_its_names(
+    layers: int, hidden: int, tmp_path: Path
+) -> None:
+    """The two text encoders of Stable Diffusion XL differ in numbers of layers and in sizes."""
+    pipeline = tmp_path / "pipeline"
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text("{}")
+    models = {"text_encoder": text_encoder(layers, hidden), "text_encoder_2": text_encoder()}
+    for component, model in models.items():
+        add_component(pipeline, component, model)
+    for component, model in models.items():
+        step = save(model.state_dict(), tmp_path / "steps" / component)
+        out = tmp_path / component
+        notes = notes_of(ckptkit.consolidate, step, out, base=pipeline)
+        assert any(f"{component!r} is used" in note for note in notes)
+        assert type(model).from_pretrained(out) is not None
+
+
+def test_the_component_is_that_of_the_selected_tensors(tmp_path: Path) -> None:
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(CASE / "base", pipeline)
+    model = text_encoder()
+    add_component(pipeline, "text_encoder", model)
+    state = {"transformer": load_file(CASE / "truth.safetensors")}
+    step = save({**state, "text_encoder": model.state_dict()}, tmp_path / "step")
+    for select in ("transformer", "text_encoder"):
+        out = tmp_path / select
+        ckptkit.consolidate(step, out, base=pipeline, select=select)
+        config = json.loads((pipeline / select / "config.json").read_text())
+        assert json.loads((out / "config.json").read_text()).keys() >= config.keys()
+    assert type(model).from_pretrained(tmp_path / "text_encoder") is not None
+
+
+def test_a_text_encoder_of_a_pipeline_is_a_model_of_transformers(tmp_path: Path) -> None:
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(CASE / "base", pipeline)
+    model = text_encoder()
+    add_component(pipeline, "text_encoder", model)
     step = save(model.state_dict(), tmp_path / "step")
     notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=pipeline)
     assert any("'text_encoder'" in note for note in notes)
-    loaded = transformers.CLIPTextModel.from_pretrained(tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out")
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in loaded.state_dict().items())
 
 

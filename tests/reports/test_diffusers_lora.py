@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError
 from ckptkit_cli.main import main
 from tests.reports.folders import REPORTS, save, weights
-from tests.reports.test_diffusers import MODELS, built, names
+from tests.reports.test_diffusers import MODELS, UNET, built, names
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -25,7 +25,6 @@ pytestmark = [
 CASE = REPORTS / "diffusers-lora"
 FILE = "pytorch_lora_weights.safetensors"
 TARGETS = ["to_q", "to_v", "to_out.0"]
-UNET = "UNet2DConditionModel"
 
 
 def trained(name: str = UNET, *, targets: Any = TARGETS, **values: Any) -> Any:
@@ -41,6 +40,22 @@ def trained(name: str = UNET, *, targets: Any = TARGETS, **values: Any) -> Any:
             if "lora_" in own:
                 parameter.copy_(torch.randn_like(parameter) / 4)
     return model.eval()
+
+
+@pytest.mark.parametrize("name", [UNET, "WanTransformer3DModel"])
+def test_an_inferred_configuration_names_layers_that_peft_finds(name: str, tmp_path: Path) -> None:
+    """Containers and modules without tensors end in numbers too, as `to_out.0` does."""
+    from peft import PeftModel
+
+    model = trained(name)
+    step = save(model.state_dict(), tmp_path / "step")
+    out = tmp_path / "out"
+    ckptkit.extract_adapter(step, out, lora_alpha=6, use_rslora=False)
+    loaded = PeftModel.from_pretrained(built(name, **MODELS[name]), str(out))
+    factors = {n: t for n, t in model.state_dict().items() if "lora_" in n}
+    found = {n: t for n, t in loaded.state_dict().items() if "lora_" in n}
+    assert len(found) == len(factors)
+    assert all(torch.equal(found[f"base_model.model.{n}"], t) for n, t in factors.items())
 
 
 def pipeline_file(model: Any, folder: Path, *, component: str = "unet", told: bool = True) -> Path:

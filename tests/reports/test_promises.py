@@ -17,6 +17,7 @@ import ckptkit
 from ckptkit.core.errors import NotACheckpointError, RefusedError, UsageError
 from ckptkit_cli.main import main
 from tests.reports.folders import REPORTS, notes_of, same, save, weights
+from tests.small_models import class_named, small_model_config
 
 GLM, QWEN, VISION = (
     REPORTS / name
@@ -196,3 +197,75 @@ def test_a_deepspeed_checkpoint_without_frozen_parameters_is_filled(tmp_path: Pa
     assert all(torch.equal(found[n], trained.get(n, t)) for n, t in state.items())
     manifest = json.loads((tmp_path / "out" / "ckptkit.json").read_text())
     assert set(manifest["source"]["filled"]["tensors"]) == state.keys() - trained.keys()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tied_head_whose_embedding_is_filled_is_no_tensor_of_its_own(tmp_path: Path) -> None:
+    kind = class_named("Gemma3ForConditionalGeneration")
+    model = kind(small_model_config(kind))
+    model.save_pretrained(tmp_path / "base")
+    state = {n: t for n, t in model.state_dict().items() if "vision" not in n and "embed" not in n}
+    assert "lm_head.weight" in state
+    step = save(state, tmp_path / "step")
+    out = tmp_path / "out"
+    notes = notes_of(*(ckptkit.consolidate, step, out), base=tmp_path / "base", fill_from_base=True)
+    assert not any("has no tensor" in note for note in notes)
+    loaded = kind.from_pretrained(out).state_dict()
+    assert all(torch.equal(loaded[n], t) for n, t in model.state_dict().items())
+
+
+def write_base_with_further_layer(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Writes a model whose class loads no layer for further tokens, and such a layer with it."""
+    config = transformers.DeepseekV3Config(
+        **{**SMALL, "num_attention_heads": 2, "num_key_value_heads": 2},
+        moe_intermediate_size=8,
+        n_routed_experts=2,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=1,
+        kv_lora_rank=4,
+        q_lora_rank=4,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+        first_k_dense_replace=1,
+        num_nextn_predict_layers=1,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config)
+    model.save_pretrained(folder)
+    stored = weights(folder)
+    further = {n.replace(".1.", ".2.", 1): t + 1 for n, t in stored.items() if "layers.1." in n}
+    save_file({**stored, **further}, folder / "model.safetensors", {"format": "pt"})
+    return model, further
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_that_the_configuration_counts_and_no_class_loads_is_no_misfit(
+    tmp_path: Path,
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = tmp_path / "base"
+    model, further = write_base_with_further_layer(base)
+    step = save(model.state_dict(), tmp_path / "step")
+    notes = notes_of(ckptkit.consolidate, step, tmp_path / "alone", base=base)
+    assert any("further tokens" in note and "--fill-from-base" in note for note in notes)
+    ckptkit.consolidate(step, tmp_path / "filled", base=base, fill_from_base=True)
+    ckptkit.consolidate(base, tmp_path / "again")
+    adapted = get_peft_model(model, LoraConfig(r=1, target_modules=["o_proj"]))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    source, merged = tmp_path / "adapter", tmp_path / "merged"
+    ckptkit.merge_adapter(source, merged, base=base, allow_untrained=True)
+    for out in ("filled", "again", "merged"):
+        found = weights(tmp_path / out)
+        assert found.keys() == weights(base).keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in further.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_layer_that_no_configuration_counts_is_a_misfit(tmp_path: Path) -> None:
+    write_base_with_further_layer(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_nextn_predict_layers": 0}))
+    with pytest.raises(RefusedError, match="would not be used"):
+        ckptkit.consolidate(tmp_path / "base", tmp_path / "out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,10 @@ def test_an_encoder_in_a_folder_of_its_own_is_written_at_the_root(tmp_path: Path
     assert not (tmp_path / "out" / "0_Transformer").exists()
 
 
-def test_encoders_behind_a_router_are_refused_with_a_command_that_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["base", "step"])
+def test_encoders_behind_a_router_are_refused_with_a_command_that_works(
+    how: str, tmp_path: Path
+) -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Router
 
@@ -119,17 +123,86 @@ def test_encoders_behind_a_router_are_refused_with_a_command_that_works(tmp_path
     model = SentenceTransformer(modules=[router], device="cpu")
     model.save_pretrained(str(tmp_path / "base"))
     step = save(model.state_dict(), tmp_path / "step")
-    (step / "config.json").write_text((CASE / "base" / "config.json").read_text())
-    shutil.copy(tmp_path / "base" / "modules.json", step)
+    options = ["--base", str(tmp_path / "base")]
+    if how == "step":
+        options = []
+        (step / "config.json").write_text((CASE / "base" / "config.json").read_text())
+        shutil.copy(tmp_path / "base" / "modules.json", step)
     with pytest.raises(RefusedError, match="behind a router") as caught:
-        ckptkit.consolidate(step, tmp_path / "out")
-    words = caught.value.hint.partition("such as ")[2].replace("'", "").split()
+        ckptkit.consolidate(step, tmp_path / "out", base=options[-1] if options else None)
+    words = shlex.split(caught.value.hint.partition("such as ")[2])
+    assert ("--base" in words) == (how == "base")
     assert main(["consolidate", str(step), str(tmp_path / "out"), *words]) == 0
+    assert (tmp_path / "out" / "config.json").exists()
     assert not (tmp_path / "out" / "modules.json").exists()
     inner = {n.partition(".model.")[2]: t for n, t in model.state_dict().items() if ".query." in n}
     found = weights(tmp_path / "out")
     assert found
     assert all(torch.equal(found[name], inner[name]) for name in found)
+
+
+@pytest.mark.parametrize("folder", ["", "0_StaticEmbedding"])
+def test_a_static_embedding_needs_no_configuration(
+    folder: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Older versions write the first module into a folder of its own."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(CASE / "base")
+    static = StaticEmbedding(tokenizer, embedding_dim=8)
+    model, base = SentenceTransformer(modules=[static], device="cpu"), tmp_path / "base"
+    model.save_pretrained(str(base))
+    if folder:
+        (base / folder).mkdir()
+        for name in ("tokenizer.json", "model.safetensors"):
+            (base / name).rename(base / folder / name)
+        listed = json.loads((base / "modules.json").read_text())
+        (base / "modules.json").write_text(json.dumps([{**listed[0], "path": folder}]))
+    with torch.no_grad():
+        static.embedding.weight.add_(1)
+    step = save(model.state_dict(), tmp_path / "step")
+    words = ["consolidate", str(step), str(tmp_path / "out"), "--base", str(base)]
+    assert main(words) == 0
+    said = "".join(capfd.readouterr())
+    assert "sentence_transformers.SentenceTransformer(" in said
+    assert "no config.json" not in said
+    assert np.array_equal(vectors(tmp_path / "out"), model.encode(SENTENCES))
+    ckptkit.consolidate(tmp_path / "out", tmp_path / "again")
+    assert np.array_equal(vectors(tmp_path / "again"), model.encode(SENTENCES))
+    other = save({"0.other": torch.zeros(3)}, tmp_path / "other")
+    with pytest.raises(RefusedError, match="'other'"):
+        ckptkit.consolidate(other, tmp_path / "refused", base=base)
+
+
+@pytest.mark.parametrize("name", ["CrossEncoder", "SparseEncoder"])
+def test_the_line_that_loads_a_folder_names_its_class(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import sentence_transformers
+    from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+    from transformers import AutoConfig, AutoTokenizer, BertForMaskedLM
+    from transformers import BertForSequenceClassification as Classifier
+
+    config = AutoConfig.from_pretrained(CASE / "base", num_labels=1)
+    kind = Classifier if name == "CrossEncoder" else BertForMaskedLM
+    kind(config).save_pretrained(tmp_path / "inner")
+    AutoTokenizer.from_pretrained(CASE / "base").save_pretrained(tmp_path / "inner")
+    inner = str(tmp_path / "inner")
+    if name == "CrossEncoder":
+        model = sentence_transformers.CrossEncoder(inner, device="cpu")
+    else:
+        modules = [MLMTransformer(inner), SpladePooling("max")]
+        model = sentence_transformers.SparseEncoder(modules=modules, device="cpu")
+    model.save_pretrained(str(tmp_path / "base"))
+    step = save(model.state_dict(), tmp_path / "step")
+    out = tmp_path / "out"
+    assert main(["consolidate", str(step), str(out), "--base", str(tmp_path / "base")]) == 0
+    assert f"sentence_transformers.{name}('{out}')" in capfd.readouterr().out
+    loaded = getattr(sentence_transformers, name)(str(out), device="cpu")
+    state = model.state_dict()
+    assert all(torch.equal(tensor, state[n]) for n, tensor in loaded.state_dict().items())
 
 
 def test_an_average_with_modules_beside_the_encoder_is_refused_with_a_way(tmp_path: Path) -> None:

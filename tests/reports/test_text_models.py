@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.consumers.text_models import find_text_config, place_in_whole
 from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit_cli.main import main
 from tests.reports.folders import REPORTS, notes_of, save, weights
 from tests.small_models import class_named, small_model_config
 
@@ -64,12 +66,15 @@ PAIRS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "LlavaForConditionalGeneration": "LlamaForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "MllamaForConditionalGeneration": "MllamaForCausalLM",  # in no mapping of automatic classes
 }
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PAIRS)
-def test_text_models_of_families_behave_as_they_were_trained(name: str, tmp_path: Path) -> None:
+def test_text_models_of_families_behave_as_they_were_trained(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     whole_class = class_named(name)
     whole = whole_class(small_model_config(whole_class))
     base, out = tmp_path / "base", tmp_path / "out"
@@ -78,20 +83,57 @@ def test_text_models_of_families_behave_as_they_were_trained(name: str, tmp_path
     config = whole.config.get_text_config()
     text = text_class(config)
     step = save(text.state_dict(), tmp_path / "step")
-    ckptkit.consolidate(step, out, base=base)
+    assert main(["consolidate", str(step), str(out), "--base", str(base)]) == 0
+    said = re.search(rf"transformers\.(\w+)\.from_pretrained\('{out}'\)", capfd.readouterr().out)
+    assert said is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+        loaded = getattr(transformers, said[1]).from_pretrained(out)
     assert type(loaded) is text_class
     assert all(torch.equal(t, text.state_dict()[n]) for n, t in loaded.state_dict().items())
     assert torch.allclose(logits(loaded), logits(text), atol=1e-5)  # other attention kernels
-    ckptkit.consolidate(step, tmp_path / "whole", base=base, into_base=True)
+    notes = notes_of(ckptkit.consolidate, step, tmp_path / "whole", base=base, into_base=True)
+    assert not any("has no tensor" in note for note in notes)
+    written = json.loads((tmp_path / "whole" / "config.json").read_text())
+    flag = "tie_word_embeddings"
+    added = weights(tmp_path / "whole").keys() - weights(base).keys()
+    is_untied = getattr(whole.config, flag, False) and not getattr(config, flag)
+    assert added == ({"lm_head.weight"} if is_untied else set())
+    assert not (added and written[flag])
     joined = whole_class.from_pretrained(tmp_path / "whole")
     assert torch.allclose(logits(joined), logits(text), atol=1e-5)
     before, after = whole.state_dict(), joined.state_dict()
     towers = [n for n in before if "vision" in n or "visual" in n or "projector" in n]
     assert towers
     assert all(torch.equal(before[n], after[n]) for n in towers)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *[("Gemma3ForConditionalGeneration", form) for form in ("live", "disk")],
+        *[("LlavaForConditionalGeneration", form) for form in ("live", "disk")],
+        ("Mistral3ForConditionalGeneration", "live"),
+    ],
+)
+def test_the_text_model_is_taken_out_of_a_whole_one(name: str, form: str, tmp_path: Path) -> None:
+    whole_class = class_named(name)
+    whole = whole_class(small_model_config(whole_class))
+    text = class_named(PAIRS[name])(whole.config.get_text_config())
+    text.save_pretrained(tmp_path / "base")
+    text.model.load_state_dict(whole.model.language_model.state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    state = whole.state_dict()
+    if form == "disk":
+        whole.save_pretrained(tmp_path / "whole")
+        state = weights(tmp_path / "whole")
+    step, out = save(state, tmp_path / "step"), tmp_path / "out"
+    notes = notes_of(ckptkit.consolidate, step, out, base=tmp_path / "base")
+    assert any("multimodal" in note for note in notes)
+    assert all(n.startswith(("model.", "lm_head.")) for n in weights(out))
+    loaded = type(text).from_pretrained(out)
+    assert torch.allclose(logits(loaded), logits(text), atol=1e-5)
 
 
 def test_a_whole_model_is_not_taken_for_its_text_model() -> None:

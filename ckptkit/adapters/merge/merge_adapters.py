@@ -191,9 +191,8 @@ def prepare_merge(
         given = None
         if base is not None:
             names = NamesOfBase(request.map, request.model_config)
-            place = find_component(
-                find_model(base, "--base").place, opened[0].found.adapter.tensors
-            )
+            own = opened[0].found.adapter.shapes
+            place = find_component(find_model(base, "--base").place, own)
             given = open_base(stack, place, limit, names)
             _refuse_merged(given, opened)
         preparation = MergePreparation(stack, opened, given, request, resources)

@@ -6,6 +6,7 @@ Of model folders, headers and indexes are read, never weights.
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -61,6 +62,11 @@ _INDEX = tuple(f"{name}.index.json" for name in _SINGLE)
 _WEIGHTS = (
     *(name for pair in zip(_SINGLE, _INDEX, strict=True) for name in pair),
     *("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin"),
+)
+# `save_pretrained(variant="fp16")`; Hub repositories of pipelines have such files alone.
+_VARIANT = re.compile(
+    rf"(?:{'|'.join(name.removesuffix('.safetensors') for name in _SINGLE)})"
+    r"\.\w+(?:-\d{5}-of-\d{5})?\.safetensors"
 )
 
 
@@ -154,6 +160,8 @@ def read_names(folder: PathLike) -> tuple[Fqn, ...]:
 def read_pretrained_index(source: Source) -> TensorIndex | None:
     """Reads the headers of the weights that `from_pretrained` would load from a folder.
 
+    Of a folder that has one variant of the weights and no others, these are read.
+
     Returns:
         The index, or None where the folder holds no such weights.
     """
@@ -163,7 +171,8 @@ def read_pretrained_index(source: Source) -> TensorIndex | None:
         for candidate in candidates:
             if wanted in map(posixpath.basename, candidate.files):
                 return StepManifests(source, [candidate]).read_index(candidate)
-    return None
+    variants = [c for c in candidates if any(map(_VARIANT.fullmatch, c.files))]
+    return StepManifests(source, variants).read_index(*variants) if len(variants) == 1 else None
 
 
 def check_reach(

@@ -25,7 +25,7 @@ from ckptkit.consumers.folder_truth import (
     tell_class,
     tell_truth,
 )
-from ckptkit.consumers.sentence_modules import find_encoder_folder, move_encoder
+from ckptkit.consumers.sentence_modules import find_first_folder, move_first
 from ckptkit.consumers.side_files import (
     Listed,
     SideFile,
@@ -72,7 +72,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UsageError,
 )
-from ckptkit.core.index import KeyPath
+from ckptkit.core.index import KeyPath, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
 from ckptkit.core.text import Aside
@@ -159,7 +159,7 @@ class SideFolders:
         check_choice("--tokenizer-from", choice.tokenizer_from, get_args(TokenizerOrigin))
         self._tokenizer_from = choice.tokenizer_from
         self._replaced: dict[str, bytes] = {}
-        self._encoder = ""  # the folder of an encoder in that of a base, if it is not at its root
+        self._first = ""  # the folder of the first module in that of a base, if it has one
         self.base = None if base is None else self._find(base, "--base")
         self.sources: dict[str, Source] = {}
         self._noted: dict[str, str] = {}  # folders that are not those of the weights, and where
@@ -211,23 +211,26 @@ class SideFolders:
         """Opens the folder of the base; the last one of the result has its configuration.
 
         Of a pipeline of diffusers, it is the component whose tensors the checkpoint has; of
-        sentence-transformers, the encoder may have a folder of its own.
+        sentence-transformers, the first module may have a folder of its own.
         """
         folder = open_folder(stack, place, "--base")
         paths = set(folder.walk(1))
         if CONFIG in paths:
             return [folder]
         if PIPELINE_INDEX in paths:
-            self.base = find_component(place, [e.name for e in checkpoint.index.of_part("model")])
+            select, model = checkpoint.select, checkpoint.index.of_part("model")
+            own = {str(e.name): e.shape for e in model if select in {None, e.tree}}
+            self.base = find_component(place, own)
             component = posixpath.basename(self.base)
             self.notes.append(Aside(f"--base {place}: its component {component!r} is used"))
             return [open_folder(stack, self.base, "--base")]
         if MODULES in paths:
             size = folder.stat(MODULES).size_bytes
             self._modules = parse_json(folder.read(MODULES, 0, size), where=MODULES)
-            self._encoder = find_encoder_folder(self._modules)
-            if f"{self._encoder}/{CONFIG}" in paths:
-                self.base = place.beside(posixpath.join(place, self._encoder))
+            first = find_first_folder(self._modules)
+            if any(path.startswith(f"{first}/") for path in paths):
+                self._first = first
+                self.base = place.beside(posixpath.join(place, first))
                 return [folder, open_folder(stack, self.base, "--base")]
         return [folder]
 
@@ -313,14 +316,14 @@ class SideFolders:
         self.consumer = find_consumer(config, names, self._writer)
         there = {file.name for file in chosen}
         companions = choose_companions(listed, self.consumer, origin)
-        if self._encoder and self.consumer.leading == MODULES:
-            # The encoder is written at the root, and the list of modules says so.
-            inside = f"{self._encoder}/"
+        if self._first and self._base_location and self.consumer.leading == MODULES:
+            # The first module is written at the root, and the list of modules says so.
+            inside = f"{self._first}/"
             companions = [file for file in companions if not file.name.startswith(inside)]
-            inner = dict(listed)[origin]
+            home, inner = self._base_location, dict(listed)[self._base_location]
             beside = [name for name in inner if "/" not in name and not is_side_file(name)]
-            companions += [SideFile(name, origin, name, inner[name]) for name in beside]
-            self._replaced[MODULES] = to_json(move_encoder(self._modules, self._encoder))
+            companions += [SideFile(name, home, name, inner[name]) for name in beside]
+            self._replaced[MODULES] = to_json(move_first(self._modules, self._first))
         chosen += [file for file in companions if file.name not in there]
         chosen.sort(key=lambda file: file.name)
         for folder, where in self._noted.items():
@@ -550,40 +553,52 @@ class SideFolders:
         return parse_model_config(self.read(file), where=where)
 
 
-def find_component(place: Place, tensors: Iterable[str]) -> Place:
+def find_component(place: Place, tensors: Mapping[str, Shape]) -> Place:
     """Returns the folder of the model that was trained, where a pipeline is the base.
 
-    It has `tensors`, or the weights that they change if they are factors.
+    It has tensors of these names and shapes, or the weights that they change if they are factors.
     """
-    from ckptkit.conversion.source.model_folders import read_pretrained_index  # few bases are one
+    from ckptkit.conversion.source.model_folders import read_shapes_if_any  # few bases are one
 
-    found: dict[str, int] = {}
+    found: dict[str, set[str]] = {}
+    whole: set[str] = set()
     with ExitStack() as stack:
         folder = open_folder(stack, place, "--base")
         paths = set(folder.walk(1))
         if CONFIG in paths or PIPELINE_INDEX not in paths:
             return place
-        names = {name.removeprefix(PEFT_PREFIX) for name in tensors}
-        names |= {f"{name.partition('.lora_')[0]}.weight" for name in names if ".lora_" in name}
-        for path in paths:
+        shapes: dict[str, Shape | None]
+        shapes = {name.removeprefix(PEFT_PREFIX): shape for name, shape in tensors.items()}
+        factors = [name.partition(".lora_")[0] for name in shapes if ".lora_" in name]
+        shapes |= dict.fromkeys((f"{module}.weight" for module in factors), None)
+        for path in sorted(paths):
             component, slash, name = path.rpartition("/")
             if slash and name == CONFIG:
-                inside = open_folder(
-                    stack, place.beside(posixpath.join(place, component)), "--base"
-                )
-                index = read_pretrained_index(inside)
-                known = set() if index is None else {str(e.name) for e in index.of_part("model")}
-                found[component] = len(known & names)
-    best = max(found, key=lambda component: found[component], default="")
+                known = read_shapes_if_any(place.beside(posixpath.join(place, component)))
+                found[component] = {
+                    n for n, shape in known.items() if n in shapes and shapes[n] in {None, shape}
+                }
+                if len(found[component]) == len(known):
+                    whole.add(component)
+    best = max(found, key=lambda component: len(found[component]), default="")
+    named = posixpath.join(place, best or "transformer")
     if not found or not found[best]:
-        listed = ", ".join(sorted(found)) or "none"
+        listed = ", ".join(found) or "none"
         raise AmbiguousSourceError(
             f"is a pipeline of several models, and none has the tensors of the source: {listed}",
             where=f"--base {place}",
-            hint=f"name the folder of the model that was trained, such as"
-            f" {posixpath.join(place, min(found, default='transformer'))}",
+            hint=f"name the folder of the model that was trained, such as {named}",
         )
-    return place.beside(posixpath.join(place, best))
+    alike = [component for component in found if found[component] == found[best]]
+    alike = [component for component in alike if component in whole] or alike
+    if len(alike) > 1:
+        raise AmbiguousSourceError(
+            f"is a pipeline of several models, and {len(alike)} of them have the tensors of the"
+            f" source: {', '.join(alike)}",
+            where=f"--base {place}",
+            hint=f"name the folder of the model that was trained, such as {named}",
+        )
+    return place.beside(posixpath.join(place, alike[0]))
 
 
 def _list_sizes(source: Source) -> dict[str, int]:

@@ -68,6 +68,7 @@ def answer_names(request: NamingRequest, conversions: Sequence[Any] | None = Non
         unsaved=tuple(name for name in live if name in ignored),
         unknown=() if is_done else tuple(sorted(unknown)),
         kept=list_kept(model),
+        tied=tuple(map(Fqn, model.all_tied_weights_keys)),
     )
 
 

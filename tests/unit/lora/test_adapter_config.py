@@ -9,6 +9,7 @@ import pytest
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.lora.config import LoraSettings
+from ckptkit.lora.inference import find_shortest_names
 
 OLDEST = {  # as PEFT 0.2 wrote it
     "base_model_name_or_path": "base",
@@ -159,3 +160,11 @@ def test_a_long_value_makes_no_long_error(option: str, value: Any) -> None:
 def test_a_document_stays_as_json_had_it() -> None:
     text = json.dumps(OLDEST)
     assert LoraSettings.parse(json.loads(text)).document == OLDEST
+
+
+def test_names_of_targets_are_those_of_no_container_and_no_numbers() -> None:
+    """PEFT compares them with all modules, also those that own no tensor."""
+    targets = ["blocks.0.to_q", "blocks.0.to_out.0"]
+    assert find_shortest_names(targets, targets) == ["blocks.0.to_out.0", "to_q"]
+    inside = ["blocks.0.attention.query", "blocks.1.query.weight"]
+    assert find_shortest_names(inside[:1], inside) == inside[:1]
