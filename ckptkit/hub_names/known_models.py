@@ -89,13 +89,14 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
         missing=tuple(sorted({*missing, *parts})),
         unexpected=tuple(sorted(unexpected)),
         mismatched=tuple(mismatched),
-        prefix=_prefix(unexpected, wanted) or _extra_prefix(request, base),
+        prefix=_prefix(unexpected, wanted)
+        or _extra_prefix([n for n in request.written if n not in unexpected], base),
     )
 
 
-def _extra_prefix(request: LoadRequest, base: Shapes) -> str:
-    prefix = find_doubled_prefix(request.tensors)
-    is_extra = prefix and all(name.removeprefix(prefix) in base for name in request.tensors)
+def _extra_prefix(names: Collection[str], base: Shapes) -> str:
+    prefix = find_doubled_prefix(names)
+    is_extra = prefix and all(name.removeprefix(prefix) in base for name in names)
     return prefix if is_extra else ""
 
 
@@ -164,20 +165,20 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
         return None
     model = f"the {model_type} model of config.json"
     given = len(names) - len(request.left_out)
-    prefix = _foreign_prefix(names)
+    prefix = _foreign_prefix(request.written)
     if prefix:
-        return LoadReport(model, given, unexpected=tuple(sorted(names)), prefix=prefix)
+        return LoadReport(model, given, unexpected=tuple(sorted(request.written)), prefix=prefix)
     if model_type not in COUNTED:
         return None  # nothing else is certain
     missing, unexpected = _layers(config, request)
     mismatched = () if request.is_packed else tuple(_sizes(config, request))
-    prefix = find_doubled_prefix(names)
+    prefix = find_doubled_prefix(request.written)
     return LoadReport(model, given, missing, unexpected, mismatched, prefix=prefix)
 
 
 def _foreign_prefix(names: list[str]) -> str:
     """Returns the first segments of all names if no model of any family has such names."""
-    segments = names[0].split(".")
+    segments = names[0].split(".") if names else [""]
     if segments[0] in ROOTS:
         return ""
     for count in range(1, len(segments)):

@@ -146,7 +146,7 @@ def loading_line(done: Consolidated) -> str:
     config = _config_of(done)
     consumer = find_consumer(config, files, str(done.manifest.source.get("writer", "")))
     weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
-    is_whole = _PARTIAL.isdisjoint(done.manifest.options)
+    is_whole = _PARTIAL.isdisjoint(done.manifest.options) or "complete" in done.manifest.source
     is_random = bool(explain_random_weights(tensors, config=config))
     if is_whole and config is not None and not is_random and consumer is not PLAIN:
         name = name_class(consumer, config, has_head=_has_head(done.manifest, config))
