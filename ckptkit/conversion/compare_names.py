@@ -24,7 +24,7 @@ from ckptkit.conversion.naming_program import (
 )
 from ckptkit.conversion.source.model_folders import read_names, read_shapes_if_any
 from ckptkit.core.errors import CkptkitError, InputError, error_from_json
-from ckptkit.core.index import Shape
+from ckptkit.core.index import Shape, is_named_as_copy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Listener, Planned, Waiting
 from ckptkit.hub_names.known_models import (
@@ -42,7 +42,6 @@ from ckptkit.plan.load_report import (
     LoadReport,
     LoadRequest,
     MisfitError,
-    is_named_as_copy,
     make_refusal,
 )
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import Shape
+from ckptkit.core.index import COPY, Shape
 from ckptkit.options import find_patterns
 from ckptkit.plan.vocabulary import is_embedding, is_head
 
@@ -269,20 +269,11 @@ def find_copies(prefix: str, names: Collection[str]) -> list[str]:
 
 def order_of_copy(prefix: str) -> tuple[int, str]:
     """Returns the sort key of a copy of a model by its name; what is published comes first."""
-    found = _COPY.search(prefix)
+    found = COPY.search(prefix)
     rank = _RANKS.get(found[1].lower(), 1) if found is not None else 2
     return rank, prefix
 
 
-def is_named_as_copy(name: str) -> bool:
-    """Returns whether the first part of a tensor's name is that of a copy of a model."""
-    return _COPY.search(name.partition(".")[0]) is not None
-
-
-_COPY = re.compile(
-    r"(?:^|[._])(teacher|ema|averaged?|avg|swa|target|shadow|online|student)(?:[._]|$)",
-    re.IGNORECASE,
-)
 # Teachers and averages are what is published; the weights of training and students follow.
 _RANKS = {"teacher": 0, "online": 2, "student": 3}
 

@@ -480,7 +480,8 @@ class TestTinker:
         head = "base_model.model.model.unembed_tokens.lora_"
         factors = {f"{head}A.weight": torch.ones(2, 16), f"{head}B.weight": torch.ones(48, 2)}
         adapter = _write_tinker(tmp_path / "adapter", {**own, **factors})
-        ckptkit.extract_adapter(adapter, tmp_path / "out")
+        done = run_command("adapter", "extract", adapter, tmp_path / "out")
+        assert "the adapter has Tinker's form: its 'unembed_tokens' is 'lm_head'\n" in done.stderr
         model = with_adapter(case / "base", tmp_path / "out")
         ckptkit.merge_adapter(adapter, tmp_path / "merged", base=case / "base")
         assert_same(tensors_of(tmp_path / "merged"), dict(model.merge_and_unload().state_dict()))
