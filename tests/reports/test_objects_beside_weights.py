@@ -695,7 +695,7 @@ def test_lightnings_average_is_taken_as_lightning_loads_it(tmp_path: Path) -> No
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.5)
+            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="last", every_n_train_steps=3)
     trainer = lightning.Trainer(
