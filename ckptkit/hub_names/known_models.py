@@ -7,6 +7,7 @@ loads tensors under their live names too.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,7 +90,7 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
         missing=tuple(sorted({*missing, *parts})),
         unexpected=tuple(sorted(unexpected)),
         mismatched=tuple(mismatched),
-        prefix=_prefix(unexpected, wanted)
+        prefix=find_prefix(unexpected, wanted)
         or _extra_prefix([n for n in request.written if n not in unexpected], base),
     )
 
@@ -138,18 +139,16 @@ def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[Shapes, set[str]]:
     return given, {called(name) for name in request.left_out}
 
 
-def _prefix(unexpected: list[str], wanted: Shapes) -> str:
-    """Returns what names begin with that those of the model do not, if that is all."""
-    if not unexpected:
-        return ""
-    segments = unexpected[0].split(".")
-    for count in range(1, len(segments)):
-        prefix = ".".join(segments[:count]) + "."
-        inside = [name for name in unexpected if name.startswith(prefix)]
-        known = sum(name.removeprefix(prefix) in wanted for name in inside)
-        if known and known * 2 > len(unexpected):
-            return prefix
-    return ""
+def find_prefix(unexpected: Collection[str], wanted: Collection[str]) -> str:
+    """Returns what names begin with where most of the model's are found behind it; else empty."""
+    known = Counter(
+        name[: at + 1]
+        for name in unexpected
+        for at, letter in enumerate(name)
+        if letter == "." and name[at + 1 :] in wanted
+    )
+    best = max(known, key=known.__getitem__, default="")
+    return best if known[best] * 2 > min(len(unexpected), len(wanted)) else ""
 
 
 def compare_with_counts(request: LoadRequest) -> LoadReport | None:

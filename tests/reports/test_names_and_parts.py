@@ -317,6 +317,21 @@ def test_what_a_module_holds_beside_the_model_is_left_out_by_the_hint(
     assert_same(tensors_of(tmp_path / "out"), model.state_dict())
 
 
+@pytest.mark.parametrize("parts", [("teacher.", "student."), ("net.",)])
+def test_hints_are_the_same_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...]
+) -> None:
+    model = model_of()
+    model.save_pretrained(tmp_path / "base")
+    state = {f"{part}{name}": v for part in parts for name, v in model.state_dict().items()}
+    src = trained(tmp_path / "src", state | BESIDE["a metric"])
+    with_it = refused(src, tmp_path / "out", base=tmp_path / "base").hint
+    monkeypatch.setattr(comparing, "list_missing_libraries", lambda *_: ["transformers"])
+    without = refused(src, tmp_path / "out", base=tmp_path / "base").hint
+    assert commands_in(without) == commands_in(with_it)
+    assert len(commands_in(without)) == len(parts)
+
+
 def test_a_part_by_its_patterns_loses_what_a_wrapper_put_there_too(tmp_path: Path) -> None:
     model = model_of()
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
