@@ -11,7 +11,12 @@ from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
-from ckptkit.conversion.source.adapters import is_of_pipeline, read_config
+from ckptkit.conversion.source.adapters import (
+    find_lost,
+    is_of_pipeline,
+    list_adapted,
+    read_config,
+)
 from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import read_config_in
 from ckptkit.conversion.source.side_folders import find_component
@@ -23,7 +28,9 @@ from ckptkit.conversion.write import (
     estimate_plan,
     write_output,
 )
+from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import Manifest
+from ckptkit.core.text import counted
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
@@ -102,6 +109,9 @@ def prepare_extraction(
         found = open_adapter(stack, src, request)
         if found.converted is not None:
             refuse_without_peft_form(found.converted)
+        component = _find_component(found, request)
+        if request.base is not None and not component:
+            _refuse_other_base(found, request.base)
         own = found.adapter.tensors
         tensors = {**own, **{name: own[first] for name, first in found.twice.items()}}
         products = [
@@ -114,7 +124,7 @@ def prepare_extraction(
         chosen, _ = found.folders.choose(allow_code=False)
         kept = [file for file in chosen if file.name not in _OF_MODELS]
         side = found.folders.outputs(kept, {}, allow_code=False)
-        files = (*layout_adapter_files(products, document, _find_component(found, request)), *side)
+        files = (*layout_adapter_files(products, document, component), *side)
         plan = Plan(files, {}, found.notes)
         settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
         origin = Origin(SOURCE, found.opened.source, found.opened.index)
@@ -136,6 +146,20 @@ def prepare_extraction(
                 versions=found.opened.maps,
             ),
             found,
+        )
+
+
+def _refuse_other_base(found: OpenedAdapter, base: PathLike) -> None:
+    """Refuses an adapter some of whose modules PEFT would not find in the base."""
+    modules = list_adapted(found.adapter.tensors)
+    lost = find_lost(modules, find_model(base, "--base").place) or ()
+    if lost:
+        raise RefusedError(
+            f"{counted(len(lost), 'module')} of {len(modules):,}, such as {lost[0]!r}, are not in"
+            " the base, so that PEFT would leave them out",
+            where=found.opened.path,
+            hint="pass the base that the adapter was trained on with --base, or leave it out"
+            " if the files are for another model",
         )
 
 

@@ -24,7 +24,7 @@ from ckptkit.conversion.naming_program import (
 )
 from ckptkit.conversion.source.model_folders import read_names, read_shapes_if_any
 from ckptkit.core.errors import CkptkitError, InputError, error_from_json
-from ckptkit.core.index import Shape
+from ckptkit.core.index import Shape, is_named_as_copy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Listener, Planned, Waiting
 from ckptkit.hub_names.known_models import (
@@ -32,18 +32,17 @@ from ckptkit.hub_names.known_models import (
     compare_with_base,
     compare_with_counts,
     determine_need,
-    find_doubled_prefix,
     is_counted_beyond_layers,
     is_made_by_model,
 )
-from ckptkit.hub_names.model_shapes import is_as_described
+from ckptkit.hub_names.model_shapes import is_as_described, lay_out
+from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.plan.load_report import (
     CONSOLIDATE,
     Advice,
     LoadReport,
     LoadRequest,
     MisfitError,
-    is_named_as_copy,
     make_refusal,
 )
 
@@ -212,10 +211,22 @@ def plan_comparison(
 
 
 def _looks_wrong(subject: Subject) -> bool:
-    is_doubled = bool(find_doubled_prefix(subject.tensors)) and not subject.is_live
-    if is_doubled or any(map(is_named_as_copy, subject.written)):
+    if _may_be_wrapped(subject) or any(map(is_named_as_copy, subject.written)):
         return True  # messages propose what of it is a model
+    if not subject.is_live and lay_out(subject.request.config) is not None:
+        return not is_as_described(subject.request)
     return any(not report.is_clean for report in _compare_without_asking(subject))
+
+
+def _may_be_wrapped(subject: Subject) -> bool:
+    """Returns whether all names may begin with what a wrapper of the model put there."""
+    names = [name.partition(".") for name in subject.written]
+    if subject.is_live or len({first for first, _, _ in names}) != 1:
+        return False
+    base = _shapes_of_base(subject)
+    if base:
+        return any(rest in base for _, _, rest in names)
+    return any(rest.partition(".")[0] in BASE_PREFIXES for _, _, rest in names)
 
 
 def find_lacking(subject: Subject) -> tuple[tuple[str, ...], list[str]]:

@@ -106,7 +106,20 @@ def convert_adapter(
     maps: Mapping[str, str] = {}
     if foreign.form == TINKER:
         made = list(_split_experts(foreign, factors, where))
-        notes = ("the adapter has Tinker's form: its factors were split by experts",)
+        found = [
+            match for f in foreign.factors.values() if (match := OF_TINKER.fullmatch(f.module))
+        ]
+        done = (
+            ["its factors were split by experts"]
+            if any(m["layer"] is not None for m in found)
+            else []
+        )
+        done += (
+            ["its 'unembed_tokens' is 'lm_head'"]
+            if any(m["head"] is not None for m in found)
+            else []
+        )
+        notes = (f"the adapter has Tinker's form: {', and '.join(done)}",)
     else:
         mapped = _map_factors(checkpoint, foreign, factors, config, extent)
         made, notes, maps = list(mapped.derive(factors)), mapped.notes, mapped.versions

@@ -341,6 +341,7 @@ class _Planner:
             if problem.where not in index.tensors:  # of the step, such as that it has no manifest
                 self._notes.append(f"{problem.where} {problem.message}")
         self._option_notes: list[str] = []
+        self._facts: dict[str, Any] = {}
 
     def _open_filling(self, stack: ExitStack) -> Filling | None:
         request = self._request
@@ -400,8 +401,8 @@ class _Planner:
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
         taken = () if self._filling is None else self._filling.taken
         read += sum(entry.size_bytes for entry in taken)
-        facts = {"modules": list(modules)} if modules else {}
-        return self._planned(plan, names, comparison, read + states_bytes, facts)
+        self._facts |= {"modules": list(modules)} if modules else {}
+        return self._planned(plan, names, comparison, read + states_bytes)
 
     def _name_and_cast(
         self, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, ties: Ties
@@ -454,7 +455,6 @@ class _Planner:
         names: NamedProducts,
         comparison: Comparison | None,
         bytes_read: int,
-        facts: dict[str, Any],
     ) -> PlannedOutput:
         checkpoint, out, filling = self._checkpoint, self._job.out, self._filling
         sources = (checkpoint,) if filling is None else (checkpoint, filling.opened)
@@ -462,6 +462,7 @@ class _Planner:
         settings = choose_settings(resources, plan, sources=sources, out=out)
         settings = replace(settings, check=self._request.check)
         origins = {SOURCE: Origin(SOURCE, checkpoint.source, checkpoint.index)}
+        facts = dict(self._facts)
         facts |= {} if self._dtypes is None else {"base": self._folders.base}
         if filling is not None and filling.taken:
             origins[FILLING] = Origin(FILLING, filling.opened.source, filling.opened.index)
@@ -859,19 +860,14 @@ class _Planner:
         if self._request.names == "live":
             self._notes.append(LIVE_NAMES)
             return None
-        specs = {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
-        if names.left_out:
-            self._notes.append(
-                f"left out by --include or --exclude: {len(names.left_out):,} of"
-                f" {len(names.left_out) + len(specs):,} tensors; the model of config.json may need"
-                " them"
-            )
+        specs = {str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products}
+        left_out = {str(name): spec for name, spec in names.left_out.items()}
         advice, rules = self._job.advice, self._checkpoint.rules
         base = None if self._is_text else self._folders.base_of_config(side)
         subject = Subject(
             config=None if config is None else {**config, **self._folders.code_of(side)},
-            tensors={str(name): spec for name, spec in {**names.left_out, **specs}.items()},
-            left_out=frozenset(map(str, names.left_out)),
+            tensors={**left_out, **specs},
+            left_out=frozenset(left_out),
             where=self._checkpoint.path,
             base=self._folders.base if config is None else base,
             filling=None if self._filling is not None else self._folders.base,
@@ -879,6 +875,16 @@ class _Planner:
             consumer=self._folders.consumer,
             advice=replace(advice, rules=rules) if rules else advice,
         )
+        is_chosen = bool(self._request.include or self._request.exclude)
+        written = replace(subject, tensors=specs, left_out=frozenset())
+        is_complete = is_chosen and self._is_model(written)
+        self._facts |= {"complete": True} if is_complete else {}
+        if left_out:
+            count = f"{len(left_out):,} of {len(subject.tensors):,} tensors"
+            said = f"left out by --include or --exclude: {count}; the model of config.json"
+            self._notes.append(
+                Aside(f"{said} needs none of them") if is_complete else f"{said} may need them"
+            )
         try:
             comparison, notes = plan_comparison(subject, self._program)
         except MisfitError as error:
@@ -899,7 +905,7 @@ class _Planner:
 
     def _find_wrapper(self, subject: Subject) -> None:
         """Plans anew if the names fit without what all of them begin with."""
-        names = list(subject.tensors)
+        names = subject.written
         first = names[0].split(".")[:-1] if names else []
         for count in range(1, min(len(first), _MOST_WRAPPERS) + 1):
             prefix = ".".join(first[:count]) + "."
@@ -946,10 +952,12 @@ class _Planner:
                 n.removeprefix(prefix) for n in subject.left_out if n.startswith(prefix)
             ),
         )
+        return self._is_model(inner)
+
+    def _is_model(self, subject: Subject) -> bool:
+        """Returns whether names and shapes were compared with the model, and are all of it."""
         try:
-            comparison, _ = plan_comparison(inner, self._program)
-            if comparison is not None:
-                comparison.judge_answer()
+            comparison, notes = plan_comparison(subject, self._program)
+            return not (notes or (comparison is not None and comparison.judge_answer()))
         except RefusedError:
             return False
-        return True

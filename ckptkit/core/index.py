@@ -7,6 +7,7 @@ and records) is held in numpy columns and handed out as small frozen values on d
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -463,3 +464,15 @@ class FileRange:
     def size_bytes(self) -> int:
         """How many bytes there are."""
         return self.stop - self.start
+
+
+COPY = re.compile(
+    r"(?:^|[._])(teacher|ema|averaged?|avg|swa|target|shadow|online|student)(?:[._]|$)",
+    re.IGNORECASE,
+)
+"""What names of copies of a model have in them."""
+
+
+def is_named_as_copy(name: str) -> bool:
+    """Returns whether the first part of a tensor's name is that of a copy of a model."""
+    return COPY.search(name.partition(".")[0]) is not None

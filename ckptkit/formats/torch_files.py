@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,9 @@ from ckptkit.core.index import (
     Shape,
     TensorEntry,
     TensorIndex,
+    is_named_as_copy,
 )
+from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.parsing import (
     INDEX_ENDING,
@@ -50,6 +52,7 @@ from ckptkit.formats.pickle.objects import (
     describe_objects,
     find_holders,
     find_unread,
+    is_array,
     is_object,
     whole_object_error,
 )
@@ -62,6 +65,8 @@ from ckptkit.formats.trees import (
     Framework,
     classify,
     detect_framework,
+    is_name_of_weight,
+    is_weight,
     join_path,
     part_of_path,
     problem_of,
@@ -69,10 +74,10 @@ from ckptkit.formats.trees import (
 from ckptkit.storage.base import Source
 
 ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
-# Files that accelerate, the Trainer, DeepSpeed and others write next to a model.
+# Files that accelerate, the Trainer, DeepSpeed, torchtune and others write next to a model.
 _NOT_A_MODEL = re.compile(
     r"optim.*|scheduler.*|lr_scheduler.*|scaler.*|sampler.*|rng_state.*|random_states.*|dl_state_dict.*"
-    r"|training_args\.bin|extra_state.*|(bf16_)?zero_pp_rank_.*"
+    r"|training_args\.bin|extra_state.*|recipe_state.*|(bf16_)?zero_pp_rank_.*"
     # Megatron-LM, Megatron-Bridge and slime
     r"|distrib_optim\.pt|layer_wise_optimizer_\d+\.pt|train_dataloader_dprank\d+\.pt"
     r"|latest_train_state\.pt|global_dataset_state_dict_\d+\.pt"
@@ -181,6 +186,7 @@ class TorchContents:
                 raise LimitError(
                     "names of tensors are far longer than the pickle", where=file.where
                 )
+        self._holders += _list_arrays(objects)
         holders = find_holders(objects.values())
         self._holders += (
             _LoadedTensor((*place, _ALL), path, _UNKNOWN, (), error=whole_object_error(value, ""))
@@ -196,7 +202,13 @@ class TorchContents:
         paths = [loaded.path for loaded in self._tensors]
         memberships = classify(paths, where=where, values=self._values)
         pairs = list(zip(self._tensors, memberships, strict=True))
-        holders = self._wanted_holders(has_model=any(m.part == "model" for m in memberships))
+        has_model = any(member.part == "model" for member in memberships)
+        # A copy, such as an average, may not be taken in place of a model that cannot be read.
+        is_there = any(
+            is_weight(path, member) and not is_named_as_copy(member.tree)
+            for path, member in zip(paths, memberships, strict=True)
+        )
+        holders = [] if is_there else self._wanted_holders(has_model=has_model)
         of_holders = classify([loaded.path for loaded in holders], where=where)
         pairs += zip(holders, of_holders, strict=True)
         entries: dict[Key, TensorEntry] = {}
@@ -232,12 +244,11 @@ class TorchContents:
         )
 
     def _wanted_holders(self, *, has_model: bool) -> list[_LoadedTensor]:
-        """Returns the objects in which a model is: all that keys call one, beside other models.
+        """Returns the objects in which a model is: all that keys call one.
 
         If there is no other model, it is the first of these, or the first whose keys say nothing.
         """
-        parts = [part_of_path(loaded.path[:-1]) for loaded in self._holders]
-        pairs = list(zip(self._holders, parts, strict=True))
+        pairs = [(one, part_of_path(one.path[:-1])) for one in self._holders]
         named = [loaded for loaded, part in pairs if part == "model"]
         if has_model:
             return named
@@ -260,6 +271,21 @@ class TorchContents:
                 and EXTRA_STATE not in str(path[-1])
             )
         }
+
+
+def _list_arrays(objects: Mapping[KeyPath, InertObject]) -> Iterator[_LoadedTensor]:
+    """Yields the dictionaries of arrays of numpy that have the names of weights."""
+    homes = Counter(place[:-1] for place, value in objects.items() if is_array(value))
+    for home, count in homes.items():
+        if part_of_path(home) == "model" or any(
+            place[:-1] == home and is_name_of_weight(str(place[-1])) for place in objects
+        ):
+            error = UnsupportedError(
+                f"holds {counted(count, 'array')} of numpy in place of tensors",
+                hint="save tensors: `{name: torch.from_numpy(array) for name, array in"
+                " state_dict.items()}`",
+            )
+            yield _LoadedTensor((*home, _ALL), "", _UNKNOWN, (), error=error)
 
 
 def is_optimizer_file(path: str) -> bool:

@@ -125,7 +125,7 @@ def classify(
     for container, name, part in split:
         if part is None:
             names[container].append(name)
-    likely = {c for c, held in names.items() if any(n.endswith(_PARAMETER_ENDINGS) for n in held)}
+    likely = {c for c, held in names.items() if any(map(is_name_of_weight, held))}
     certain = {c for c, _, part in split if part == "model"}
     models = certain | likely or set(names)
     memberships = [
@@ -165,6 +165,16 @@ def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, st
                 cut += 1
             return path[:cut], join_path(path[cut:]), part
     return path[:-1], str(path[-1]), None
+
+
+def is_name_of_weight(name: str) -> bool:
+    return name.endswith(_PARAMETER_ENDINGS)
+
+
+def is_weight(path: KeyPath, member: Membership) -> bool:
+    """Returns whether a tensor is certainly of a model, by its name or by the key of that."""
+    is_named = is_name_of_weight(member.name) or part_of_path(path[:-1]) == "model"
+    return member.part == "model" and is_named
 
 
 def _find_average(path: KeyPath) -> Membership | None:

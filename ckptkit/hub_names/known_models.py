@@ -7,6 +7,7 @@ loads tensors under their live names too.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,13 +90,14 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
         missing=tuple(sorted({*missing, *parts})),
         unexpected=tuple(sorted(unexpected)),
         mismatched=tuple(mismatched),
-        prefix=_prefix(unexpected, wanted) or _extra_prefix(request, base),
+        prefix=find_prefix(unexpected, wanted)
+        or _extra_prefix([n for n in request.written if n not in unexpected], base),
     )
 
 
-def _extra_prefix(request: LoadRequest, base: Shapes) -> str:
-    prefix = find_doubled_prefix(request.tensors)
-    is_extra = prefix and all(name.removeprefix(prefix) in base for name in request.tensors)
+def _extra_prefix(names: Collection[str], base: Shapes) -> str:
+    prefix = find_doubled_prefix(names)
+    is_extra = prefix and all(name.removeprefix(prefix) in base for name in names)
     return prefix if is_extra else ""
 
 
@@ -137,18 +139,16 @@ def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[Shapes, set[str]]:
     return given, {called(name) for name in request.left_out}
 
 
-def _prefix(unexpected: list[str], wanted: Shapes) -> str:
-    """Returns what names begin with that those of the model do not, if that is all."""
-    if not unexpected:
-        return ""
-    segments = unexpected[0].split(".")
-    for count in range(1, len(segments)):
-        prefix = ".".join(segments[:count]) + "."
-        inside = [name for name in unexpected if name.startswith(prefix)]
-        known = sum(name.removeprefix(prefix) in wanted for name in inside)
-        if known and known * 2 > len(unexpected):
-            return prefix
-    return ""
+def find_prefix(unexpected: Collection[str], wanted: Collection[str]) -> str:
+    """Returns what names begin with where most of the model's are found behind it; else empty."""
+    known = Counter(
+        name[: at + 1]
+        for name in unexpected
+        for at, letter in enumerate(name)
+        if letter == "." and name[at + 1 :] in wanted
+    )
+    best = max(known, key=known.__getitem__, default="")
+    return best if known[best] * 2 > min(len(unexpected), len(wanted)) else ""
 
 
 def compare_with_counts(request: LoadRequest) -> LoadReport | None:
@@ -164,20 +164,20 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
         return None
     model = f"the {model_type} model of config.json"
     given = len(names) - len(request.left_out)
-    prefix = _foreign_prefix(names)
+    prefix = _foreign_prefix(request.written)
     if prefix:
-        return LoadReport(model, given, unexpected=tuple(sorted(names)), prefix=prefix)
+        return LoadReport(model, given, unexpected=tuple(sorted(request.written)), prefix=prefix)
     if model_type not in COUNTED:
         return None  # nothing else is certain
     missing, unexpected = _layers(config, request)
     mismatched = () if request.is_packed else tuple(_sizes(config, request))
-    prefix = find_doubled_prefix(names)
+    prefix = find_doubled_prefix(request.written)
     return LoadReport(model, given, missing, unexpected, mismatched, prefix=prefix)
 
 
 def _foreign_prefix(names: list[str]) -> str:
     """Returns the first segments of all names if no model of any family has such names."""
-    segments = names[0].split(".")
+    segments = names[0].split(".") if names else [""]
     if segments[0] in ROOTS:
         return ""
     for count in range(1, len(segments)):

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import Shape
+from ckptkit.core.index import COPY, Shape
 from ckptkit.options import find_patterns
 from ckptkit.plan.vocabulary import is_embedding, is_head
 
@@ -37,6 +37,10 @@ class LoadRequest:
     tensors: Specs
     left_out: frozenset[str] = frozenset()
     is_packed: bool = False
+
+    @property
+    def written(self) -> list[str]:
+        return [name for name in self.tensors if name not in self.left_out]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -236,7 +240,7 @@ def make_refusal(
         filling: The option that would take what is missing from another model; empty for none.
     """
     copies = find_copies(report.prefix, names)
-    differences = "; ".join(_describe_copies(copies) or _list_differences(report))
+    differences = "; ".join(_describe_copies(copies) or _list_differences(report, names))
     wrong = (*report.missing, *report.unexpected)
     if wrong and advice.rules:
         nearest = get_close_matches(wrong[0], advice.rules, n=1, cutoff=0.0)[0]
@@ -265,20 +269,11 @@ def find_copies(prefix: str, names: Collection[str]) -> list[str]:
 
 def order_of_copy(prefix: str) -> tuple[int, str]:
     """Returns the sort key of a copy of a model by its name; what is published comes first."""
-    found = _COPY.search(prefix)
+    found = COPY.search(prefix)
     rank = _RANKS.get(found[1].lower(), 1) if found is not None else 2
     return rank, prefix
 
 
-def is_named_as_copy(name: str) -> bool:
-    """Returns whether the first part of a tensor's name is that of a copy of a model."""
-    return _COPY.search(name.partition(".")[0]) is not None
-
-
-_COPY = re.compile(
-    r"(?:^|[._])(teacher|ema|averaged?|avg|swa|target|shadow|online|student)(?:[._]|$)",
-    re.IGNORECASE,
-)
 # Teachers and averages are what is published; the weights of training and students follow.
 _RANKS = {"teacher": 0, "online": 2, "student": 3}
 
@@ -289,9 +284,9 @@ def _describe_copies(copies: Sequence[str]) -> list[str]:
     return [f"its tensors are {len(copies)} copies of the model: {listed}"] if copies else []
 
 
-def _list_differences(report: LoadReport) -> Iterator[str]:
+def _list_differences(report: LoadReport, names: Collection[str]) -> Iterator[str]:
     if report.prefix:
-        count = sum(name.startswith(report.prefix) for name in report.unexpected) or report.given
+        count = sum(name.startswith(report.prefix) for name in names)
         yield (
             f"{count:,} of {report.given:,} names begin with {report.prefix!r}, which those of the"
             " model do not"
@@ -299,12 +294,15 @@ def _list_differences(report: LoadReport) -> Iterator[str]:
     if report.missing:
         parameters = _counted(len(report.missing), "parameter")
         yield f"{parameters} would be missing and made at random, {_some(report.missing)}"
-    if report.unexpected and not report.prefix:
-        tensors = _counted(len(report.unexpected), "tensor")
-        name = report.unexpected[0]
+    unexpected = [
+        n for n in report.unexpected if not (report.prefix and n.startswith(report.prefix))
+    ]
+    if unexpected:
+        tensors = _counted(len(unexpected), "tensor")
+        name = unexpected[0]
         nearest = get_close_matches(name, report.missing[:_MOST_COMPARED], n=1)
         has = f" (nearest to {name!r}, the model has {nearest[0]!r})" if nearest else ""
-        yield f"{tensors} would not be used, {_some(report.unexpected)}{has}"
+        yield f"{tensors} would not be used, {_some(unexpected)}{has}"
     if report.mismatched:
         parameters = _counted(len(report.mismatched), "parameter")
         shapes = "another shape" if len(report.mismatched) == 1 else "other shapes"
@@ -341,15 +339,15 @@ def _list_hints(
     if filling and not (report.unexpected or report.mismatched):
         yield f"pass {filling} to take what is missing from there, as where parts were frozen"
         return
-    # The tensors of one module that the model lacks as a whole can be left out by a pattern.
-    modules = {name.partition(".")[0] for name in report.unexpected if "." in name}
-    prefix = f"{min(modules, default='')}."
-    is_only = all(name.startswith(prefix) for name in report.unexpected)
-    is_whole = sum(name.startswith(prefix) for name in names) == len(report.unexpected)
-    is_rest = not (report.missing or report.mismatched)
+    # What is no part of any module of the model can be left out by patterns.
+    strange = set(report.unexpected)
+    modules = {name.partition(".")[0] for name in strange}
+    is_apart = all(name in strange for name in names if name.partition(".")[0] in modules)
     # A number is that of one of the modules that are run one after the other.
-    if modules and not prefix[:-1].isdigit() and is_only and is_whole and is_rest and advice.shapes:
-        yield f"leave what the model has not out with --exclude {f'{prefix}*'!r}"
+    is_part = any(module.isdigit() for module in modules) or report.missing or report.mismatched
+    if strange and is_apart and not is_part and advice.shapes:
+        options = take_prefix("", report, names)
+        yield f"leave what the model has not out with {options}"
     yield advice.config
 
 

@@ -146,7 +146,7 @@ def loading_line(done: Consolidated) -> str:
     config = _read_document(done, CONFIG)
     consumer = find_consumer(config, files, str(done.manifest.source.get("writer", "")))
     weights = [name for name in files if name.endswith(".safetensors") and "/" not in name]
-    is_whole = _PARTIAL.isdisjoint(done.manifest.options)
+    is_whole = _PARTIAL.isdisjoint(done.manifest.options) or "complete" in done.manifest.source
     is_random = bool(explain_random_weights(tensors, config=config))
     of_class = config
     if consumer.names_class != CONFIG:

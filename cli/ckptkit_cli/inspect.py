@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from ckptkit.deltas.checks import inspect_delta
 from ckptkit.deltas.form import is_delta
 from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import matches
-from ckptkit.plan.weight_kinds import explain_lost_adapter
+from ckptkit.plan.weight_kinds import PEFT, explain_lost_adapter
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._command import Option, command
 from ckptkit_cli._options import (
@@ -278,10 +279,20 @@ def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> Ne
         what = f"this is LoRA in {escaped(adapter.form)}'s form, which PEFT does not load"
         return NextStep(merge, f"{what}{remark}")
     if adapter.is_ready:
-        return NextStep(merge, f"{adapter.library} loads this folder as it is{remark}")
+        return NextStep(merge, f"{_say_who_loads(adapter, path, typed)}{remark}")
     if adapter.holds_base:
         return NextStep(merge, f"or, for the adapter alone, `{extract}`{remark}")
     return NextStep(extract, f"or, for the merged model, `{merge}`{remark}")
+
+
+def _say_who_loads(adapter: AdapterFacts, path: str, typed: InspectArguments) -> str:
+    inside = [escaped(posixpath.join(path, folder)) for folder in adapter.folders if folder]
+    where = "this folder" if not inside else " and ".join(inside)
+    where = f"each of {where}" if len(inside) > 1 else where
+    if adapter.is_compared or adapter.library != PEFT:
+        return f"{adapter.library} loads {where} as it is"
+    said = f"{where} has the names of PEFT's files, which were not compared with those of the base"
+    return said if typed.base is not None else f"{said}: --base does"
 
 
 def _choice(

@@ -52,6 +52,22 @@ GATHERED = REPORTS / "05-verl-lora-dir"
 IDS = torch.arange(12)[None]
 Tensors = Mapping[str, torch.Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and Transformers' own
+LLAMA: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+EXPERTS = {
+    **LLAMA,
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 8,
+    "head_dim": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+}
 
 
 def tensors_of(folder: Path) -> Tensors:
@@ -464,7 +480,8 @@ class TestTinker:
         head = "base_model.model.model.unembed_tokens.lora_"
         factors = {f"{head}A.weight": torch.ones(2, 16), f"{head}B.weight": torch.ones(48, 2)}
         adapter = _write_tinker(tmp_path / "adapter", {**own, **factors})
-        ckptkit.extract_adapter(adapter, tmp_path / "out")
+        done = run_command("adapter", "extract", adapter, tmp_path / "out")
+        assert "the adapter has Tinker's form: its 'unembed_tokens' is 'lm_head'\n" in done.stderr
         model = with_adapter(case / "base", tmp_path / "out")
         ckptkit.merge_adapter(adapter, tmp_path / "merged", base=case / "base")
         assert_same(tensors_of(tmp_path / "merged"), dict(model.merge_and_unload().state_dict()))
@@ -685,6 +702,43 @@ class TestBasesWithMore:
             ckptkit.merge_adapter(case / "adapter", tmp_path / "out", base=case / "base")
 
 
+class TestModulesUnderAnAttribute:
+    """The model was an attribute of the module that was trained, as `self.llm`."""
+
+    def _case(self, folder: Path) -> tuple[Path, Path, Any]:
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        model.save_pretrained(folder / "base")
+        options = {"target_modules": ["q_proj"], "r": 2, "init_lora_weights": False}
+        trained = get_peft_model(model, LoraConfig(**options))
+        trained.save_pretrained(folder / "adapter")
+        file = folder / "adapter/adapter_model.safetensors"
+        inside = {
+            n.replace("base_model.model.", "base_model.model.llm.", 1): t
+            for n, t in load_file(file).items()
+        }
+        save_file(inside, file)
+        return folder / "adapter", folder / "base", trained
+
+    def test_it_is_merged_into_the_base_without_that_prefix(self, tmp_path: Path) -> None:
+        adapter, base, trained = self._case(tmp_path)
+        done = run_command("adapter", "merge", adapter, tmp_path / "out", "--base", base)
+        assert done.returncode == 0, done.stderr
+        assert "the modules of the adapter begin with 'llm.'" in done.stderr
+        merged = dict(trained.merge_and_unload().state_dict())
+        found = tensors_of(tmp_path / "out")
+        assert found.keys() == merged.keys()
+        for name, tensor in merged.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
+
+    def test_peft_is_not_said_to_load_it(self, tmp_path: Path) -> None:
+        adapter, base, _ = self._case(tmp_path)
+        said = run_command("inspect", adapter, "--base", base).stdout
+        assert "would leave out 2 modules, such as 'llm.model.layers.0" in " ".join(said.split())
+        with pytest.raises(RefusedError, match="2 modules of 2, such as 'llm"):
+            ckptkit.extract_adapter(adapter, tmp_path / "out", base=base)
+        ckptkit.extract_adapter(adapter, tmp_path / "out")
+
+
 class TestWhatInspectSays:
     def _next(self, *words: object) -> str:
         shown = run_command("inspect", *words)
@@ -701,7 +755,9 @@ class TestWhatInspectSays:
     def test_modules_are_compared_with_a_base_that_is_known(self, tmp_path: Path) -> None:
         case = REPORTS / "12-mtp-adapter"
         loads = "PEFT loads this folder as it is"
-        assert loads in self._next(case / "adapter")
+        said = self._next(case / "adapter")
+        assert loads not in said
+        assert "were not compared with those of the base: --base does" in said
         assert loads in self._next(case / "adapter", "--base", case / "base")
         other = REPORTS / "10-mxfp4-gpt-oss" / "base"
         said = self._next(case / "adapter", "--base", other)
@@ -724,16 +780,45 @@ class TestWhatInspectSays:
         for name, factors in {"bare": own, "live": live, "stacked": stacked}.items():
             said = self._next(self._adapter(tmp_path / name, factors))
             assert "PEFT loads this folder as it is" not in said, name
-        assert "PEFT loads" in self._next(self._adapter(tmp_path / "good", good))
+        said = self._next(self._adapter(tmp_path / "good", good))
+        assert "this folder has the names of PEFT's files" in said
 
     def test_experts_one_by_one_are_no_modules_of_transformers(self, tmp_path: Path) -> None:
-        config = Qwen3MoeConfig(
-            vocab_size=48, hidden_size=16, intermediate_size=24, moe_intermediate_size=8,
-            num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-            num_experts=2, num_experts_per_tok=1,
-        )  # fmt: skip
-        Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS)).save_pretrained(tmp_path / "base")
         name = "base_model.model.model.layers.0.mlp.experts.1.gate_proj.lora_"
         factors = {f"{name}A.weight": torch.ones(2, 16), f"{name}B.weight": torch.ones(8, 2)}
         adapter = self._adapter(tmp_path / "adapter", factors, target_modules=["gate_proj"])
         assert "would leave out 1 module" in self._next(adapter, "--base", tmp_path / "base")
+
+    def test_factors_of_all_experts_are_not_said_to_be_left_out(self, tmp_path: Path) -> None:
+        """PEFT joins them for some families, and for others not."""
+        base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
+        base.save_pretrained(tmp_path / "base")
+        stored = tensors_of(tmp_path / "base")
+        weights = [name for name in stored if ".experts." in name]
+        parts = [n for n in weights if "gate" not in n]
+        for names, is_lost in ((weights, False), (parts, True), (weights[1:], True)):
+            factors = {}
+            for name in names:
+                module, (rows, columns) = name.removesuffix(".weight"), stored[name].shape
+                factors[f"base_model.model.{module}.lora_A.weight"] = torch.ones(2, columns)
+                factors[f"base_model.model.{module}.lora_B.weight"] = torch.ones(rows, 2)
+            targets = ["gate_proj", "up_proj", "down_proj"]
+            folder = tmp_path / f"adapter{len(names)}"
+            adapter = self._adapter(folder, factors, target_modules=targets)
+            said = self._next(adapter, "--base", tmp_path / "base")
+            assert ("would leave out" in said) == is_lost
+            assert "PEFT loads" not in said
+
+    def test_the_folders_that_peft_loads_are_named(self, tmp_path: Path) -> None:
+        base = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        base.save_pretrained(tmp_path / "base")
+        for name in ("chosen", "reference"):
+            options = {"target_modules": ["q_proj"], "r": 2, "init_lora_weights": False}
+            model = get_peft_model(LlamaForCausalLM(LlamaConfig(**LLAMA)), LoraConfig(**options))
+            model.save_pretrained(tmp_path / "step" / name)
+        said = self._next(tmp_path / "step", "--base", tmp_path / "base")
+        both = [str(tmp_path / "step" / name) for name in ("chosen", "reference")]
+        assert f"PEFT loads each of {both[0]} and {both[1]} as it is" in said
+        for folder in both:
+            PeftModel.from_pretrained(LlamaForCausalLM(LlamaConfig(**LLAMA)), folder)

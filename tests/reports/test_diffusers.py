@@ -136,11 +136,17 @@ def test_names_are_compared_with_the_class(tmp_path: Path) -> None:
     without = save({n: t for n, t in state.items() if n != first}, tmp_path / "without")
     with pytest.raises(RefusedError, match=f"1 parameter would be missing.*{first}"):
         ckptkit.consolidate(without, tmp_path / "out", base=tmp_path / "base")
-    wrapped = save({f"net.{n}": t for n, t in state.items()}, tmp_path / "wrapped")
+    inside = {f"net.{n}": t for n, t in state.items()}
+    wrapped = save(inside, tmp_path / "wrapped")
+    ckptkit.consolidate(wrapped, tmp_path / "out", base=tmp_path / "base")
+    assert same(weights(tmp_path / "out"), state)
+    beside = save({**inside, "loss.weight": torch.ones(3)}, tmp_path / "beside")
     with pytest.raises(RefusedError) as caught:
-        ckptkit.consolidate(wrapped, tmp_path / "out", base=tmp_path / "base")
-    assert "--strip-prefix net." in caught.value.hint
-    ckptkit.consolidate(wrapped, tmp_path / "out", base=tmp_path / "base", strip_prefix="net.")
+        ckptkit.consolidate(beside, tmp_path / "part", base=tmp_path / "base")
+    assert "--strip-prefix net. --include 'net.*'" in caught.value.hint
+    options: dict[str, Any] = {"strip_prefix": "net.", "include": ["net.*"]}
+    ckptkit.consolidate(beside, tmp_path / "part", base=tmp_path / "base", **options)
+    assert same(weights(tmp_path / "part"), state)
     shaped = save({**state, first: torch.zeros(3)}, tmp_path / "shaped")
     with pytest.raises(RefusedError, match="another shape"):
         ckptkit.consolidate(shaped, tmp_path / "other", base=tmp_path / "base")

@@ -136,6 +136,23 @@ def test_any_wrapper_is_taken_off(tmp_path: Path, wrapper: str, family: str, tie
     assert [n for n in notes if n.startswith(f"all names begin with '{said}'")], notes
 
 
+@pytest.mark.parametrize("has_base", [False, True], ids=["alone", "base"])
+def test_a_wrapper_is_taken_off_whatever_was_asked_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_base: bool
+) -> None:
+    """The answer of a first question comes while tensors are copied."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    values = {"image_size": 16, "patch_size": 8, "hidden_size": 16, "intermediate_size": 16}
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(num_hidden_layers=1, num_attention_heads=2, **values)
+    )
+    model.save_pretrained(tmp_path / "base")
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    src = trained(tmp_path / "src", state, None if has_base else model.config)
+    tensors, _ = converted(src, tmp_path / "out", base=tmp_path / "base" if has_base else None)
+    assert_same(tensors, tensors_of(tmp_path / "base"))
+
+
 REAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     # Models whose own names all begin with one prefix.
     "a tied head": ("Llama", "ForCausalLM", {"tie_word_embeddings": True}),
@@ -253,6 +270,74 @@ def test_state_dicts_that_are_copies_are_all_proposed(tmp_path: Path) -> None:
         ran("consolidate", tmp_path / "src.pt", tmp_path / "out", *options, "--overwrite")
         expected = both["model" if number else "ema"]
         assert_same(tensors_of(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("parts", [("student.", "teacher."), ("actor.module.", "ref.")])
+def test_a_copy_that_holds_the_model_as_an_attribute_is_proposed_without_it(
+    tmp_path: Path, parts: tuple[str, ...]
+) -> None:
+    model = model_of()
+    copies = [f"{part}model." for part in parts]
+    state = {f"{copy}{name}": v for copy in copies for name, v in model.state_dict().items()}
+    src = trained(tmp_path / "src", state, model.config)
+    proposed = commands_in(refused(src, tmp_path / "out").hint)
+    assert {words[words.index("--strip-prefix") + 1] for words in proposed} == set(copies)
+    for words in proposed:
+        ran(*words, "--overwrite")
+        assert_same(tensors_of(tmp_path / "out"), model.state_dict())
+
+
+BESIDE: dict[str, State] = {
+    "a metric": {"metric.total": torch.ones(())},
+    "several": {
+        "acc.mean": torch.ones(()),
+        "acc.weight": torch.ones(()),
+        "loss.weight": torch.ones(4),
+        "class_weights": torch.ones(4),
+    },
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("wrapper", ["", "model.", "net.", "policy.model."])
+def test_what_a_module_holds_beside_the_model_is_left_out_by_the_hint(
+    tmp_path: Path, wrapper: str, beside: str
+) -> None:
+    model = model_of()
+    model.save_pretrained(tmp_path / "base")
+    state = {f"{wrapper}{name}": value for name, value in model.state_dict().items()}
+    src = trained(tmp_path / "src", state | BESIDE[beside])
+    out, base = tmp_path / "out", tmp_path / "base"
+    hint = refused(src, out, base=base).hint
+    whole = ["consolidate", src, out, "--base", base, *options_in(hint)[0]]
+    done = run_command(*next(iter(commands_in(hint)), whole))
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    assert "AutoModelForCausalLM.from_pretrained" in done.stdout
+    assert_same(tensors_of(tmp_path / "out"), model.state_dict())
+
+
+@pytest.mark.parametrize("parts", [("teacher.", "student."), ("net.",)])
+def test_hints_are_the_same_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...]
+) -> None:
+    model = model_of()
+    model.save_pretrained(tmp_path / "base")
+    state = {f"{part}{name}": v for part in parts for name, v in model.state_dict().items()}
+    src = trained(tmp_path / "src", state | BESIDE["a metric"])
+    with_it = refused(src, tmp_path / "out", base=tmp_path / "base").hint
+    monkeypatch.setattr(comparing, "list_missing_libraries", lambda *_: ["transformers"])
+    without = refused(src, tmp_path / "out", base=tmp_path / "base").hint
+    assert commands_in(without) == commands_in(with_it)
+    assert len(commands_in(without)) == len(parts)
+
+
+def test_a_part_by_its_patterns_loses_what_a_wrapper_put_there_too(tmp_path: Path) -> None:
+    model = model_of()
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    src = trained(tmp_path / "src", state | BESIDE["a metric"], model.config)
+    tensors, _ = converted(src, tmp_path / "out", exclude=["metric.*"])
+    assert_same(tensors, model.state_dict())
 
 
 # --- averages beside the weights ---

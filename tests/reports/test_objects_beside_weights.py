@@ -649,6 +649,75 @@ def test_a_model_that_is_an_object_is_not_passed_over_for_another_one(tmp_path: 
         converted(tmp_path / "model.pt", tmp_path / "out", select="model")
 
 
+@pytest.mark.parametrize(
+    "beside", [{"ema": Net()}, {"hparams": {"model": Net()}}, {"model": Net(), "ema": Net()}]
+)
+def test_a_module_that_cannot_be_read_is_no_second_model(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    torch.save({"state_dict": state, **beside}, tmp_path / "model.pt")
+    tensors, notes = converted(tmp_path / "model.pt", tmp_path / "out")
+    assert_same(tensors, state)
+    assert f"(Net of {HERE}, holds" in objects_in(notes)
+
+
+def test_a_number_is_no_model_beside_a_module(tmp_path: Path) -> None:
+    torch.save({"model": Net(), "best": torch.tensor(0.5)}, tmp_path / "model.pt")
+    with pytest.raises(CkptkitError):
+        converted(tmp_path / "model.pt", tmp_path / "out")
+
+
+def test_arrays_in_place_of_tensors_are_refused_with_a_way_out_that_works(tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    arrays = {name: value.numpy() for name, value in state.items()}
+    torch.save({"state_dict": arrays, "epoch": 1}, tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError, match="2 arrays of numpy") as caught:
+        converted(tmp_path / "model.pt", tmp_path / "out")
+    assert "torch.from_numpy" in caught.value.hint
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    torch.save(tensors, tmp_path / "again.pt")
+    assert_same(converted(tmp_path / "again.pt", tmp_path / "out")[0], state)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning about itself
+def test_lightnings_average_is_taken_as_lightning_loads_it(tmp_path: Path) -> None:
+    import lightning.pytorch as lightning
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 2)
+
+        def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    checkpoint = ModelCheckpoint(dirpath=tmp_path, filename="last", every_n_train_steps=3)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        callbacks=[EMAWeightAveraging(decay=0.5), checkpoint],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data: Any = torch.ones(8, 2)
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)  # noqa: TID251 - Lightning's
+    tensors, notes = converted(tmp_path / "last.ckpt", tmp_path / "out")
+    assert_same(tensors, dict(saved["state_dict"]))
+    (note,) = [note for note in notes if "average of the weights" in note]
+    select = note.partition("--select ")[2].split()[0]
+    tensors, _ = converted(tmp_path / "last.ckpt", tmp_path / "trained", select=select)
+    assert_same(tensors, dict(saved["current_model_state"]))
+    assert not torch.equal(tensors["net.weight"], saved["state_dict"]["net.weight"])
+
+
 def made_class(patch: pytest.MonkeyPatch, name: str, *bases: type, **attributes: Any) -> Any:
     """Makes a class of a package that is not installed, so that it can be pickled."""
     module, _, cls = name.rpartition(".")

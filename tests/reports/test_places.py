@@ -649,3 +649,15 @@ def test_a_name_with_a_number_is_no_step(tmp_path: Path, name: str) -> None:
 def _closed() -> Iterator[None]:
     yield
     fsspec.filesystem("memory").store.clear()
+
+
+def test_torchtunes_recipe_state_is_no_checkpoint(tmp_path: Path) -> None:
+    """The layout of a run: `epoch_0/`, and `recipe_state/recipe_state.pt` beside it."""
+    model = model_of()
+    model.save_pretrained(tmp_path / "run/epoch_0")
+    (tmp_path / "run/recipe_state").mkdir()
+    state = {"epochs_run": 1, "seed": 0, "optimizer": {"state": {}, "param_groups": []}}
+    torch.save(state, tmp_path / "run/recipe_state/recipe_state.pt")
+    tensors, _ = converted(tmp_path / "run", tmp_path / "out")
+    assert_same(tensors, load_file(tmp_path / "run/epoch_0/model.safetensors"))
+    assert ckptkit.verify(tmp_path / "run").ok

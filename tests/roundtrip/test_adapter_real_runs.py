@@ -235,7 +235,7 @@ def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     assert of_peft.adapter is not None
     assert of_peft.adapter.is_ready
     again = next_step(of_peft, InspectArguments(str(tmp_path / "extract")))
-    assert "PEFT loads this folder as it is" in again.remark
+    assert "this folder has the names of PEFT's files" in again.remark
     words = typed(again.command, case, tmp_path / "again")
     assert ckptkit_cli.main.main([*words, "--quiet", *matching]) == 0
     if json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"]:

@@ -33,6 +33,7 @@ from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, find_whole
 from ckptkit.hub_names.known_models import recognise_framework
+from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.lora.config import PEFT_PREFIX, Adapter
 from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
 from ckptkit.lora.layers import build_table
@@ -235,9 +236,16 @@ def _align(
         renamed = [Fqn(before_base + name) for name in names]
         names_with_tied = [*renamed, *find_absent_tied_names(config, renamed)]
         owners = list_owners(names_with_tied)
-        if all(before_adapter + module in owners for module in modules):
+        if not all(before_adapter + module in owners for module in modules):
+            continue
+        if not before_base or before_base.removesuffix(".") in BASE_PREFIXES:
             placed = place_as_stored(names, before_base)
             return Alignment(placed, {}, Renaming("", before_adapter))
+        note = (
+            f"the modules of the adapter begin with {before_base!r}, which those of the base do"
+            " not: merged without it"
+        )
+        return Alignment(place_as_stored(names), {}, Renaming(before_base), notes=(note,))
     # An untied model has names for all tensors that a merge may have to write.
     untied = None if config is None else untie_config(config)
     found = find_disk_names(untied, None, base=folder)

@@ -6,7 +6,7 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -293,8 +293,9 @@ class AdapterFacts:
         holds_base: Whether the checkpoint has the weights of the base, with all that is needed to
             read them.
         configured: Whether there is a configuration of the first adapter.
-        is_ready: Whether the checkpoint is a folder that its library loads as it is: its names are
-            those of that library's files, and the base has its modules where the base is known.
+        is_ready: Whether its files have the names of the library that loads it.
+        is_compared: Whether its modules were compared with those of the base.
+        folders: Where its files are, and those of the others, in the checkpoint.
         library: The library that loads it.
         packing: How the base was packed in training, if a folder of the adapter has a record.
         base: The model that it was trained on, as the configuration names it: a folder that is
@@ -309,6 +310,8 @@ class AdapterFacts:
     holds_base: bool
     configured: bool
     is_ready: bool = False
+    is_compared: bool = False
+    folders: tuple[str, ...] = ()
     library: str = PEFT
     packing: Quantization | None = None
     base: str = ""
@@ -543,19 +546,31 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
     is_ready = is_of_pipeline(checkpoint)
     if not is_ready and record is not None and all(map(_OF_PEFT.fullmatch, units)):
         is_ready = all(map(_is_as_peft, trees.values()))
-    modules = [module for tree in trees.values() for module in _list_modules(tree)]
+    modules = [module for tree in trees.values() for module in list_adapted(tree.stripped)]
     is_of_one = not is_of_pipeline(checkpoint) or len(trees) == 1  # else each has its own base
-    lost = _find_lost(modules, folders, base) if is_ready and is_of_one else ()
+    place = folders.base or (find_local(base) if base else None)
+    lost: Sequence[str] | None = None
+    if is_ready and is_of_one and place is not None:
+        lost = find_lost(modules, place)
     return AdapterFacts(
         tuple(names),
         holds_base=bool(rest) and (scales or not packed),
         configured=record is not None or values.keys() >= {ALPHA, RSLORA},
-        is_ready=is_ready and lost is not None,
+        is_ready=is_ready,
+        is_compared=lost is not None,
+        folders=tuple(_list_folders(checkpoint)),
         library=checkpoint.index.run.writer if is_of_pipeline(checkpoint) else PEFT,
         packing=read_record_of_base(checkpoint).quantization,
         base=base,
-        lost=lost or (),
+        lost=tuple(lost or ()),
     )
+
+
+def _list_folders(checkpoint: OpenedCheckpoint) -> Iterator[str]:
+    """Yields the folders with the files, by their paths in the checkpoint; itself is empty."""
+    for unit in checkpoint.units:
+        folder = posixpath.relpath(unit.candidate.folder or ".", checkpoint.folder or ".")
+        yield "" if folder == "." else folder
 
 
 def _is_as_peft(contents: SortedTensors) -> bool:
@@ -564,55 +579,64 @@ def _is_as_peft(contents: SortedTensors) -> bool:
     return not contents.live and all(n == entry.name for n, entry in contents.stripped.items())
 
 
-def _list_modules(contents: SortedTensors) -> list[str]:
-    table = build_table(contents.stripped)
+def list_adapted(tensors: Mapping[Fqn, TensorEntry]) -> list[str]:
+    """Returns the modules that the factors of an adapter belong to."""
+    table = build_table(tensors)
     return [*(layer.module for layer in table.layers), *table.tokens]
 
 
-def _find_lost(modules: Sequence[str], folders: SideFolders, named: str) -> tuple[str, ...] | None:
+def find_lost(modules: Sequence[str], place: PathLike) -> Sequence[str] | None:
     """Returns modules of an adapter that its base lacks; None where that cannot be said.
 
-    The base is the one that the user named, or the one of the configuration if it is on this
-    machine. Only headers are read.
+    Only headers of the base are read.
     """
     # Few commands need them, and `inspect` has to start fast.
     from ckptkit.conversion.source.model_folders import read_names
     from ckptkit.hub_names.known_models import determine_need
+    from ckptkit.hub_names.outlines_table import BASE_PREFIXES
     from ckptkit.lora.pairing import find_text_model, list_owners
 
-    place = folders.base or (find_local(named) if named else None)
-    if place is None:
-        return ()
     try:
         names, config = read_names(place), read_config_in(place, "--base")
     except CkptkitError:
-        return ()
+        return None
     owners = list_owners(names)
     held = {owner[:end] for owner in owners for end in _ends(owner)}
     missing = [module for module in modules if module not in held]
     is_converted = determine_need(config, has_base=True).kind == "ask"
-    single = tuple(m for m in modules if is_converted and _SINGLE_EXPERT.search(m) is not None)
-    if single or not missing or not names:
-        return single
-    if find_text_model(modules, owners, config) is not None:
+    single = {m for m in modules if is_converted and _SINGLE_EXPERT.search(m) is not None}
+    if single:
+        # Transformers has them in one parameter: PEFT 0.21 joins the factors of all experts, for
+        # some families.
+        return sorted(single) if _are_some_experts(single, owners) else None
+    if not missing or find_text_model(modules, owners, config) is not None:
         return ()
-    if is_converted:
-        return None  # files and memory have other names
-    return tuple(m for m in missing if not any(_is_inside(m, owner) for owner in owners))
+    if is_converted or not names:
+        return None  # files and memory may have other names
+    known = {f"{prefix}.{owner}" for prefix in BASE_PREFIXES for owner in owners}
+    known |= {
+        o.removeprefix(f"{p}.") for o in owners for p in BASE_PREFIXES if o.startswith(f"{p}.")
+    }
+    return tuple(m for m in missing if m not in known)
 
 
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_FUSED = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+
+
+def _are_some_experts(modules: Collection[str], owners: Collection[str]) -> bool:
+    """Returns whether an adapter has one of several experts, or of gate and up, alone."""
+    needed = {_SINGLE_EXPERT.sub(".experts.*.", module) for module in modules}
+    parts = [module.rpartition(".") for module in needed]
+    needed |= {f"{home}.{_FUSED[name]}" for home, _, name in parts if name in _FUSED}
+    stored = (owner for owner in owners if _SINGLE_EXPERT.search(owner) is not None)
+    return any(o not in modules and _SINGLE_EXPERT.sub(".experts.*.", o) in needed for o in stored)
 
 
 def _ends(path: str) -> Iterator[int]:
     """Yields where the paths end that contain a module, itself included."""
     yield from (match.start() for match in re.finditer(r"\.", path))
     yield len(path)
-
-
-def _is_inside(module: str, owner: str) -> bool:
-    """Returns whether two paths differ by a prefix, as those of models without a head do."""
-    return module.endswith(f".{owner}") or owner.endswith(f".{module}")
 
 
 def _named_base(record: AdapterRecord | None) -> str:

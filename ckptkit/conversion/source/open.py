@@ -513,6 +513,11 @@ class _Search:
             return str(error.message)
 
 
+# Source: lightning 2.6, `WeightAveraging.on_save_checkpoint`.
+_CURRENT, _AVERAGING = "current_model_state", "averaging_state"
+_OF_LIGHTNING = {"state_dict", _CURRENT}
+
+
 def _choose_average(
     index: TensorIndex, select: str | None, location: str
 ) -> tuple[TensorIndex, str | None, list[str]]:
@@ -531,6 +536,13 @@ def _choose_average(
     """
     models = model_trees(index)
     averages = list(dict.fromkeys(entry.tree for entry in index.of_part("average")))
+    if (
+        select is None
+        and {*models} == _OF_LIGHTNING
+        and any(entry.tree == _AVERAGING for entry in index.of_part("other"))
+    ):
+        note = "'state_dict' has Lightning's average of the weights: --select"
+        return index, "state_dict", [Aside(f"{note} {_CURRENT} takes those of training")]
     if select is None:
         note = f"it also has averages of the weights: {propose_trees(averages)} takes those"
         return index, None, [Aside(note)] if averages else []

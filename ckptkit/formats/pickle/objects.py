@@ -43,6 +43,12 @@ def is_object(value: object) -> TypeGuard[InertObject | Global]:
     return isinstance(value, Global) and value.module.partition(".")[0] not in _LIBRARIES
 
 
+def is_array(value: InertObject) -> bool:
+    """Returns whether an object is an array of numpy."""
+    is_of_numpy = value.cls.module.partition(".")[0] == "numpy"
+    return is_of_numpy and value.cls.name in {"_reconstruct", "_frombuffer"}
+
+
 def find_unread(value: object) -> UnreadTensor | None:
     """Returns the tensor that a value is, of a class or in a form that is not modelled."""
     if isinstance(value, UnreadTensor):

@@ -15,6 +15,7 @@ import torch
 
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.model_configs import class_of
+from ckptkit.hub_names.known_models import find_prefix
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
 
 _LONGEST = 300  # characters of what another library says
@@ -47,7 +48,7 @@ def report_on_diffusers(request: LoadRequest) -> LoadReport:
             for key, shape in given.items()
             if key in own and own[key] != shape and key not in request.left_out
         ),
-        prefix=_find_prefix(unexpected, own),
+        prefix=find_prefix(unexpected, own),
     )
 
 
@@ -64,13 +65,3 @@ def _build(name: str, config: Mapping[str, Any]) -> Any:
         raise CannotPlanError(
             f"diffusers {diffusers.__version__} refuses config.json: {said[:_LONGEST]}"
         ) from error
-
-
-def _find_prefix(unexpected: list[str], own: Mapping[str, Any]) -> str:
-    """Returns what all names begin with that those of the model do not."""
-    segments = unexpected[0].split(".") if unexpected else []
-    for count in range(1, len(segments)):
-        prefix = ".".join(segments[:count]) + "."
-        if all(k.startswith(prefix) and k.removeprefix(prefix) in own for k in unexpected):
-            return prefix
-    return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -87,9 +87,12 @@ def report_loading(request: LoadRequest) -> LoadReport:
     found = _load(model, request)
     if not found.is_clean:
         found = found.without(_own_report(request, type(model)))
-    prefix, fitting = _extra_prefix(model, request), ""
-    if not found.is_clean:
+    fitted = [name for name in request.written if name not in found.unexpected]
+    prefix, fitting = _extra_prefix(model, fitted), ""
+    if not (found.is_clean or prefix):
         prefix = _prefix_to_strip(found, request, type(model))
+        inside = [n.removeprefix(prefix) for n in request.written if n.startswith(prefix)]
+        prefix += _extra_prefix(model, inside) if prefix else ""
         fitting = "" if prefix else _fitting_class(request, type(model))
     if fitting and named_class(request.config) is None:  # no class is named
         model = _built(getattr(transformers, fitting), request)
@@ -234,7 +237,6 @@ def _built(model_class: Any, request: LoadRequest) -> Any:
 
 def _prefix_to_strip(found: _Found, request: LoadRequest, model_class: Any) -> str:
     """Returns the prefix without which more names fit; empty where there is none."""
-    counted = [name for name in request.tensors if name not in request.left_out]
     model = _built(model_class, request)
     own, best = model.state_dict(), ""
     conversions = get_model_conversion_mapping(model)
@@ -247,7 +249,7 @@ def _prefix_to_strip(found: _Found, request: LoadRequest, model_class: Any) -> s
             if not re.search(r"\.\d+\.$", prefix):
                 seen.setdefault(prefix)
     for prefix in sorted(seen, key=lambda prefix: prefix.count("."))[:_MOST_CLASSES]:
-        stripped = [name.removeprefix(prefix) for name in counted]
+        stripped = [name.removeprefix(prefix) for name in request.written]
         targets = _targets(model, stripped, conversions)
         strange = sum(find_dense_name(t) not in own and t not in own for t in targets.values())
         if strange < fewest:
@@ -255,13 +257,12 @@ def _prefix_to_strip(found: _Found, request: LoadRequest, model_class: Any) -> s
     return best
 
 
-def _extra_prefix(model: Any, request: LoadRequest) -> str:
+def _extra_prefix(model: Any, names: Collection[str]) -> str:
     """Returns what all names begin with twice, where those of the model begin with it once."""
-    prefix = find_doubled_prefix(request.tensors)
-    own = model.state_dict()
-    written = {*own, *_own_files(model)} if prefix else own
-    is_extra = prefix and all(name.removeprefix(prefix) in written for name in request.tensors)
-    return prefix if is_extra and not any(name in written for name in request.tensors) else ""
+    prefix = find_doubled_prefix(names)
+    own = {*model.state_dict(), *_own_files(model)} if prefix else set()
+    is_extra = prefix and all(name.removeprefix(prefix) in own for name in names)
+    return prefix if is_extra and own.isdisjoint(names) else ""
 
 
 def _fitting_class(request: LoadRequest, model_class: Any) -> str:

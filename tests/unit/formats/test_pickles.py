@@ -250,7 +250,7 @@ HERE = __name__
         (Reduced(), f"{HERE}.Reduced"),
         (functools.partial(int, "7", base=8), "functools.partial"),
         (re.compile("a+"), "re._compile"),
-        (pathlib.PurePosixPath("a/b"), "pathlib.PurePosixPath"),
+        (pathlib.PurePosixPath("a/b"), f"{pathlib.PurePosixPath.__module__}.PurePosixPath"),
         (fractions.Fraction(1, 3), "fractions.Fraction"),
     ],
     ids=lambda value: type(value).__name__,
