@@ -863,6 +863,8 @@ class _Planner:
         specs = {str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products}
         left_out = {str(name): spec for name, spec in names.left_out.items()}
         advice, rules = self._job.advice, self._checkpoint.rules
+        if self._request.layout in FRAMEWORKS_BY_LAYOUT:  # whose names cannot stay
+            advice = replace(advice, anyway="")
         base = None if self._is_text else self._folders.base_of_config(side)
         subject = Subject(
             config=None if config is None else {**config, **self._folders.code_of(side)},
@@ -937,7 +939,7 @@ class _Planner:
             kind = "the copy" if copies else "the tensors"
             what = f"{kind} {prefix!r}" if prefix else f"{kind} without a prefix"
             hints.append(f"for {what} run `{job.command(*given)} {options}`")
-        return error.hinted("; or ".join([*hints, job.advice.anyway]))
+        return error.hinted("; or ".join(filter(None, [*hints, job.advice.anyway])))
 
     def _fits(self, subject: Subject, prefix: str, rest: Collection[str] = ()) -> bool:
         """Returns whether the tensors with a prefix, without some others, are the model."""

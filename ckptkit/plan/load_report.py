@@ -151,7 +151,7 @@ class Advice:
     """Hints with which a command helps to load the output.
 
     Attributes:
-        anyway: How to write, or publish, the tensors as they are.
+        anyway: How to write, or publish, the tensors as they are; empty where they cannot be.
         strip: How to remove `{prefix}` from the names; `{module}` is the same without its last dot.
         config: How to pass another configuration.
         shapes: Whether the command takes `--vocab-size` and `--exclude`.
@@ -246,7 +246,9 @@ def make_refusal(
         nearest = get_close_matches(wrong[0], advice.rules, n=1, cutoff=0.0)[0]
         rule = f"{advice.rules[nearest]}, which makes {nearest!r}"
         differences += f"; the rule nearest to {wrong[0]!r} is {rule}"
-    hints = "; or ".join([*_list_hints(report, names, advice, filling), advice.anyway])
+    hints = "; or ".join(
+        filter(None, [*_list_hints(report, names, advice, filling), advice.anyway])
+    )
     error = MisfitError(
         f"the output would not load as {report.model}: {differences}", where=where, hint=hints
     )

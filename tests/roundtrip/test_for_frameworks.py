@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,8 @@ REFUSED = {
     "an optimizer": (["--to", "torchtitan", "--optimizer"], "cannot be combined"),
     "a missing layer": (["--to", "megatron"], "layers.1."),
     "a missing tensor": (["--to", "megatron"], "up_proj"),
-    "sizes of another model": (["--to", "megatron"], "4 and 3 do not divide"),
+    "sizes of another model": (["--to", "megatron"], "4 parameters have other shapes"),
+    "sizes that no rank holds": (["--to", "megatron"], "4 and 3 do not divide"),
 }
 
 
@@ -214,11 +216,18 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
         change_tensors(model, "layers.1.")
     elif what == "a missing tensor":
         change_tensors(model, "layers.1.mlp.up_proj")
-    elif what == "sizes of another model":
+    elif what.startswith("sizes"):
         change_config(model, num_key_value_heads=3)
+        if what == "sizes that no rank holds":
+            tensors = load_file(model / "model.safetensors")
+            for name in filter(re.compile(r"[kv]_proj").search, tensors):
+                rows = len(tensors[name]) // 2  # of one of two heads
+                tensors[name] = torch.cat([tensors[name], tensors[name][:rows]])
+            save_file(tensors, model / "model.safetensors", {"format": "pt"})
     done = run_command("convert", model, tmp_path / "out", *options)
     assert done.returncode != 0
     assert expected in done.stderr
+    assert "pass --names live" not in done.stderr  # that cannot be combined with these
     assert not (tmp_path / "out").exists()
 
 
