@@ -43,6 +43,7 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from tests.command_line import run_command
+from tests.reports.folders import save
 from tests.sharded import write_sharded
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -729,6 +730,18 @@ class TestModulesUnderAnAttribute:
         assert found.keys() == merged.keys()
         for name, tensor in merged.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
+
+    def test_what_was_trained_beside_that_attribute_is_named(self, tmp_path: Path) -> None:
+        _, base, trained = self._case(tmp_path)
+        whole = torch.nn.ModuleDict({"llm": trained, "projector": torch.nn.Linear(2, 2)})
+        save(whole.state_dict(), tmp_path / "step")
+        config = tmp_path / "adapter/adapter_config.json"
+        options = ["--base", base, "--adapter-config", config]
+        done = run_command("adapter", "merge", tmp_path / "step", tmp_path / "out", *options)
+        assert done.returncode == 0, done.stderr
+        said = "2 tensors of the checkpoint, such as 'projector.bias', are not written"
+        assert said in done.stderr
+        assert not any("projector" in name for name in tensors_of(tmp_path / "out"))
 
     def test_peft_is_not_said_to_load_it(self, tmp_path: Path) -> None:
         adapter, base, _ = self._case(tmp_path)

@@ -46,7 +46,9 @@ from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.write import PlannedOutput, choose_settings, estimate_plan
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape
+from ckptkit.core.text import counted
 from ckptkit.engine.segment_reader import Inputs
+from ckptkit.hub_names.known_models import is_made_by_model
 from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
     Change,
@@ -69,7 +71,7 @@ from ckptkit.lora.changes import (
     share_changes,
 )
 from ckptkit.lora.layers import build_table, find_linear_shapes
-from ckptkit.lora.pairing import BaseShapes, find_changes
+from ckptkit.lora.pairing import BaseShapes, Renaming, find_changes
 from ckptkit.lora.quantized import Packing
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_hf_weights
@@ -193,6 +195,7 @@ class MergePreparation:
         shapes = find_live_shapes(self._base, alignment, quantized)
         pairs = _find_pairs(self._config, tensors)
         shapes |= {tie.target: shapes[tie.source] for tie in pairs if not tie.is_present}
+        self._notes += self._describe_outside(alignment.renaming, shapes)
         changes = self._find_changes(alignment, shapes, pairs)
         config = self._adapt_head(changes)
         by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
@@ -221,6 +224,19 @@ class MergePreparation:
         dropped = {names.get(t, t): names.get(s, s) for t, s in ties.dropped.items()}
         prepared = self._prepare(out, products, config, dropped, alignment, quantized)
         return replace(prepared, comparison=comparison), layers
+
+    def _describe_outside(self, renaming: Renaming, shapes: Mapping[Fqn, Shape]) -> list[str]:
+        """Returns a note on tensors of the checkpoint that the model of `--base` does not have."""
+        if self._given is None:
+            return []
+        held = [name for source in self._adapters for name in source.found.base]
+        absent = (n for n in held if not is_made_by_model(n) and renaming.to_base(n) not in shapes)
+        outside = sorted(dict.fromkeys(absent))
+        if not outside:
+            return []
+        count, verb = counted(len(outside), "tensor"), "is" if len(outside) == 1 else "are"
+        said = f"{count} of the checkpoint, such as {outside[0]!r}, {verb} not written"
+        return [f"{said}: the model of --base has none of that name"]
 
     def _find_kept(self, tensors: Sequence[BaseTensor]) -> KeptDtypes:
         """Returns what stays in float32: what the class keeps, and what the base has so."""
