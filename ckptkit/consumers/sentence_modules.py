@@ -20,6 +20,8 @@ ROUTER_CONFIG = "router_config.json"
 _ENCODERS = ("auto_model", "model")
 _ROUTERS = ("Router", "Asym")
 _OF_TRANSFORMERS = ("Transformer", "CLIPModel")
+_WEIGHTS = (".safetensors", ".bin")
+_MOST_WRAPPERS = 3  # parts of names that wrappers put before those of the modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,46 @@ def find_modules(
             is_first = position == 0 and not kind.endswith(_OF_TRANSFORMERS)
             found.append(SentenceModule(folder, prefix, bool(inner) or is_first))
     return found if any(module.is_model for module in found) else ()
+
+
+def find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -> str | None:
+    """Returns what the names of all modules begin with; None where none is known.
+
+    Args:
+        listed: The content of `modules.json`.
+        names: Of the tensors, as the checkpoint has them.
+        stripped: The prefixes that a user takes off. One that has that of the first module in it
+            stands for what is before: the tensors of the other modules are there too.
+    """
+    if has_router(listed):  # whose encoders are written one by one
+        return None if stripped else ""
+    first = next((name for name, _, _ in _read_rows(listed)), "")
+    inner = [*(f"{first}.{encoder}." for encoder in _ENCODERS), f"{first}."]
+    begins = {""}
+    if stripped:
+        ends = ((p, next((i for i in inner if f".{p}".endswith(f".{i}")), "")) for p in stripped)
+        begins = {prefix.removesuffix(end) for prefix, end in ends}
+    elif not find_modules(listed, names, ""):
+        parts = (name.split(".") for name in names)
+        begins = {
+            ".".join([*own[:count], ""])
+            for own in parts
+            for count in range(1, _MOST_WRAPPERS + 1)
+            if own[count : count + 1] == [first]
+        }
+    fitting = [
+        begin
+        for begin in begins
+        if find_modules(listed, [n.removeprefix(begin) for n in names if n.startswith(begin)], "")
+    ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def find_lacking_modules(listed: Any, taken: Collection[str], files: Collection[str]) -> list[str]:
+    """Returns the folders of modules whose weights are files, and not tensors that were taken."""
+    weights = {posixpath.dirname(path) for path in files if path.endswith(_WEIGHTS)}
+    folders = (folder for _, folder, _ in _read_rows(listed))
+    return [folder for folder in folders if folder and folder in weights and folder not in taken]
 
 
 def has_router(listed: Any) -> bool:

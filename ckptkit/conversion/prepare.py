@@ -14,7 +14,10 @@ from ckptkit.consumers.class_facts import adapt_kept
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
 from ckptkit.consumers.sentence_modules import (
     ROUTER_CONFIG,
+    SentenceModule,
+    find_lacking_modules,
     find_modules,
+    find_wrapper,
     has_config,
     has_router,
 )
@@ -552,29 +555,42 @@ class _Planner:
         if listed is None or self._folders.consumer.leading != MODULES:
             return {}
         entries = [entry for entry in index.of_part("model") if select in {None, entry.tree}]
-        names = [str(entry.name) for entry in entries]
-        if self._request.strip_prefix:
-            return {}
+        request = self._request
+        wrapper = find_wrapper(listed, [str(e.name) for e in entries], request.strip_prefix)
+        names = {e.key: e.name.removeprefix(wrapper or "") for e in entries}
         router = self._folders.read_json(side, ROUTER_CONFIG)
         base = self._folders.base or ""
-        found = find_modules(listed, names, checkpoint.path, base=base, router=router)
-        model = next((module for module in found if module.is_model), None)
-        if model is None:
-            return {}
+        found: Sequence[SentenceModule] = ()
+        if wrapper is not None:
+            own = list(names.values())
+            found = find_modules(listed, own, checkpoint.path, base=base, router=router)
         taken: dict[str, list[TensorEntry]] = {}
         tensors = dict(index.tensors)
-        for entry in entries:
-            module = next((m for m in found if entry.name.startswith(m.prefix)), None)
-            if module is None:
-                continue
-            renamed = replace(entry, name=Fqn(entry.name.removeprefix(module.prefix)))
-            if not module.is_model:
+        for entry in entries if found else ():
+            name = names[entry.key]
+            module = next((m for m in found if name.startswith(m.prefix)), None)
+            # Patterns may be of the names before.
+            stored = (*entry.stored_names, entry.name)
+            is_left = any(matches(one, request.exclude) for one in (name, *stored))
+            if module is not None and (module.is_model or not is_left):
+                name = name.removeprefix(module.prefix)
+            renamed = replace(entry, name=Fqn(name), stored_names=stored)
+            if module is not None and not (module.is_model or is_left):
                 taken.setdefault(module.folder, []).append(renamed)
                 renamed = replace(renamed, part="other")
             tensors[entry.key] = renamed
-        self._checkpoint = replace(checkpoint, index=replace(index, tensors=tensors))
-        note = f"names are written without {model.prefix!r}, as sentence-transformers has them"
-        self._notes.append(Aside(note))
+        if found:
+            self._checkpoint = replace(checkpoint, index=replace(index, tensors=tensors))
+            self._request = replace(request, strip_prefix=())
+            prefix = f"{wrapper}{next(module.prefix for module in found if module.is_model)}"
+            note = f"names are written without {prefix!r}, as sentence-transformers has them"
+            self._notes.append(Aside(note))
+        files = [file.name for file in side if base and file.origin.startswith(str(base))]
+        lacking = find_lacking_modules(listed, taken, files)
+        if lacking:
+            folders = ", ".join(map(repr, lacking))
+            text = f"the tensors of {folders} are those of {base}: none is taken from the source"
+            self._notes.append(text)
         return taken
 
     def _write_modules(

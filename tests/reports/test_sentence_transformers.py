@@ -259,3 +259,57 @@ def test_an_average_takes_modules_that_are_the_same_in_all(tmp_path: Path) -> No
     for source in sources:
         shutil.rmtree(source / "3_Dense")
     ckptkit.average(sources, tmp_path / "out" / "encoder")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "further", "options"),
+    [
+        ("model.", "", []),
+        ("", "", ["--include", "0.*"]),
+        ("model.", "", ["--strip-prefix", "model."]),
+        ("model.", "", ["--strip-prefix", "model.0.model.", "--include", "model.0.model.*"]),
+        ("", "", ["--strip-prefix", "0.model.", "--include", "0.model.*"]),
+        ("net.model.", "loss.weight", ["--exclude", "loss.*"]),
+        ("model.", "model.loss.weight", ["--exclude", "model.loss.*"]),
+    ],
+)
+def test_modules_behind_a_wrapper_are_all_written(
+    wrapper: str, further: str, options: list[str], tmp_path: Path
+) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    trained, state = trained_model(tmp_path / "base", Dense(32, 16))
+    state = {wrapper + name: tensor for name, tensor in state.items()}
+    state |= {further: torch.zeros(3, 4)} if further else {}
+    step, out = save(state, tmp_path / "step"), tmp_path / "out"
+    words = ["consolidate", str(step), str(out), "--base", str(tmp_path / "base"), *options]
+    assert main(words) == 0
+    assert np.array_equal(vectors(out), trained.encode(SENTENCES))
+
+
+def test_a_loss_beside_wrapped_modules_is_refused_with_a_command_that_works(
+    tmp_path: Path,
+) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    trained, state = trained_model(tmp_path / "base", Dense(32, 16))
+    state = {f"model.{name}": tensor for name, tensor in state.items()}
+    step = save({**state, "loss.weight": torch.zeros(3, 4)}, tmp_path / "step")
+    with pytest.raises(RefusedError, match=r"'loss\.weight'") as caught:
+        ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base")
+    assert "--exclude 'loss.*'" in caught.value.hint
+    ckptkit.consolidate(step, tmp_path / "out", base=tmp_path / "base", exclude=["loss.*"])
+    assert np.array_equal(vectors(tmp_path / "out"), trained.encode(SENTENCES))
+
+
+@pytest.mark.parametrize("is_encoder_alone", [False, True])
+def test_a_module_that_the_base_alone_has_is_named(is_encoder_alone: bool, tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    _, state = trained_model(tmp_path / "base", Dense(32, 16))
+    state = {n: t for n, t in state.items() if n.startswith("0.model.")}
+    if is_encoder_alone:
+        state = {name.removeprefix("0.model."): tensor for name, tensor in state.items()}
+    step = save(state, tmp_path / "step")
+    notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=tmp_path / "base")
+    assert sum("Dense' are those of" in note for note in notes) == 1
