@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import MOST_WRAPPERS
 
 ROUTER_CONFIG = "router_config.json"
 _ENCODERS = ("auto_model", "model")
 _ROUTERS = ("Router", "Asym")
 _OF_TRANSFORMERS = ("Transformer", "CLIPModel")
 _WEIGHTS = (".safetensors", ".bin")
-_MOST_WRAPPERS = 3  # parts of names that wrappers put before those of the modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def find_wrapper(listed: Any, names: Collection[str], stripped: Sequence[str]) -
         begins = {
             ".".join([*own[:count], ""])
             for own in parts
-            for count in range(1, _MOST_WRAPPERS + 1)
+            for count in range(1, MOST_WRAPPERS + 1)
             if own[count : count + 1] == [first]
         }
     fitting = [

@@ -70,7 +70,7 @@ from ckptkit.conversion.write import (
 )
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import InputError, RefusedError, UsageError
-from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.index import MOST_WRAPPERS, Fqn, TensorEntry
 from ckptkit.core.text import Aside, counted
 from ckptkit.engine.kernels import CastKernel, Preparations, first_rows, recast
 from ckptkit.engine.reader import Origin
@@ -126,7 +126,6 @@ from ckptkit.storage.places import PathLike
 _LISTED = 3
 _TIE = "tie_word_embeddings"  # that of a whole model decides for its text model too
 _MOST_MODULE_BYTES = 1 << 28
-_MOST_WRAPPERS = 3  # parts of names that wrappers put before those of a model
 _LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
 
 
@@ -320,7 +319,7 @@ class _Planner:
                 model_config=request.model_config,
             )
         )
-        self._folders = SideFolders(stack, self._checkpoint, job.base, job.side)
+        self._folders = SideFolders(stack, self._checkpoint, job.base, job.side, request)
         if request.names != "live":
             _refuse_adapters(job, self._checkpoint, self._folders)
         self._dtypes: dict[Fqn, DType] | None = None
@@ -925,7 +924,7 @@ class _Planner:
         """Plans anew if the names fit without what all of them begin with."""
         names = subject.written
         first = names[0].split(".")[:-1] if names else []
-        for count in range(1, min(len(first), _MOST_WRAPPERS) + 1):
+        for count in range(1, min(len(first), MOST_WRAPPERS) + 1):
             prefix = ".".join(first[:count]) + "."
             if not all(name.startswith(prefix) for name in names):
                 return

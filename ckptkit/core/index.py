@@ -471,6 +471,8 @@ COPY = re.compile(
     re.IGNORECASE,
 )
 """What names of copies of a model have in them."""
+MOST_WRAPPERS = 3
+"""How many parts of names wrappers put before those of a model."""
 
 
 def is_named_as_copy(name: str) -> bool:

@@ -45,6 +45,7 @@ from math import prod
 from typing import Any
 
 from ckptkit.core.errors import UsageError
+from ckptkit.core.index import MOST_WRAPPERS
 from ckptkit.name_maps.rearrangement import Step, parse_step
 
 _KEYS = (
@@ -54,7 +55,6 @@ _KEYS = (
 _RULE_KEYS = ("from", "to", "steps", "optional", "partial", "inverse", "drop", "zeros")
 _MOST_BYTES = 1 << 20
 _MOST_FORMS = 256
-_MOST_WRAPPERS = 3  # parts of names that wrappers put before those of a model
 
 
 _TOKEN = re.compile(
@@ -265,7 +265,7 @@ class NameMap:
     def find_wrapper(self, names: Collection[str]) -> str:
         """Returns what a wrapper put before all names, without which rules take some of them."""
         first = next(iter(names), "").split(".")[:-1]
-        for count in range(min(len(first), _MOST_WRAPPERS) + 1):
+        for count in range(min(len(first), MOST_WRAPPERS) + 1):
             prefix = "".join(f"{part}." for part in first[:count])
             if not all(name.startswith(prefix) for name in names):
                 break

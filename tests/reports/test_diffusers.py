@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,60 @@ def text_encoder(layers: int = 1, hidden: int = 8) -> Any:
         num_attention_heads=1,
     )
     return transformers.CLIPTextModel(config)
+
+
+def pipeline_of_two(folder: Path) -> dict[str, Any]:
+    """Writes a pipeline; returns its models as trained."""
+    folder.mkdir()
+    (folder / "model_index.json").write_text("{}")
+    models = {"unet": built(UNET, **MODELS[UNET]), "text_encoder": text_encoder()}
+    for component, model in models.items():
+        add_component(folder, component, model)
+    with torch.no_grad():
+        for model in models.values():
+            for parameter in model.parameters():
+                parameter.add_(1)
+    return models
+
+
+@pytest.mark.parametrize(
+    ("component", "prefix", "further", "options"),
+    [
+        ("unet", "unet.", False, []),
+        ("text_encoder", "model.text_encoder.", False, []),
+        ("unet", "unet.", True, ["--include", "unet.*", "--strip-prefix", "unet."]),
+        ("text_encoder", "net.", True, ["--include", "net.*", "--strip-prefix", "net."]),
+        ("text_encoder", "net.", True, ["--exclude", "unet.*", "--strip-prefix", "net."]),
+    ],
+)
+def test_the_component_is_that_of_the_written_names(
+    component: str, prefix: str, further: bool, options: list[str], tmp_path: Path
+) -> None:
+    pipeline, out = tmp_path / "pipeline", tmp_path / "out"
+    models = pipeline_of_two(pipeline)
+    trained = models[component].state_dict()
+    state = {f"{prefix}{name}": tensor for name, tensor in trained.items()}
+    if further:
+        state |= {f"unet.{n}": t for n, t in models["unet"].state_dict().items()}
+    step = save(state, tmp_path / "step")
+    assert main(["consolidate", str(step), str(out), "--base", str(pipeline), *options]) == 0
+    loaded = type(models[component]).from_pretrained(out).state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in loaded.items())
+
+
+def test_two_trained_components_are_refused_with_a_command_that_works(tmp_path: Path) -> None:
+    pipeline, out = tmp_path / "pipeline", tmp_path / "out"
+    models = pipeline_of_two(pipeline)
+    state = {f"{c}.{n}": t for c, model in models.items() for n, t in model.state_dict().items()}
+    step = save(state, tmp_path / "step")
+    with pytest.raises(RefusedError) as caught:
+        ckptkit.consolidate(step, out, base=pipeline)
+    command = caught.value.hint.split("`")[1]
+    assert "--include 'unet.*'" in command
+    assert main(shlex.split(command)[1:]) == 0
+    trained = models["unet"].state_dict()
+    loaded = type(models["unet"]).from_pretrained(out).state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in loaded.items())
 
 
 def test_of_two_components_with_the_same_tensors_one_is_named(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -72,7 +74,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UsageError,
 )
-from ckptkit.core.index import KeyPath, Shape
+from ckptkit.core.index import MOST_WRAPPERS, KeyPath, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER, Manifest
 from ckptkit.core.model_configs import parse_json_object, parse_model_config, to_json
 from ckptkit.core.text import Aside
@@ -83,7 +85,7 @@ from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
 from ckptkit.lora.config import PEFT_PREFIX
-from ckptkit.options import TokenizerOrigin, check_choice
+from ckptkit.options import ConsolidateRequest, TokenizerOrigin, check_choice
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
 from ckptkit.storage.base import Folder, Source, StoreFolder, is_there
@@ -151,6 +153,7 @@ class SideFolders:
         checkpoint: OpenedCheckpoint,
         base: PathLike | None,
         choice: SideChoice = SideChoice(),
+        request: ConsolidateRequest | None = None,
     ) -> None:
         self.notes: list[str] = []
         self.consumer = PLAIN
@@ -164,7 +167,10 @@ class SideFolders:
         self.sources: dict[str, Source] = {}
         self._noted: dict[str, str] = {}  # folders that are not those of the weights, and where
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
-        base_folders = [] if self.base is None else self._open_base(stack, self.base, checkpoint)
+        base_folders: list[Folder] = []
+        if self.base is not None:
+            asked = request or ConsolidateRequest()
+            base_folders = self._open_base(stack, self.base, checkpoint, asked)
         formats = {unit.candidate.format for unit in checkpoint.units}
         names = (*_NESTED, *(() if formats.isdisjoint(_SHARDED_FORMATS) else _OF_MEGATRON), "")
         models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
@@ -206,11 +212,15 @@ class SideFolders:
             )
 
     def _open_base(
-        self, stack: ExitStack, place: Place, checkpoint: OpenedCheckpoint
+        self,
+        stack: ExitStack,
+        place: Place,
+        checkpoint: OpenedCheckpoint,
+        request: ConsolidateRequest,
     ) -> list[Folder]:
         """Opens the folder of the base; the last one of the result has its configuration.
 
-        Of a pipeline of diffusers, it is the component whose tensors the checkpoint has; of
+        Of a pipeline of diffusers, it is the component whose tensors are to be written; of
         sentence-transformers, the first module may have a folder of its own.
         """
         folder = open_folder(stack, place, "--base")
@@ -218,9 +228,14 @@ class SideFolders:
         if CONFIG in paths:
             return [folder]
         if PIPELINE_INDEX in paths:
+            from ckptkit.plan.selection import select_model  # few bases are a pipeline
+
             select, model = checkpoint.select, checkpoint.index.of_part("model")
-            own = {str(e.name): e.shape for e in model if select in {None, e.tree}}
-            self.base = find_component(place, own)
+            entries = [e for e in model if select in {None, e.tree}]
+            if request.strip_prefix or request.include or request.exclude:
+                request = replace(request, select=select)
+                entries = select_model(checkpoint.index, request, location=checkpoint.path)
+            self.base = find_component(place, {str(e.name): e.shape for e in entries})
             component = posixpath.basename(self.base)
             self.notes.append(Aside(f"--base {place}: its component {component!r} is used"))
             return [open_folder(stack, self.base, "--base")]
@@ -556,12 +571,13 @@ class SideFolders:
 def find_component(place: Place, tensors: Mapping[str, Shape]) -> Place:
     """Returns the folder of the model that was trained, where a pipeline is the base.
 
-    It has tensors of these names and shapes, or the weights that they change if they are factors.
+    It has tensors of these names and shapes, perhaps behind the prefix of a wrapper, or the weights
+    that they change if they are factors.
     """
     from ckptkit.conversion.source.model_folders import read_shapes_if_any  # few bases are one
 
     found: dict[str, set[str]] = {}
-    whole: set[str] = set()
+    sizes: dict[str, int] = {}
     with ExitStack() as stack:
         folder = open_folder(stack, place, "--base")
         paths = set(folder.walk(1))
@@ -575,12 +591,8 @@ def find_component(place: Place, tensors: Mapping[str, Shape]) -> Place:
             component, slash, name = path.rpartition("/")
             if slash and name == CONFIG:
                 known = read_shapes_if_any(place.beside(posixpath.join(place, component)))
-                found[component] = {
-                    n for n, shape in known.items() if n in shapes and shapes[n] in {None, shape}
-                }
-                if len(found[component]) == len(known):
-                    whole.add(component)
-    best = max(found, key=lambda component: len(found[component]), default="")
+                found[component], sizes[component] = _find_held(shapes, known), len(known)
+    best = max(found, key=lambda component: (len(found[component]), sizes[component]), default="")
     named = posixpath.join(place, best or "transformer")
     if not found or not found[best]:
         listed = ", ".join(found) or "none"
@@ -590,7 +602,7 @@ def find_component(place: Place, tensors: Mapping[str, Shape]) -> Place:
             hint=f"name the folder of the model that was trained, such as {named}",
         )
     alike = [component for component in found if found[component] == found[best]]
-    alike = [component for component in alike if component in whole] or alike
+    alike = [one for one in alike if len(found[one]) == sizes[one]] or alike
     if len(alike) > 1:
         raise AmbiguousSourceError(
             f"is a pipeline of several models, and {len(alike)} of them have the tensors of the"
@@ -599,6 +611,18 @@ def find_component(place: Place, tensors: Mapping[str, Shape]) -> Place:
             hint=f"name the folder of the model that was trained, such as {named}",
         )
     return place.beside(posixpath.join(place, alike[0]))
+
+
+def _find_held(shapes: Mapping[str, Shape | None], known: Mapping[str, Shape]) -> set[str]:
+    """Returns the tensors of a model that are among others, all behind one prefix or none."""
+    held: dict[str, set[str]] = {}
+    for name, shape in shapes.items():
+        dots = islice(re.finditer(r"\.", name), MOST_WRAPPERS)
+        for end in (0, *(dot.end() for dot in dots)):
+            inner = name[end:]
+            if inner in known and shape in {None, known[inner]}:
+                held.setdefault(name[:end], set()).add(inner)
+    return max((held[prefix] for prefix in sorted(held)), key=len, default=set())
 
 
 def _list_sizes(source: Source) -> dict[str, int]:
