@@ -275,6 +275,13 @@ def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> Ne
             f"PEFT would leave out {escaped(text)}, which the base does not have: pass the base"
             " that the adapter was trained on with --base",
         )
+    if adapter.of_text:
+        text = f"{counted(len(adapter.of_text), 'module')}, such as {adapter.of_text[0]!r}"
+        return NextStep(
+            merge,
+            f"PEFT would leave out {escaped(text)}, with this base: they are of its text model"
+            f" alone, and it loads as the multimodal one{remark}",
+        )
     if not adapter.is_extractable:
         what = f"this is LoRA in {escaped(adapter.form)}'s form, which PEFT does not load"
         return NextStep(merge, f"{what}{remark}")

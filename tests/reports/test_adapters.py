@@ -656,6 +656,36 @@ class TestBasesWithMore:
         merged = type(whole).from_pretrained(tmp_path / "out").eval()
         torch.testing.assert_close(logits(merged), logits(trained), atol=1e-5, rtol=1e-5)
 
+    @pytest.mark.parametrize("is_of_text", [True, False])
+    @pytest.mark.parametrize("family", ["gemma3", "llava", "qwen2.5-vl"])
+    def test_modules_that_peft_does_not_place_in_the_whole_model_are_named(
+        self, family: str, is_of_text: bool, tmp_path: Path
+    ) -> None:
+        base, adapter = tmp_path / "base", tmp_path / "adapter"
+        make, kind = {
+            "gemma3": (_gemma3, Gemma3ForCausalLM),
+            "llava": (_llava, LlamaForCausalLM),
+            "qwen2.5-vl": (_qwen25_vl, Qwen2ForCausalLM),
+        }[family]
+        whole = make(tied=False)
+        whole.save_pretrained(base)
+        before = logits(whole.eval())
+        config: Any = whole.config.text_config
+        if family == "qwen2.5-vl":
+            config = Qwen2Config(**SIZES, **HEADS, rms_norm_eps=1e-5)
+        model = _text_of(whole, kind, config) if is_of_text else whole
+        _trained(model, adapter, target_modules=r".*layers\.\d\.self_attn\.(q_proj|v_proj)")
+        loaded = PeftModel.from_pretrained(type(whole).from_pretrained(base), adapter).eval()
+        is_placed = not torch.equal(logits(loaded), before)
+        shown = " ".join(run_command("inspect", adapter, "--base", base).stdout.split())
+        assert is_placed == (not is_of_text)
+        assert is_placed or "PEFT loads this folder as it is" not in shown
+        assert ("PEFT would leave out 4 modules" in shown) == is_of_text
+        command = f"adapter merge {adapter} OUT --base {base}"
+        assert command in shown
+        words = command.replace("OUT", str(tmp_path / "out")).split()
+        assert run_command(*words).returncode == 0
+
     def test_layers_that_predict_further_tokens_have_no_adapter(self, tmp_path: Path) -> None:
         case = REPORTS / "12-mtp-adapter"
         ckptkit.merge_adapter(case / "adapter", tmp_path / "out", base=case / "base")

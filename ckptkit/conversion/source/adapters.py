@@ -304,6 +304,8 @@ class AdapterFacts:
         framework: Whose names the modules have; empty for those of Transformers.
         is_extractable: Whether PEFT has a form of it.
         lost: Its modules that the base does not have, which PEFT leaves out.
+        of_text: Its modules that only the text model of the base has under these names, so that
+            PEFT leaves them out of the multimodal one.
     """
 
     names: tuple[str, ...]
@@ -319,6 +321,7 @@ class AdapterFacts:
     framework: str = ""
     is_extractable: bool = True
     lost: tuple[str, ...] = ()
+    of_text: tuple[str, ...] = ()
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that takes the first adapter out.
@@ -550,8 +553,10 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
     is_of_one = not is_of_pipeline(checkpoint) or len(trees) == 1  # else each has its own base
     place = folders.base or (find_local(base) if base else None)
     lost: Sequence[str] | None = None
+    of_text: Sequence[str] = ()
     if is_ready and is_of_one and place is not None:
         lost = find_lost(modules, place)
+        of_text = () if lost else find_of_text(modules, place)
     return AdapterFacts(
         tuple(names),
         holds_base=bool(rest) and (scales or not packed),
@@ -563,6 +568,7 @@ def _describe_own(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
         packing=read_record_of_base(checkpoint).quantization,
         base=base,
         lost=tuple(lost or ()),
+        of_text=tuple(of_text),
     )
 
 
@@ -618,6 +624,35 @@ def find_lost(modules: Sequence[str], place: PathLike) -> Sequence[str] | None:
         o.removeprefix(f"{p}.") for o in owners for p in BASE_PREFIXES if o.startswith(f"{p}.")
     }
     return tuple(m for m in missing if m not in known)
+
+
+_OF_TEXT_ALONE = ("", "model.")  # what names of text models begin with that are no part of another
+_TEXT_CLASS = "ForCausalLM"
+
+
+def find_of_text(modules: Sequence[str], place: PathLike) -> Sequence[str]:
+    """Returns modules that are those of the text model alone where the base is a multimodal one.
+
+    `AutoModelForCausalLM` gives the text model for some multimodal configurations, and PEFT then
+    places them.
+    """
+    from ckptkit.consumers.class_facts import find_text_model as find_auto_class
+    from ckptkit.conversion.source.model_folders import read_names
+    from ckptkit.hub_names.known_models import determine_need
+    from ckptkit.lora.pairing import find_text_model, list_owners
+
+    try:
+        names, config = read_names(place), read_config_in(place, "--base") or {}
+    except CkptkitError:
+        return ()
+    text = find_text_model(modules, list_owners(names), config)
+    given = find_auto_class(str(config.get("model_type")))
+    if text is None or text.own not in _OF_TEXT_ALONE or given.endswith(_TEXT_CLASS):
+        return ()
+    # Files of some families have the names of the text model, and memory has others.
+    if text.own == text.base and determine_need(config, has_base=True).kind != "ask":
+        return ()
+    return [module for module in modules if module.startswith(text.own)]
 
 
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
