@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.adapters.base_identity import make_base_record
+from ckptkit.adapters.merge.base_model import find_prefixes
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
@@ -17,6 +18,7 @@ from ckptkit.conversion.source.adapters import (
     list_adapted,
     read_config,
 )
+from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import read_config_in
 from ckptkit.conversion.source.side_folders import find_component
@@ -29,6 +31,7 @@ from ckptkit.conversion.write import (
     write_output,
 )
 from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import counted
 from ckptkit.engine.outcome import Listener, ignore
@@ -36,11 +39,14 @@ from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.lora.accounting import ModuleRow
 from ckptkit.lora.adapter_files import layout_adapter_files, name_component
+from ckptkit.lora.config import PEFT_PREFIX, LoraSettings
+from ckptkit.lora.inference import move_config
 from ckptkit.options import Resources
 from ckptkit.plan.plan import SOURCE, Copy, Plan, Product, TensorSpec
 from ckptkit.storage.places import PathLike, open_target
 
 _KIND = "adapter"
+_SAVED = "modules_to_save"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model
 
 
@@ -111,7 +117,7 @@ def prepare_extraction(
             refuse_without_peft_form(found.converted)
         component = _find_component(found, request)
         if request.base is not None and not component:
-            _refuse_other_base(found, request.base)
+            found = _name_as_base(found, request.base)
         own = found.adapter.tensors
         tensors = {**own, **{name: own[first] for name, first in found.twice.items()}}
         products = [
@@ -149,11 +155,20 @@ def prepare_extraction(
         )
 
 
-def _refuse_other_base(found: OpenedAdapter, base: PathLike) -> None:
-    """Refuses an adapter some of whose modules PEFT would not find in the base."""
-    modules = list_adapted(found.adapter.tensors)
-    lost = find_lost(modules, find_model(base, "--base").place) or ()
-    if lost:
+def _name_as_base(found: OpenedAdapter, base: PathLike) -> OpenedAdapter:
+    """Returns an adapter by the names of its base, which may have been an attribute in training.
+
+    Refuses one some of whose modules PEFT would not find there.
+    """
+    adapter, place = found.adapter, find_model(base, "--base").place
+    modules = list_adapted(adapter.tensors)
+    lost = find_lost(modules, place) or ()
+    if not lost:
+        return found
+    prefix, _ = find_prefixes(modules, [Fqn(name) for name in read_names(place)])
+    start, origins = f"{PEFT_PREFIX}{prefix}", {m.removeprefix(prefix): m for m in modules}
+    is_inside = all(name.startswith(start) for name in adapter.tensors)
+    if not (prefix and is_inside) or find_lost(list(origins), place):
         raise RefusedError(
             f"{counted(len(lost), 'module')} of {len(modules):,}, such as {lost[0]!r}, are not in"
             " the base, so that PEFT would leave them out",
@@ -161,6 +176,26 @@ def _refuse_other_base(found: OpenedAdapter, base: PathLike) -> None:
             hint="pass the base that the adapter was trained on with --base, or leave it out"
             " if the files are for another model",
         )
+    where, settings = found.config_path or found.opened.path, adapter.settings
+    document = dict(move_config(settings.document, origins, where=where))
+    if settings.modules_to_save:
+        document[_SAVED] = [name.removeprefix(prefix) for name in settings.modules_to_save]
+
+    def name_alone(name: str) -> Fqn:
+        return Fqn(PEFT_PREFIX + name.removeprefix(start))
+
+    tensors = {name_alone(name): entry for name, entry in adapter.tensors.items()}
+    settings = LoraSettings.parse(document, where=where)
+    note = (
+        f"the modules of the adapter begin with {prefix!r}, which those of the base do not:"
+        " written without it"
+    )
+    return replace(
+        found,
+        adapter=replace(adapter, settings=settings, tensors=tensors),
+        twice={name_alone(second): name_alone(first) for second, first in found.twice.items()},
+        notes=(*found.notes, note),
+    )
 
 
 def _find_component(found: OpenedAdapter, request: AdapterRequest) -> str:

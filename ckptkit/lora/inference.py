@@ -298,12 +298,13 @@ def move_config(
     settings = LoraSettings.parse(document, where=where)
     targets = settings.target_modules
     is_listed = not (isinstance(targets, str) and targets.lower() == ALL_LINEAR)
-    if is_listed and all(is_target(settings, module) for module in origins):
+    ranks = {module: settings.rank(origin) for module, origin in origins.items()}
+    alphas = {module: settings.alpha(origin) for module, origin in origins.items()}
+    is_same = all(settings.rank(m) == ranks[m] and settings.alpha(m) == alphas[m] for m in origins)
+    if is_listed and is_same and all(is_target(settings, module) for module in origins):
         return document
     if not all(is_target(settings, origin) for origin in origins.values()):
         return document  # which is refused where tensors are accounted for
-    ranks = {module: settings.rank(origin) for module, origin in origins.items()}
-    alphas = {module: settings.alpha(origin) for module, origin in origins.items()}
     moved = {key: value for key, value in document.items() if key not in _BY_PATH}
     moved["target_modules"] = sorted(origins)
     if rank_pattern := {m: rank for m, rank in ranks.items() if rank != settings.r}:

@@ -777,9 +777,45 @@ class TestModulesUnderAnAttribute:
         adapter, base, _ = self._case(tmp_path)
         said = run_command("inspect", adapter, "--base", base).stdout
         assert "would leave out 2 modules, such as 'llm.model.layers.0" in " ".join(said.split())
+        other = dict(LLAMA, num_hidden_layers=1)
+        LlamaForCausalLM(LlamaConfig(**other)).save_pretrained(tmp_path / "other")
         with pytest.raises(RefusedError, match="2 modules of 2, such as 'llm"):
-            ckptkit.extract_adapter(adapter, tmp_path / "out", base=base)
+            ckptkit.extract_adapter(adapter, tmp_path / "out", base=tmp_path / "other")
         ckptkit.extract_adapter(adapter, tmp_path / "out")
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"target_modules": ["q_proj"], "rank_pattern": {"llm.model.layers.0.*": 4}},
+            {"target_modules": ["q_proj"], "modules_to_save": ["llm.lm_head"]},
+            {"target_modules": ["llm.model.layers.1.mlp.up_proj"], "use_dora": True},
+            {"target_modules": r"llm\.model\.layers\.0\..*(q|v)_proj", "use_rslora": True},
+            {"target_modules": ["v_proj"], "layers_to_transform": [1]},
+        ],
+    )
+    def test_an_extracted_adapter_has_the_names_of_the_base(
+        self, options: dict[str, Any], tmp_path: Path
+    ) -> None:
+        class Whole(torch.nn.Module):
+            def __init__(self, llm: Any) -> None:
+                super().__init__()
+                self.llm, self.config = llm, llm.config
+
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        model.save_pretrained(tmp_path / "base")
+        settings = LoraConfig(r=2, lora_alpha=6, init_lora_weights=False, **options)
+        trained = get_peft_model(Whole(model), settings)
+        with torch.no_grad():
+            for name, parameter in trained.named_parameters():
+                if "modules_to_save" in name:
+                    parameter.add_(0.5)
+        trained.save_pretrained(tmp_path / "adapter")
+        words = [tmp_path / "adapter", tmp_path / "out", "--base", tmp_path / "base"]
+        done = run_command("adapter", "extract", *words)
+        assert done.returncode == 0, done.stderr
+        assert "begin with 'llm.'" in done.stderr
+        loaded = with_adapter(tmp_path / "base", tmp_path / "out")
+        assert torch.equal(logits(loaded.eval()), logits(trained.base_model.model.llm.eval()))
 
 
 class TestWhatInspectSays:
