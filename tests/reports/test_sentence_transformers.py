@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -313,3 +314,18 @@ def test_a_module_that_the_base_alone_has_is_named(is_encoder_alone: bool, tmp_p
     step = save(state, tmp_path / "step")
     notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=tmp_path / "base")
     assert sum("Dense' are those of" in note for note in notes) == 1
+
+
+def test_a_copy_is_written_with_its_own_modules(tmp_path: Path) -> None:
+    from sentence_transformers.base.modules import Dense
+
+    trained, state = trained_model(tmp_path / "base", Dense(32, 16))
+    copies = {f"student.{name}": tensor for name, tensor in state.items()}
+    copies |= {f"teacher.{name}": tensor + 1 for name, tensor in state.items()}
+    step, out = save(copies, tmp_path / "step"), tmp_path / "out"
+    with pytest.raises(RefusedError, match="2 copies") as caught:
+        ckptkit.consolidate(step, out, base=tmp_path / "base")
+    (options,) = re.findall(r"--strip-prefix student[^`]*", caught.value.hint)
+    words = ["consolidate", str(step), str(out), "--base", str(tmp_path / "base")]
+    assert main([*words, *shlex.split(options)]) == 0
+    assert np.array_equal(vectors(out), trained.encode(SENTENCES))
