@@ -612,17 +612,17 @@ class _Planner:
             return config, side
         whole, where = replace(request, select=checkpoint.select), checkpoint.path
         names = [str(e.name) for e in select_model(checkpoint.index, whole, location=where)]
-        text = find_text_config(config, names)
         base: list[str] | None = None
         if self._filling is not None and request.into_base:
             base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
-            self._placed = (place_in_whole(names, base) or {}) if text is not None else {}
-        if text is None or (base is not None and not self._placed):
-            self._find_wrapper_of_text(config, names, base)
+        self._find_wrapper_of_text(config, names, base)
+        text = find_text_config(config, names)
         if base is not None:
-            if text is None or not self._placed:
+            placed = place_in_whole(names, base)
+            if text is None or placed is None:
                 raise self._no_text_model()
-            self._rename(self._placed)
+            self._placed = placed
+            self._rename(placed)
             of_whole = {_TIE: config[_TIE]} if _TIE in config else {}
             self._text = {**text, **of_whole}
             return config, side

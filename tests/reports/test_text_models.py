@@ -111,6 +111,7 @@ def test_text_models_of_families_behave_as_they_were_trained(
 
 WRAPPED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "alone": ({}, {}),
+    "model.": ({}, {}),
     "named": ({}, {"strip_prefix": "net."}),
     "included": (
         {"loss.weight": torch.ones(2)},
@@ -131,7 +132,8 @@ def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
     base = tmp_path / "base"
     whole.save_pretrained(base)
     text = class_named("Gemma3ForCausalLM")(whole.config.get_text_config())
-    state = {f"net.{name}": tensor for name, tensor in text.state_dict().items()}
+    wrapper = form if form.endswith(".") else "net."
+    state = {f"{wrapper}{name}": tensor for name, tensor in text.state_dict().items()}
     step = save(state | beside, tmp_path / "step")
     notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=base, **options)
     assert not any("has no tensor" in note for note in notes)
@@ -144,6 +146,7 @@ def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
     joined = whole_class.from_pretrained(into)
     assert torch.allclose(logits(joined), logits(text), atol=1e-5)
     before, after = whole.state_dict(), joined.state_dict()
+    assert weights(into).keys() == weights(base).keys()
     assert all(torch.equal(before[n], after[n]) for n in before if "vision" in n)
     if beside:
         with pytest.raises(RefusedError) as caught:
