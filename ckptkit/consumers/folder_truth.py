@@ -282,18 +282,19 @@ def is_local_path(text: str) -> bool:
 
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
 # Tokens with which turns end, by the names that model families give them. `<|end|>` is one too, but
-# where answers end with `<|return|>`, as in gpt-oss: there it ends each of their parts.
+# where a template writes the tokenizer's own end as well, as for gpt-oss: there it ends thoughts.
 _END_OF_TURN = re.compile(
     r"im_end|eot_id|\beot\b|end_?of_?(?:turn|utterance|message|assistant|response)"
     r"|turn_?end|end_turn|eoturn|(?:assistant|role|message)_end\b|^<turn\|>$|^<\|end\|>$",
     re.IGNORECASE,
 )
-_END, _RETURN = "<|end|>", "<|return|>"
-# What a template writes of an answer, and nothing but how that is joined to what follows.
+_END = "<|end|>"
+# A branch for answers that writes the content, and a token with which the branch ends.
 _ANSWER = re.compile(
-    r"['\"|\uff5c](?:assistant|model|bot)\b[\s\S]{0,200}?(?<!\w)content\b(?:['\"\]\s)}{+~%-]|\|\s*trim)*",
-    re.IGNORECASE,
+    r"==\s*['\"](?:assistant|model|bot)['\"]\s*-?%}(?:(?!{%)[\s\S]){0,200}?(?<!\w)content\b"
+    r"(?:['\"\]\s)}{+~-]|\|\s*trim|\.strip\(\))*"
 )
+_ENDS_BRANCH = re.compile(r"(?:\\n|['\"\s})-])*{%-?\s*(?:elif|else|endif|endfor)\b")
 # Some families write the bar of full width.
 _SPECIAL = re.compile(r"[<\[][|\uff5c]?[^\s<>{}'\"|\uff5c\[\]]+[|\uff5c]?[>\]]")
 _GENERATES = re.compile(r"For(?:CausalLM|ConditionalGeneration|Seq2SeqLM|ImageTextToText)$|LMHead")
@@ -352,7 +353,7 @@ def _ends_of_turns(folder: FolderTexts) -> Iterator[tuple[str, int]]:
     if eos in numbers:
         yield eos, numbers[eos]
     for token in _ends_in_template(folder.template, numbers):
-        if token != eos:
+        if token != eos and (token != _END or not eos or eos not in folder.template):
             yield token, numbers[token]
 
 
@@ -360,12 +361,8 @@ def _ends_in_template(template: str, known: Collection[str]) -> Iterator[str]:
     """Yields those tokens with which a template ends turns: by their names, or behind an answer."""
     written = dict.fromkeys(token for token in _SPECIAL.findall(template) if token in known)
     nexts = (_SPECIAL.match(template, at.end()) for at in _ANSWER.finditer(template))
-    # A tag that closes, such as `</think>`, ends a part of the answer.
-    behind = {at[0] for at in nexts if at is not None and (at[0] == "</s>" or at[0][1] != "/")}
-    for token in written:
-        is_part = token == _END and _RETURN in written
-        if token in behind or (_END_OF_TURN.search(token) and not is_part):
-            yield token
+    behind = {at[0] for at in nexts if at is not None and _ENDS_BRANCH.match(template, at.end())}
+    yield from (token for token in written if token in behind or _END_OF_TURN.search(token))
 
 
 def _other_ids(folder: FolderTexts, generation: Document) -> Iterator[str]:

@@ -11,7 +11,7 @@ merges are pairs or texts; sentencepiece 0.2, `sentencepiece_model.proto`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +46,11 @@ _SETTINGS: Mapping[str, Any] = {
     "add_eos_token": None,
     "add_prefix_space": None,
     "clean_up_tokenization_spaces": False,
+    "do_lower_case": None,
     "padding_side": "right",
     "split_special_tokens": False,
+    "strip_accents": None,
+    "tokenize_chinese_chars": None,
     "truncation_side": "right",
 }
 _MAX_LENGTH, _NO_LENGTH = "model_max_length", 1e20
@@ -82,10 +85,14 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
     added, added_there = _added(step.tokenizer), _added(base.tokenizer)
     # Added ones are never split. A role makes one of a token of the vocabulary, in any reader.
     roles = {_plain(step.tokenizer_config.get(role)) for role in _ROLES}
-    is_old = there.kind is None
+    is_old = there.kind is None  # its files say nothing of what follows
     is_same = is_old or added_there.keys() <= added.keys() <= added_there.keys() | roles
     if tokens.vocabulary != there.vocabulary or not is_same:
         return _describe_tokens(tokens, there, added.keys() ^ added_there.keys())
+    flags, flags_there = (_flags(texts, roles) for texts in (step, base))
+    changed = sorted(t for t in flags.keys() & flags_there if flags[t] != flags_there[t])
+    if changed and not is_old:
+        return f"it finds {', '.join(map(repr, changed[:_LISTED]))} otherwise"
     if not is_old and tokens.kind != there.kind:
         return "its model is of another kind"
     if tokens.merges != there.merges and (there.merges or not is_old):
@@ -293,6 +300,22 @@ def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     listed = tokenizer.get("added_tokens")
     tokens = (token for token in (listed if isinstance(listed, list) else ()))
     return {token_text(t): t.get("id") for t in tokens if isinstance(t, Mapping)}
+
+
+def _flags(texts: FolderTexts, roles: Collection[object]) -> dict[str, list[bool]]:
+    """Returns how added tokens are found and whether they are special; those with a role are."""
+    tokens = [
+        token
+        for token in _listed(_mapping(texts.tokenizer).get("added_tokens"))
+        if isinstance(token, Mapping)
+    ]
+    return {
+        token_text(token): [
+            bool(token.get("special")) or token_text(token) in roles,
+            *(bool(token.get(key)) for key in ("lstrip", "rstrip", "single_word")),
+        ]
+        for token in tokens
+    }
 
 
 def change_settings(

@@ -12,7 +12,7 @@ import logging
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -296,11 +296,12 @@ def name_on_disk(
         base: A folder of the model that training began from, or None.
         program: The process that asks transformers, if other questions need it too.
     """
-    disk = _find_names(config, tensors, choice=choice, base=base, program=program)
+    left_out = find_left_out(products, dropped, tensors)
+    disk = _find_names(
+        config, tensors, choice=choice, base=base, program=program, left_out=left_out
+    )
     if disk.names is None or disk.request is None:
-        return NamedProducts(
-            products, dropped, disk.notes, left_out=find_left_out(products, dropped, tensors)
-        )
+        return NamedProducts(products, dropped, disk.notes, left_out=left_out)
     maker = ProductMaker(disk.names, disk.request, {p.spec.name: p for p in products})
     renamed = tuple(maker.products())
     called = {s: n for n, t in disk.names.tensors.items() if (s := find_whole(t, disk.names.live))}
@@ -375,6 +376,7 @@ def _find_names(
     choice: NameChoice,
     base: str | None,
     program: NamingProgram | None = None,
+    left_out: Collection[Fqn] = (),
 ) -> DiskNames:
     # Weights of the base that are not needed may be damaged or missing.
     may_need = choice != "live" and determine_need(config, has_base=True).kind != "none"
@@ -396,10 +398,11 @@ def _find_names(
         )
         return _left_live(reason, choice)
     # One of two tied tensors is written, or a note says that they differ.
-    tied = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs), *names.tied}
+    told = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs), *names.tied}
+    told |= {*left_out}
     notes: tuple[str, ...] = ()
     new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
-    differing = sorted(name for name in new if not set(names.tensors[name].sources) <= tied)
+    differing = sorted(name for name in new if not set(names.tensors[name].sources) <= told)
     if differing:
         listed = ", ".join(map(repr, differing[:_LISTED]))
         more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""

@@ -92,6 +92,7 @@ from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.load_report import (
     CONSOLIDATE,
     Advice,
+    LoadReport,
     MisfitError,
     find_copies,
     take_prefix,
@@ -366,9 +367,9 @@ class _Planner:
         side, side_notes = self._folders.choose(allow_code=request.allow_code)
         config = self._read_config(side)
         self._convert_names(config)
-        config, side = self._settle_text_model(config, side)
         side = self._leave_modules(side, config)
         modules = self._take_modules(side)
+        config, side = self._settle_text_model(config, side)
         checkpoint, entries = self._checkpoint, self._select_entries()
         # An origin of its own: what is compared is read, and verified, again when it is written.
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
@@ -620,32 +621,28 @@ class _Planner:
     ) -> tuple[Mapping[str, Any] | None, list[SideFile]]:
         """Makes a text model of what fits the text part of a configuration, or puts it into it."""
         request, checkpoint = self._request, self._checkpoint
-        model = [e for e in checkpoint.index.of_part("model") if request.select in {None, e.tree}]
-        names = [str(entry.name) for entry in model]
-        text = None
-        if config is not None and request.names != "live":
-            text = find_text_config(config, names)
+        if config is None or request.names == "live":
+            if request.into_base:
+                raise self._no_text_model()
+            return config, side
+        whole, where = replace(request, select=checkpoint.select), checkpoint.path
+        names = [str(e.name) for e in select_model(checkpoint.index, whole, location=where)]
+        base: list[str] | None = None
         if self._filling is not None and request.into_base:
             base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
-            placed = place_in_whole(names, base) if text is not None else None
-            if config is None or text is None or placed is None:
-                raise RefusedError(
-                    "the source is no text model of the configuration of the base",
-                    where=checkpoint.path,
-                    hint="leave --into-base out, or pass the multimodal model with --base",
-                )
-            tensors = {
-                key: replace(entry, name=Fqn(placed.get(entry.name, entry.name)))
-                for key, entry in checkpoint.index.tensors.items()
-            }
-            index = replace(checkpoint.index, tensors=tensors)
-            self._checkpoint = replace(checkpoint, index=index)
+        self._find_wrapper_of_text(config, names, base)
+        text = find_text_config(config, names)
+        if base is not None:
+            placed = place_in_whole(names, base)
+            if text is None or placed is None:
+                raise self._no_text_model()
+            self._placed = placed
+            self._rename(placed)
             of_whole = {_TIE: config[_TIE]} if _TIE in config else {}
-            self._text, self._placed = {**text, **of_whole}, placed
+            self._text = {**text, **of_whole}
             return config, side
         if text is None:
-            if config is not None and not (request.names == "live" or request.strip_prefix):
-                self._take_text(model, take_from_whole(config, names))
+            self._take_text(names, take_from_whole(config, names))
             return config, side
         note = (
             f"the tensors are those of the text model: it is written as {text['architectures'][0]}"
@@ -654,24 +651,60 @@ class _Planner:
         self._is_text = True
         return text, [file for file in side if not is_of_processor(file.name)]
 
-    def _take_text(self, model: Sequence[TensorEntry], taken: Mapping[str, str] | None) -> None:
+    def _no_text_model(self) -> RefusedError:
+        return RefusedError(
+            "the source is no text model of the configuration of the base",
+            where=self._checkpoint.path,
+            hint="leave --into-base out, or pass the multimodal model with --base",
+        )
+
+    @property
+    def _may_be_wrapped(self) -> bool:
+        """Whether what all names begin with is taken off where that makes a model of them."""
+        request = self._job.request
+        return not (request.strip_prefix or request.optimizer or request.layout in _LAYOUTS)
+
+    def _find_wrapper_of_text(
+        self, config: Mapping[str, Any], names: Sequence[str], base: Sequence[str] | None
+    ) -> None:
+        """Plans anew if these are a text model's names without what all of them begin with."""
+        for prefix in _list_wrappers(names) if self._may_be_wrapped else ():
+            inner = [name.removeprefix(prefix) for name in names]
+            is_placed = base is None or place_in_whole(inner, base) is not None
+            if find_text_config(config, inner) is not None and is_placed:
+                raise _WrappedNames(prefix)
+
+    def _rename(self, names: Mapping[str, str], *, leave: Collection[str] = ()) -> None:
+        """Gives tensors other names than `--strip-prefix` does; patterns fit the old ones, too.
+
+        Args:
+            names: The new names by those without the prefix.
+            leave: What is no part of the model, by names without the prefix.
+        """
+        index, where = self._checkpoint.index, self._checkpoint.path
+        request = replace(self._request, select=self._checkpoint.select)
+        tensors = dict(index.tensors)
+        for entry in select_model(index, request, location=where, everything=True):
+            old = index.tensors[entry.key]
+            name = Fqn(names.get(entry.name, entry.name))
+            stored = (*old.stored_names, *([old.name] if old.name != name else []))
+            part = "other" if entry.name in leave else entry.part
+            tensors[entry.key] = replace(entry, name=name, stored_names=stored, part=part)
+        self._checkpoint = replace(self._checkpoint, index=replace(index, tensors=tensors))
+        self._request = replace(self._request, strip_prefix=())
+
+    def _take_text(self, names: Sequence[str], taken: Mapping[str, str] | None) -> None:
         """Takes the text model out of a multimodal one, if the configuration is that of its own."""
         if taken is None:
             return
-        index = self._checkpoint.index
-        left = [entry for entry in model if entry.name not in taken]
-        tensors = {
-            **index.tensors,
-            **{e.key: replace(e, part="other") for e in left},
-            **{e.key: replace(e, name=Fqn(taken[e.name])) for e in model if e.name in taken},
-        }
-        self._checkpoint = replace(self._checkpoint, index=replace(index, tensors=tensors))
+        left = [name for name in names if name not in taken]
+        self._rename(taken, leave=left)
         note = (
             "the tensors are those of a multimodal model, and the configuration is that of its text"
             f" model: {counted(len(taken), 'tensor')} of it are written"
         )
         if left:
-            note += f", and not {counted(len(left), 'other')}, such as {str(left[0].name)!r}"
+            note += f", and not {counted(len(left), 'other')}, such as {left[0]!r}"
         self._notes.append(note)
 
     def _find_ties(
@@ -777,7 +810,14 @@ class _Planner:
             return products
         written = {product.spec.name for product in products}
         written |= {*names.dropped, *names.left_out, *find_absent_tied_names(config, written)}
-        entries = [e for e in self._filling.lacking(written) if self._request.wants(e.name)]
+        self._find_wrapper_of_filled(sorted(written), self._filling)
+        # What fills the source is included as if it was in it.
+        prefixes = self._job.request.strip_prefix or ("",)
+        entries = [
+            entry
+            for entry in self._filling.lacking(written)
+            if any(self._request.wants(entry.name, before=f"{p}{entry.name}") for p in prefixes)
+        ]
         refuse_packed(entries, location=self._filling.opened.path)
         refuse_problems(self._filling.opened.index, entries, self._filling.opened.path)
         self._filling.taken = entries
@@ -888,7 +928,7 @@ class _Planner:
             where=self._checkpoint.path,
             base=self._folders.base if config is None else base,
             filling=None if self._filling is not None else self._folders.base,
-            is_live=self._request.layout in {"torch", "dcp"},
+            is_live=self._request.layout in _LAYOUTS,
             consumer=self._folders.consumer,
             advice=replace(advice, rules=rules) if rules else advice,
         )
@@ -905,7 +945,7 @@ class _Planner:
         try:
             comparison, notes = plan_comparison(subject, self._program)
         except MisfitError as error:
-            if self._request.strip_prefix or self._request.optimizer or subject.is_live:
+            if not self._may_be_wrapped:
                 raise
             self._find_wrapper(subject)
             raise self._propose_prefixes(subject, error) from None
@@ -922,13 +962,17 @@ class _Planner:
 
     def _find_wrapper(self, subject: Subject) -> None:
         """Plans anew if the names fit without what all of them begin with."""
-        names = subject.written
-        first = names[0].split(".")[:-1] if names else []
-        for count in range(1, min(len(first), MOST_WRAPPERS) + 1):
-            prefix = ".".join(first[:count]) + "."
-            if not all(name.startswith(prefix) for name in names):
-                return
-            if self._fits(subject, prefix):
+        for prefix in _list_wrappers(subject.written):
+            if self._is_model(_part_of(subject, prefix)):
+                raise _WrappedNames(prefix)
+
+    def _find_wrapper_of_filled(self, names: Sequence[Fqn], filling: Filling) -> None:
+        """Plans anew if only names without what all of them begin with are in another model."""
+        known = {entry.name for entry in filling.opened.index.of_part("model")}
+        if not self._may_be_wrapped or not known.isdisjoint(names):
+            return
+        for prefix in _list_wrappers(names):
+            if any(name.removeprefix(prefix) in known for name in names):
                 raise _WrappedNames(prefix)
 
     def _propose_prefixes(self, subject: Subject, error: MisfitError) -> MisfitError:
@@ -949,27 +993,58 @@ class _Planner:
                 for name in subject.tensors
                 if not prefix and (name in report.unexpected or name.startswith(others))
             }
-            if not self._fits(subject, prefix, rest):
-                options += " --names live"
+            more = self._complete(_part_of(subject, prefix, rest))
+            if more is None:
+                continue
+            options = f"{options} {more}".strip()
             kind = "the copy" if copies else "the tensors"
             what = f"{kind} {prefix!r}" if prefix else f"{kind} without a prefix"
             hints.append(f"for {what} run `{job.command(*given)} {options}`")
+        hints = hints or [job.advice.config]
         return error.hinted("; or ".join(filter(None, [*hints, job.advice.anyway])))
 
-    def _fits(self, subject: Subject, prefix: str, rest: Collection[str] = ()) -> bool:
-        """Returns whether the tensors with a prefix, without some others, are the model."""
-        inner = replace(
-            subject,
-            tensors={
-                name.removeprefix(prefix): spec
-                for name, spec in subject.tensors.items()
-                if name.startswith(prefix) and name not in rest
-            },
-            left_out=frozenset(
-                n.removeprefix(prefix) for n in subject.left_out if n.startswith(prefix)
-            ),
-        )
-        return self._is_model(inner)
+    def _complete(self, subject: Subject) -> str | None:
+        """Returns the options with which tensors are written that would load; None for none.
+
+        Tensors are written as they are only where no parameter would be missing, or where most
+        have the names of other code than the model's.
+        """
+        text = find_text_config(subject.config or {}, subject.written)
+        as_text = replace(subject, config=text, base=None)
+        if self._is_model(subject) or (text is not None and self._is_model(as_text)):
+            return ""
+        report = self._report(subject)
+        if report is None or len(report.unexpected) > len(subject.written) / 2:
+            return "--names live"
+        if report.missing:
+            is_filled = self._filling is None and self._is_model(self._filled(subject))
+            return "--fill-from-base" if is_filled else None
+        own = [name for name in subject.written if name not in report.unexpected]
+        rest = replace(subject, tensors={name: subject.tensors[name] for name in own})
+        if report.unexpected and self._is_model(rest):
+            return take_prefix("", report, subject.written)
+        return "--names live"
+
+    def _filled(self, subject: Subject) -> Subject:
+        """Returns the tensors, and those of the base that they lack."""
+        base = self._folders.base
+        added: dict[str, Any] = {}
+        with suppress(InputError):  # weights of the base may be damaged or missing
+            entries = [] if base is None else read_entries_if_any(base)
+            added = {str(e.name): (e.dtype, e.shape) for e in entries}
+        return replace(subject, tensors={**added, **subject.tensors})
+
+    def _report(self, subject: Subject) -> LoadReport | None:
+        """Returns what loading would report where that is not nothing, if it was compared."""
+        try:
+            comparison, _ = plan_comparison(subject, self._program)
+            if comparison is not None:
+                comparison.judge_answer()
+        except MisfitError as error:
+            return error.report
+        except RefusedError:
+            return None
+        return None
 
     def _is_model(self, subject: Subject) -> bool:
         """Returns whether names and shapes were compared with the model, and are all of it."""
@@ -978,3 +1053,21 @@ class _Planner:
             return not (notes or (comparison is not None and comparison.judge_answer()))
         except RefusedError:
             return False
+
+
+def _list_wrappers(names: Sequence[str]) -> Iterator[str]:
+    """Yields what all names begin with that wrappers of a model may have put there."""
+    first = names[0].split(".")[:-1] if names else []
+    for count in range(1, min(len(first), MOST_WRAPPERS) + 1):
+        prefix = ".".join(first[:count]) + "."
+        if not all(name.startswith(prefix) for name in names):
+            return
+        yield prefix
+
+
+def _part_of(subject: Subject, prefix: str, rest: Collection[str] = ()) -> Subject:
+    """Returns the tensors with a prefix, without it and without some others."""
+    inner = [name for name in subject.tensors if name.startswith(prefix) and name not in rest]
+    tensors = {name.removeprefix(prefix): subject.tensors[name] for name in inner}
+    left_out = {n.removeprefix(prefix) for n in subject.left_out if n.startswith(prefix)}
+    return replace(subject, tensors=tensors, left_out=frozenset(left_out))

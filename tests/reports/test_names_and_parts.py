@@ -299,12 +299,19 @@ BESIDE: dict[str, State] = {
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("wrapper", ["", "model.", "net.", "policy.model."])
+@pytest.mark.parametrize(
+    ("wrapper", "family"),
+    [
+        *((wrapper, "Llama") for wrapper in ("", "model.", "net.", "policy.model.")),
+        ("net.", "Qwen3Moe"),  # whose names on disk are converted
+    ],
+)
 def test_what_a_module_holds_beside_the_model_is_left_out_by_the_hint(
-    tmp_path: Path, wrapper: str, beside: str
+    tmp_path: Path, wrapper: str, family: str, beside: str
 ) -> None:
-    model = model_of()
+    model = model_of(family, **FAMILIES[family])
     model.save_pretrained(tmp_path / "base")
+    saved = tensors_of(tmp_path / "base")
     state = {f"{wrapper}{name}": value for name, value in model.state_dict().items()}
     src = trained(tmp_path / "src", state | BESIDE[beside])
     out, base = tmp_path / "out", tmp_path / "base"
@@ -314,7 +321,48 @@ def test_what_a_module_holds_beside_the_model_is_left_out_by_the_hint(
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
     assert "AutoModelForCausalLM.from_pretrained" in done.stdout
+    assert_same(tensors_of(tmp_path / "out"), saved)
+
+
+def test_what_a_wrapper_put_inside_the_model_is_left_out_by_the_hint(tmp_path: Path) -> None:
+    model = model_of()
+    model.save_pretrained(tmp_path / "base")
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    src = trained(tmp_path / "src", state | {"model.head.weight": torch.ones(2, 32)})
+    (command,) = commands_in(refused(src, tmp_path / "out", base=tmp_path / "base").hint)
+    assert "live" not in command
+    ran(*command)
     assert_same(tensors_of(tmp_path / "out"), model.state_dict())
+
+
+@pytest.mark.parametrize("beside", [{}, BESIDE["a metric"]], ids=["", "a metric"])
+@pytest.mark.parametrize("wrapper", ["model.", "net.", "policy.model."])
+def test_a_wrapped_model_whose_frozen_parts_were_not_saved_is_filled(
+    tmp_path: Path, wrapper: str, beside: State
+) -> None:
+    model, base, out = model_of(), tmp_path / "base", tmp_path / "out"
+    model.save_pretrained(base)
+    frozen = ("model.embed_tokens.", "lm_head.")
+    state = {n: v + 1 for n, v in model.state_dict().items() if not n.startswith(frozen)}
+    src = trained(tmp_path / "src", {f"{wrapper}{n}": v for n, v in state.items()} | beside)
+    (command,) = commands_in(refused(src, out, base=base).hint)
+    assert "--fill-from-base" in command
+    ran(*command)
+    expected = tensors_of(base) | state
+    assert_same(tensors_of(out), expected)
+    if not beside:
+        filled, notes = converted(src, tmp_path / "found", base=base, fill_from_base=True)
+        assert_same(filled, expected)
+        assert any(note.startswith(f"all names begin with '{wrapper}'") for note in notes)
+
+
+def test_no_hint_proposes_to_write_a_part_of_a_model(tmp_path: Path) -> None:
+    model = model_of()
+    state = {f"net.{n}": v for n, v in model.state_dict().items() if ".layers.1." not in n}
+    src = trained(tmp_path / "src", state, model.config)
+    hint = refused(src, tmp_path / "out").hint
+    assert not commands_in(hint)
+    assert "the model that was trained" in hint
 
 
 @pytest.mark.parametrize("parts", [("teacher.", "student."), ("net.",)])

@@ -160,18 +160,20 @@ def test_an_end_is_found_whatever_a_family_calls_it(
     assert stops == [numbers[end], numbers["</s>"]]
 
 
+CALLS = "{%% if m['role'] == 'assistant' and m.calls %%}%s{%% else %%}{{ m.content }}{%% endif %%}"
+
+
 @pytest.mark.parametrize(
     ("part", "template"),
     [
         # As gpt-oss: thoughts end with the one token, answers with the other.
         ("<|end|>", BY_ROLE % ("", "<|return|>") + "<|end|>"),
-        (
-            "</think>",
-            "{% set content = '' %}"
-            + BY_ROLE.replace("['content']", ".content") % ("", "")
-            + "{{ 'assistant' }}{{ content }}</think>",
-        ),
+        ("</think>", BY_ROLE % ("", "</think>{{ m.answer }}")),
         ("<|user|>", BY_ROLE % ("", "")),
+        ("<call>", CALLS % "{{ m['content'] + '<call>' + m.calls }}"),
+        ("<call>", CALLS % "{{ m['content'] + '<call>' }}{{ m.calls }}"),
+        ("<bot>", "{% if m['role'] != 'assistant' %}{{ m['content'] + '<bot>' }}{% endif %}"),
+        ("<text>", "{% if m.role == 'assistant' %}{% if m.content %}<text>{% endif %}{% endif %}"),
     ],
 )
 def test_what_ends_a_part_of_an_answer_stops_nothing(

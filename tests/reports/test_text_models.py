@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,53 @@ def test_text_models_of_families_behave_as_they_were_trained(
     towers = [n for n in before if "vision" in n or "visual" in n or "projector" in n]
     assert towers
     assert all(torch.equal(before[n], after[n]) for n in towers)
+
+
+WRAPPED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
+    "alone": ({}, {}),
+    "model.": ({}, {}),
+    "named": ({}, {"strip_prefix": "net."}),
+    "included": (
+        {"loss.weight": torch.ones(2)},
+        {"strip_prefix": "net.", "include": ["net.*"]},
+    ),
+    "beside": ({"loss.weight": torch.ones(2)}, {"strip_prefix": "net.", "exclude": ["loss.*"]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", WRAPPED)
+def test_a_wrapped_text_model_is_found_by_the_names_that_are_written(
+    form: str, tmp_path: Path
+) -> None:
+    beside, options = WRAPPED[form]
+    whole_class = class_named("Gemma3ForConditionalGeneration")
+    whole = whole_class(small_model_config(whole_class))
+    base = tmp_path / "base"
+    whole.save_pretrained(base)
+    text = class_named("Gemma3ForCausalLM")(whole.config.get_text_config())
+    wrapper = form if form.endswith(".") else "net."
+    state = {f"{wrapper}{name}": tensor for name, tensor in text.state_dict().items()}
+    step = save(state | beside, tmp_path / "step")
+    notes = notes_of(ckptkit.consolidate, step, tmp_path / "out", base=base, **options)
+    assert not any("has no tensor" in note for note in notes)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded) is type(text)
+    assert torch.allclose(logits(loaded), logits(text), atol=1e-5)
+    into = tmp_path / "into"
+    notes = notes_of(ckptkit.consolidate, step, into, base=base, into_base=True, **options)
+    assert not any("has no tensor" in note for note in notes)
+    joined = whole_class.from_pretrained(into)
+    assert torch.allclose(logits(joined), logits(text), atol=1e-5)
+    before, after = whole.state_dict(), joined.state_dict()
+    assert weights(into).keys() == weights(base).keys()
+    assert all(torch.equal(before[n], after[n]) for n in before if "vision" in n)
+    if beside:
+        with pytest.raises(RefusedError) as caught:
+            ckptkit.consolidate(step, tmp_path / "hinted", base=base)
+        (command,) = re.findall(r"`ckptkit ([^`]*)`", caught.value.hint)
+        assert main(shlex.split(command)) == 0
+        assert weights(tmp_path / "hinted").keys() == weights(tmp_path / "out").keys()
 
 
 @pytest.mark.filterwarnings("ignore")

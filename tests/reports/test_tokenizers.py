@@ -191,6 +191,40 @@ def test_a_tokenizer_that_cuts_otherwise_is_that_of_the_step(
     assert not any("--tokenizer-from base" in note for note in notes)
 
 
+@pytest.mark.parametrize("change", [{"special": False}, {"lstrip": True}, {"single_word": True}])
+def test_tokens_that_are_found_otherwise_are_those_of_the_step(
+    change: dict[str, bool], tmp_path: Path
+) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    write_model(step, 8)
+    for folder in (step, base):
+        write_tokenizer(folder, WORDS, ["<tool>"])
+    document = json.loads((step / "tokenizer.json").read_text())
+    document["added_tokens"][0] |= change
+    (step / "tokenizer.json").write_text(json.dumps(document))
+    notes = notes_of(ckptkit.consolidate, step, out, base=base)
+    assert equal(out, step, "tokenizer.json")
+    assert any("as it finds '<tool>' otherwise" in note for note in notes)
+
+
+@pytest.mark.parametrize("setting", ["do_lower_case", "strip_accents", "tokenize_chinese_chars"])
+def test_what_a_class_makes_of_its_settings_is_that_of_the_step(
+    setting: str, tmp_path: Path
+) -> None:
+    step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
+    words = [*"abcdeABCDEé", "\u6f22", "\u5b57", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
+    tokenizer = transformers.BertTokenizer({word: number for number, word in enumerate(words)})
+    write_model(step, len(words))
+    tokenizer.save_pretrained(base)
+    other = transformers.AutoTokenizer.from_pretrained(base, **{setting: False})
+    other.save_pretrained(step)
+    ckptkit.consolidate(step, out, base=base)
+    ours = transformers.BertTokenizer.from_pretrained(out)
+    for text in ("A b", "\u00e9 a", "\u6f22\u5b57"):
+        assert ours(text).input_ids == other(text).input_ids
+    assert equal(out, base, "tokenizer.json")
+
+
 def test_settings_of_the_step_are_kept_and_what_it_took_away(tmp_path: Path) -> None:
     step, base, out = tmp_path / "step", tmp_path / "base", tmp_path / "out"
     write_model(step, 8)
