@@ -102,8 +102,8 @@ def parse_texts(contents: Mapping[str, bytes], where: str = "") -> FolderTexts:
 def _default_template(value: object) -> str:
     """Returns a template that a configuration holds, as a text or as one of several with names."""
     if isinstance(value, list):
-        named = {t.get("name"): t.get("template") for t in value if isinstance(t, Mapping)}
-        value = named.get("default")
+        named = [one for one in value if isinstance(one, Mapping)]
+        value = next((t.get("template") for t in named if t.get("name") == "default"), None)
     return value if isinstance(value, str) else ""
 
 
@@ -401,8 +401,10 @@ def token_numbers(folder: FolderTexts) -> dict[str, int]:
     if isinstance(vocabulary, Mapping):
         numbers |= {name: vocabulary[name] for name in named if type(vocabulary.get(name)) is int}
     elif isinstance(vocabulary, list):  # a Unigram's tokens are numbered in order
-        pieces = ((number, piece) for number, piece in enumerate(vocabulary) if piece)
-        numbers |= {p[0]: number for number, p in pieces if isinstance(p, list) and p[0] in named}
+        firsts = (
+            (n, piece[0]) for n, piece in enumerate(vocabulary) if piece and isinstance(piece, list)
+        )
+        numbers |= {text: n for n, text in firsts if isinstance(text, str) and text in named}
     added = tokenizer.get("added_tokens")
     for token in added if isinstance(added, list) else ():
         if isinstance(token, Mapping) and type(token.get("id")) is int:

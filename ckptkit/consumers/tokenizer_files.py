@@ -84,7 +84,7 @@ def compare_tokenizers(step: FolderTexts, base: FolderTexts) -> TokenizerChange 
         return "it names no token"
     added, added_there = _added(step.tokenizer), _added(base.tokenizer)
     # Added ones are never split. A role makes one of a token of the vocabulary, in any reader.
-    roles = {_plain(step.tokenizer_config.get(role)) for role in _ROLES}
+    roles = {token_text(step.tokenizer_config.get(role)) for role in _ROLES}
     is_old = there.kind is None  # its files say nothing of what follows
     is_same = is_old or added_there.keys() <= added.keys() <= added_there.keys() | roles
     if tokens.vocabulary != there.vocabulary or not is_same:
@@ -139,12 +139,10 @@ def _changed_settings(
     for key, usual in _SETTINGS.items():
         if step.get(key) is not None and step[key] != base.get(key, usual):
             yield key, step[key]
-    length, there = step.get(_MAX_LENGTH), base.get(_MAX_LENGTH, _NO_LENGTH)
-    if (
-        isinstance(length, (int, float))
-        and length != there
-        and not min(length, there) >= _NO_LENGTH
-    ):
+    length, there = (one.get(_MAX_LENGTH, _NO_LENGTH) for one in (step, base))
+    numbers = [value for value in (length, there) if isinstance(value, (int, float))]
+    is_stated = _MAX_LENGTH in step and len(numbers) > 1
+    if is_stated and length != there and min(numbers) < _NO_LENGTH:
         yield _MAX_LENGTH, length
 
 
@@ -190,7 +188,7 @@ def _written_around(processor: object) -> tuple[tuple[str, ...], tuple[str, ...]
     if processor.get("type") == "Sequence":
         both = [_written_around(inner) for inner in _listed(processor.get("processors"))]
         return tuple(t for one, _ in both for t in one), tuple(t for _, one in both for t in one)
-    if processor.get("type") in {"BertProcessing", "RobertaProcessing"}:
+    if processor.get("type") in ("BertProcessing", "RobertaProcessing"):
         before, behind = (_listed(processor.get(key))[:1] for key in ("cls", "sep"))
         return tuple(map(str, before)), tuple(map(str, behind))
     tokens: tuple[list[str], list[str]] = ([], [])
