@@ -81,10 +81,9 @@ def parse_texts(contents: Mapping[str, bytes], where: str = "") -> FolderTexts:
             with suppress(FormatError):
                 parsed[name] = parse_json_object(contents[name], where=name)
     settings = {**parsed.get(SPECIAL_TOKENS, {}), **parsed.get(TOKENIZER_CONFIG, {})}
-    template = _default_template(settings.get("chat_template"))
-    template = template or _default_template(
-        parsed.get(PROCESSOR_TEMPLATE, {}).get("chat_template")
-    )
+    holders = (settings, parsed.get(PROCESSOR_TEMPLATE, {}))
+    templates = (_default_template(one.get("chat_template")) for one in holders)
+    template = next(filter(None, templates), "")
     if TEMPLATE in contents:
         template = contents[TEMPLATE].decode(errors="replace")
     config = None

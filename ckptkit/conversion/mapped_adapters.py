@@ -109,16 +109,11 @@ def convert_adapter(
         found = [
             match for f in foreign.factors.values() if (match := OF_TINKER.fullmatch(f.module))
         ]
-        done = (
-            ["its factors were split by experts"]
-            if any(m["layer"] is not None for m in found)
-            else []
-        )
-        done += (
-            ["its 'unembed_tokens' is 'lm_head'"]
-            if any(m["head"] is not None for m in found)
-            else []
-        )
+        said = {
+            "layer": "its factors were split by experts",
+            "head": "its 'unembed_tokens' is 'lm_head'",
+        }
+        done = [text for part, text in said.items() if any(match[part] for match in found)]
         notes = (f"the adapter has Tinker's form: {', and '.join(done)}",)
     else:
         mapped = _map_factors(checkpoint, foreign, factors, config, extent)

@@ -398,8 +398,8 @@ def _find_names(
         )
         return _left_live(reason, choice)
     # One of two tied tensors is written, or a note says that they differ.
-    told = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs), *names.tied}
-    told |= {*left_out}
+    ties = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs)}
+    told = {*ties, *names.tied, *left_out}
     notes: tuple[str, ...] = ()
     new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
     differing = sorted(name for name in new if not set(names.tensors[name].sources) <= told)

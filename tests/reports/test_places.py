@@ -652,7 +652,7 @@ def _closed() -> Iterator[None]:
 
 
 def test_torchtunes_recipe_state_is_no_checkpoint(tmp_path: Path) -> None:
-    """The layout of a run: `epoch_0/`, and `recipe_state/recipe_state.pt` beside it."""
+    """A run of torchtune has `epoch_0/` and `recipe_state/recipe_state.pt`."""
     model = model_of()
     model.save_pretrained(tmp_path / "run/epoch_0")
     (tmp_path / "run/recipe_state").mkdir()
