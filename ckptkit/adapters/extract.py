@@ -11,7 +11,6 @@ from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.merge.base_model import find_prefixes
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.consumers.table import CONFIG
-from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
 from ckptkit.conversion.source.adapters import (
     find_lost,
     is_of_pipeline,
@@ -114,6 +113,8 @@ def prepare_extraction(
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
         if found.converted is not None:
+            from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
+
             refuse_without_peft_form(found.converted)
         component = _find_component(found, request)
         if request.base is not None and not component:

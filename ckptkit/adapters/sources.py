@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ckptkit.adapters.array_reader import ArrayReader
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import CONFIG
-from ckptkit.conversion.mapped_adapters import ConvertedAdapter, convert_adapter
 from ckptkit.conversion.source.adapters import (
     AdapterRecord,
     Choice,
@@ -41,7 +40,7 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
-from ckptkit.lora.config import Adapter, LoraSettings
+from ckptkit.lora.config import RSLORA, TASK, Adapter, LoraSettings
 from ckptkit.lora.dialects import (
     DEFAULT,
     TOKENS,
@@ -56,8 +55,6 @@ from ckptkit.lora.dialects import (
 )
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
 from ckptkit.lora.inference import (
-    RSLORA,
-    TASK,
     fits_target,
     infer_config,
     is_of_all_layers,
@@ -70,6 +67,9 @@ from ckptkit.plan.plan import SOURCE
 from ckptkit.plan.weight_kinds import LORA
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url
+
+if TYPE_CHECKING:
+    from ckptkit.conversion.mapped_adapters import ConvertedAdapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +273,8 @@ class _Opening:
         if record is not None and is_of_all_layers(record.document):
             extent = "modules"
         config = self._read_model_config(record, foreign)
+        from ckptkit.conversion.mapped_adapters import convert_adapter  # few adapters need it
+
         converted = convert_adapter(checkpoint, entries, foreign, config, extent)
         self._checkpoint = converted.checkpoint
         return converted

@@ -1,29 +1,24 @@
 """What classes of Transformers and diffusers say of themselves, as data that is read when needed.
 
-Source: `class_facts.json`, which `fixtures/generators/class_facts.py` makes of the libraries.
+Source: `class_facts.jsonl`, which `fixtures/generators/class_facts.py` makes of the libraries.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptkit.core.data_rows import read_row
 from ckptkit.core.index import Fqn
 from ckptkit.core.model_configs import architecture_of, class_of, list_model_types
 from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.hub_names.known_models import is_beyond_counts
 from ckptkit.plan.selection import KeptDtypes
 
-
-@cache
-def _facts() -> dict[str, Any]:
-    text = Path(__file__).with_name("class_facts.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+DATA = Path(__file__).with_name("class_facts.jsonl")
 
 
 def _lists(config: Mapping[str, Any], key: str, *, guesses: bool = True) -> Iterator[str]:
@@ -32,12 +27,12 @@ def _lists(config: Mapping[str, Any], key: str, *, guesses: bool = True) -> Iter
     A class has the lists of the parts that it has by default; other parts are known by their type.
     Where the class is not known, `guesses` takes what any class of its type has.
     """
-    facts = _facts()
     own, *nested = list_model_types(config) or [""]
-    of_type = facts["types"].get(own, {}) if guesses else {}
-    yield from facts["classes"].get(architecture_of(config), of_type).get(key, ())
-    for kind in nested:
-        yield from facts["types"].get(kind, {}).get(key, ())
+    facts = [read_row(DATA, "classes", architecture_of(config))]
+    if facts == [None] and guesses:
+        facts = [read_row(DATA, "types", own)]
+    for listed in (*facts, *(read_row(DATA, "types", kind) for kind in nested)):
+        yield from (listed or {}).get(key, ())
 
 
 def find_kept_by_transformers(config: Mapping[str, Any]) -> KeptDtypes:
@@ -70,7 +65,7 @@ def find_kept_by_diffusers(config: Mapping[str, Any]) -> KeptDtypes:
 
     Source: diffusers 0.42, `load_model_dict_into_meta`: a whole part of the name is compared.
     """
-    kept = _facts()["diffusers_classes"].get(class_of(config), ())
+    kept = read_row(DATA, "diffusers_classes", class_of(config)) or ()
     return KeptDtypes(tuple(rf"(?:^|\.){re.escape(name)}(?:\.|$)" for name in kept))
 
 
@@ -93,12 +88,12 @@ def find_left_out(names: Collection[str], config: Mapping[str, Any]) -> set[str]
 
 def caches_by_default(model_type: str) -> bool:
     """Returns whether models of a type keep keys and values unless their configuration says so."""
-    return model_type not in _facts()["without_cache"]
+    return model_type not in read_row(DATA, "without_cache")
 
 
 def find_text_model(model_type: str) -> str:
     """Returns the class that `AutoModelForCausalLM` takes for a model type; empty for none."""
-    return str(_facts()["text_models"].get(model_type, ""))
+    return read_row(DATA, "text_models", model_type) or ""
 
 
 _DECODERS = ("decoder", "generator", "text_config")
@@ -112,5 +107,5 @@ def generation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     decoder = next((config[key] for key in _DECODERS if config.get(key)), None)
     parts = (decoder, config) if isinstance(decoder, Mapping) else (config,)
-    stated = ((key, part.get(key)) for part in parts for key in _facts()["generation_keys"])
+    stated = ((key, part.get(key)) for part in parts for key in read_row(DATA, "generation_keys"))
     return {key: value for key, value in stated if value is not None}

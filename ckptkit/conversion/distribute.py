@@ -55,9 +55,9 @@ from ckptkit.plan.plan import (
 from ckptkit.storage.base import Cut, OutputAttempt, distant
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.workdir import NONCE_BYTES
+from ckptkit.storage.locations import S3_PROTOCOLS
 from ckptkit.storage.manifests import manifest_digest
 from ckptkit.storage.places import PathLike, is_url, local_path, place_of
-from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.storage.remote.s3_shared import S3SharedTarget, SharedOutput
 from ckptkit.storage.remote.s3_target import open_s3_prefix
 

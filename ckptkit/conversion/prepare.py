@@ -88,7 +88,6 @@ from ckptkit.options import (
 )
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
-from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full
 from ckptkit.plan.load_report import (
     CONSOLIDATE,
     Advice,
@@ -127,7 +126,7 @@ from ckptkit.storage.places import PathLike
 _LISTED = 3
 _TIE = "tie_word_embeddings"  # that of a whole model decides for its text model too
 _MOST_MODULE_BYTES = 1 << 28
-_LAYOUTS = {"torch": layout_torch_full, "dcp": layout_dcp}
+_TORCH_LAYOUTS = ("torch", "dcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -662,7 +661,7 @@ class _Planner:
     def _may_be_wrapped(self) -> bool:
         """Whether what all names begin with is taken off where that makes a model of them."""
         request = self._job.request
-        return not (request.strip_prefix or request.optimizer or request.layout in _LAYOUTS)
+        return not (request.strip_prefix or request.optimizer or request.layout in _TORCH_LAYOUTS)
 
     def _find_wrapper_of_text(
         self, config: Mapping[str, Any], names: Sequence[str], base: Sequence[str] | None
@@ -851,7 +850,10 @@ class _Planner:
                 limit = max(limit, size)
             return layout_hf_weights(products, limit, consumer.stem), names
         if self._files is None:
-            return _LAYOUTS[request.layout](products, request.max_file_bytes), names
+            from ckptkit.plan.layouts.torch import layout_dcp, layout_torch_full  # few need it
+
+            lay_out = layout_dcp if request.layout == "dcp" else layout_torch_full
+            return lay_out(products, request.max_file_bytes), names
         written = {product.spec.name for product in products}
         tied = {*names.dropped, *find_absent_tied_names(config, written)}
         files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
@@ -928,7 +930,7 @@ class _Planner:
             where=self._checkpoint.path,
             base=self._folders.base if config is None else base,
             filling=None if self._filling is not None else self._folders.base,
-            is_live=self._request.layout in _LAYOUTS,
+            is_live=self._request.layout in _TORCH_LAYOUTS,
             consumer=self._folders.consumer,
             advice=replace(advice, rules=rules) if rules else advice,
         )

@@ -63,11 +63,10 @@ from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_free
-from ckptkit.storage.locations import current_directory
+from ckptkit.storage.locations import S3_PROTOCOLS, current_directory
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
-from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:  # which needs what speaks to S3

@@ -1,24 +1,23 @@
 """The names and shapes of language models by the keys of `config.json`, without transformers.
 
-`model_shapes.json` describes a class by its sizes, its switches, the keys that change nothing, and
+`model_shapes.jsonl` describes a class by its sizes, its switches, the keys that change nothing, and
 those that may only have their default. `fixtures/generators/model_shapes.py` finds them by building
 the class. A configuration that says anything else is not described.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptkit.core.data_rows import read_row
 from ckptkit.core.index import Shape
 from ckptkit.core.model_configs import architecture_of
 from ckptkit.plan.load_report import LoadRequest
 
-DATA = Path(__file__).with_name("model_shapes.json")
+DATA = Path(__file__).with_name("model_shapes.jsonl")
 LAYER = "{layer}"
 _MOST, _MOST_LAYERS = 1 << 40, 10_000  # a configuration may be hostile
 _FACTOR = re.compile(r"(^|[*/])([^*/]+)")
@@ -40,7 +39,7 @@ def is_as_described(request: LoadRequest) -> bool:
 
 def lay_out(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     """Returns the shapes of the tensors of a model, by name; None where they are not certain."""
-    family = _read()["families"].get(config.get("model_type"))
+    family = _find_family(config)
     if family is None or architecture_of(config) != family["class"]:
         return None
     try:
@@ -52,7 +51,7 @@ def lay_out(config: Mapping[str, Any]) -> dict[str, Shape] | None:
 
 def find_tied(config: Mapping[str, Any]) -> set[str]:
     """Returns the names that a described model need not have, as it ties them to others."""
-    family = _read()["families"][config["model_type"]]
+    family = _find_family(config) or {}
     return {*family["tied"]} if config.get("tie_word_embeddings", family["ties"]) else set()
 
 
@@ -75,7 +74,7 @@ class _Values:
     def __init__(self, family: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Refuses keys and values that were not tried."""
         self._config, self._family = config, family
-        free = {*_read()["free"].split(), *family["free"].split()}
+        free = {*read_row(DATA, "free").split(), *family["free"].split()}
         for key, value in config.items():
             if key in family["sizes"]:
                 is_size = type(value) is int and 0 < value <= _MOST
@@ -83,7 +82,7 @@ class _Values:
             elif key in family["switches"]:
                 is_fit = isinstance(value, bool)
             elif key in family["activations"]:
-                is_fit = value in _read()["activations"]
+                is_fit = value in read_row(DATA, "activations")
             else:
                 is_fit = key in free or family["fixed"].get(key, self) == value
             if not is_fit:
@@ -120,7 +119,6 @@ class _Values:
         return self.compute(usual) if value is None else int(value)
 
 
-@cache
-def _read() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8"))
-    return document
+def _find_family(config: Mapping[str, Any]) -> Any:
+    model_type = config.get("model_type")
+    return read_row(DATA, "families", model_type) if isinstance(model_type, str) else None

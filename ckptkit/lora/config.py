@@ -20,6 +20,9 @@ from ckptkit.core.text import quote
 from ckptkit.lora.patterns import match_expression
 from ckptkit.plan.weight_kinds import advice_on, refusal_of
 
+ALPHA, RSLORA = "lora_alpha", "use_rslora"
+RANK, TASK = "r", "task_type"
+MAKE_CONFIG = 'the training script makes one: model.peft_config["default"].save_pretrained(DIR)'
 # Every option of `LoraConfig` that is read here or has no meaning after training.
 _KNOWN = frozenset(
     (

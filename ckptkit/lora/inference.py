@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptkit.core.errors import AdapterError, CannotPlanError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.lora.config import ALL_LINEAR, LoraSettings
+from ckptkit.lora.config import ALL_LINEAR, ALPHA, MAKE_CONFIG, RANK, RSLORA, TASK, LoraSettings
 from ckptkit.lora.dialects import BASE_LAYER, make_plain_name
 from ckptkit.lora.layers import AdapterTable, LoraLayer
 from ckptkit.lora.patterns import match_expression
@@ -111,12 +111,8 @@ def _last(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-ALPHA = "lora_alpha"
-RSLORA = "use_rslora"
-RANK, TASK = "r", "task_type"
 FAN_IN = "fan_in_fan_out"
 TOKEN_ROWS = "trainable_token_indices"  # noqa: S105  no secret
-MAKE_CONFIG = 'the training script makes one: model.peft_config["default"].save_pretrained(DIR)'
 _GIVE = {
     ALPHA: "--lora-alpha N",
     RSLORA: "--use-rslora or --no-use-rslora",

@@ -38,7 +38,6 @@ from ckptkit.formats.discovery import (
 from ckptkit.formats.parsing import list_first
 from ckptkit.formats.registry import find_candidates, make_not_found_error, recognise
 from ckptkit.runs.marks import FileLocks, claim, hold, is_step_folder, run_is_live
-from ckptkit.runs.push_journal import WATCH_FOLDER, StepPush, read_journals
 from ckptkit.runs.step_manifests import list_files, step_folder
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.base import Folder, Source
@@ -49,6 +48,7 @@ from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX, is_work_folder
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
 if TYPE_CHECKING:
+    from ckptkit.runs.push_journal import StepPush
     from ckptkit.runs.remote import RemoteRun
 
 _LISTED = 5
@@ -303,6 +303,8 @@ def open_run(run: PathLike) -> RunStore:
 
 def read_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ...]:
     """Returns the pushes that a watch has recorded for a run."""
+    from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals  # late: few runs are pushed
+
     if state is not None:
         return read_journals(Path(state))
     return () if is_url(run) else read_journals(local_path(run) / WATCH_FOLDER)

@@ -24,6 +24,7 @@ _FILE = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "sftp": "ssh"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _WEB = frozenset({"http", "https"})
+S3_PROTOCOLS = frozenset({"s3", "s3a"})
 # A user with a password, where a host or a bucket begins; the keys of S3 may hold slashes. Neither
 # the name of an access point is one, nor is a port.
 _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")

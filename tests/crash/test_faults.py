@@ -121,7 +121,7 @@ from ckptkit_cli._output import Stopped, raise_on_signals
 
 def listener(event):
     if isinstance(event, BytesWritten):
-        os.write(1, b"written\\n")  # from both copying threads: print would write a line in two parts
+        os.write(1, b"written\\n")  # of two threads; print writes a line in two parts
         time.sleep(0.2)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it

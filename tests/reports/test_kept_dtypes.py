@@ -13,20 +13,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.consumers.class_facts import find_kept_by_transformers
+from ckptkit.consumers.class_facts import DATA, find_kept_by_transformers
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.training import Checkpointer
 from tests.reports.folders import REPORTS, notes_of, same, save, weights
 from tests.sampled import sampled
 from tests.small_models import class_named, small_model_config
 
-FIXTURES = REPORTS.parent
 GLM, T5 = REPORTS / "02-keep-fp32-glm4moe", REPORTS / "02-keep-fp32-t5-float16"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-FACTS = json.loads(
-    (FIXTURES.parent / "ckptkit" / "consumers" / "class_facts.json").read_text(encoding="utf-8")
-)
-LISTED = [name for name, facts in FACTS["classes"].items() if {"always", "float16"} & set(facts)]
+ROWS = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
+LISTED = [row[1] for row in ROWS if row[0] == "classes" and {"always", "float16"} & set(row[2])]
 QUICK = ("Glm4MoeForCausalLM", "T5ForConditionalGeneration", "LlamaForCausalLM")
 
 
@@ -75,7 +72,7 @@ def test_an_average_and_a_conversion_keep_it_too(tmp_path: Path) -> None:
 
 
 def test_a_name_map_keeps_what_the_class_keeps(tmp_path: Path) -> None:
-    case = FIXTURES / "megatron_model_deepseek_v3_pp2_ep2"
+    case = REPORTS.parent / "megatron_model_deepseek_v3_pp2_ep2"
     ckptkit.consolidate(case / "checkpoint", tmp_path / "out", base=case, dtype="bfloat16")
     found = weights(tmp_path / "out")
     biases = {n: t for n, t in found.items() if n.endswith("e_score_correction_bias")}

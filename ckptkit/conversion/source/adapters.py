@@ -36,10 +36,18 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
-from ckptkit.lora.config import PEFT_PREFIX, is_dimension, is_finite
+from ckptkit.lora.config import (
+    ALPHA,
+    MAKE_CONFIG,
+    PEFT_PREFIX,
+    RANK,
+    RSLORA,
+    TASK,
+    is_dimension,
+    is_finite,
+)
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
-from ckptkit.lora.inference import ALPHA, MAKE_CONFIG, RANK, RSLORA, TASK
 from ckptkit.lora.layers import build_table
 from ckptkit.lora.pipeline_names import SETTINGS, WRITER
 from ckptkit.plan.weight_kinds import (

@@ -41,7 +41,6 @@ from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
-from ckptkit.plan.layouts.torch import layout_optimizer_file, layout_optimizer_folder
 from ckptkit.plan.optimizer_states import (
     OptimizerStates,
     drop_unwanted_members,
@@ -318,6 +317,11 @@ def plan_optimizer_files(
     """
     if not request.optimizer:
         return [], 0, []
+    from ckptkit.plan.layouts.torch import (  # few outputs need it
+        layout_optimizer_file,
+        layout_optimizer_folder,
+    )
+
     tree = model[0].tree if model else ""
     if next(checkpoint.index.of_part("optimizer"), None) is None:
         for unit in checkpoint.units:  # raises the error that is ignored without --optimizer

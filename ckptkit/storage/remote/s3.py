@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ckptkit.storage.remote.store import RemoteStore
 
 
-S3_PROTOCOLS = frozenset({"s3", "s3a"})
 _BLOCK = 256 << 10
 _DELETED_AT_ONCE = 1000
 _ACCESS_POINT = re.compile(r"(arn:[^/]+:accesspoint[/:][^/]+|arn:[^/]+/[^/]+)(?:/(.*))?", re.DOTALL)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.storage.locations import check_below
+from ckptkit.storage.locations import S3_PROTOCOLS, check_below
 from ckptkit.storage.remote.errors import (
     RetryPolicy,
     call_with_retries,
@@ -28,7 +28,6 @@ from ckptkit.storage.remote.errors import (
     wait_before_retry,
 )
 from ckptkit.storage.remote.s3 import (
-    S3_PROTOCOLS,
     delete_s3_objects,
     get_s3_object,
     head_s3_object,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Target
-from ckptkit.storage.locations import check_relative, is_work_folder
+from ckptkit.storage.locations import S3_PROTOCOLS, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import (
@@ -26,7 +26,6 @@ from ckptkit.storage.remote.errors import (
     error_translator,
     output_exists_error,
 )
-from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target, open_s3_prefix
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, get_store
 

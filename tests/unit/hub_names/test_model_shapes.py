@@ -20,7 +20,8 @@ from tests.reports.folders import save
 from tests.sampled import sampled
 from tests.small_models import on_meta, small_model_config
 
-FAMILIES = json.loads(DATA.read_text())["families"]
+ROWS = [json.loads(line) for line in DATA.read_text().splitlines()]
+FAMILIES = {model_type: one for _, model_type, one in (row for row in ROWS if row[0] == "families")}
 QUICK = ["llama", "gemma2", "gpt2", "qwen3"]
 CUT = {"rembert"}  # small models of these have a size that may only have its default
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 48, "num_hidden_layers": 2}
