@@ -38,9 +38,11 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import TensorIndex
 from ckptkit.engine.outcome import Event, Planned
+from ckptkit.formats.dcp.reader import DcpReader
 from ckptkit.formats.pickle.pickles import parse_pickle
 from ckptkit.formats.pickle.torch_values import ALLOWED
 from ckptkit.formats.torch_files import TorchFileReader
+from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.overlay import MemorySource
 from tests.property.examples import examples
 
@@ -493,6 +495,51 @@ def test_objects_in_the_meta_file_of_a_sharded_strategy_are_listed(tmp_path: Pat
         expected = f"{LEFT_OUT}hyper_parameters.mode (Mode of {HERE})"
         assert listed == ([expected] if number == 0 else [])
         assert ckptkit.inspect(folder).version == "2.6.6"
+
+
+@settings(
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(value=OBJECTS)
+def test_any_objects_in_a_dcp_checkpoint_are_listed(
+    value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    state = {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "config": RunConfig(inner=value),
+        "nested": {"log": [value, {"mode": Mode.FAST}]},
+        "value": value,
+    }
+    folder = tmp_path / "step"
+    shutil.rmtree(folder, ignore_errors=True)
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    (candidate,) = DcpReader().find([path.name for path in folder.iterdir()])
+    with LocalSource(folder) as source:
+        (note,) = DcpReader().read_index(source, candidate).run.warnings
+    assert note.startswith(f"{LEFT_OUT}config (RunConfig of {HERE}")
+    assert "nested.log" in note
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_objects_beside_the_weights_of_a_dcp_checkpoint_are_named_by_a_conversion(
+    tmp_path: Path,
+) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    groups = [{"lr": 0.1, "kind": Mode.FAST, "params": [n]} for n in range(400)]
+    objects = {"config": RunConfig(), "parts": [Mode.FAST], "slotted": Slotted(1), "step": 3}
+    document = {"model": state, "optimizer": {"param_groups": groups, "state": {}}, **objects}
+    dcp.save(document, checkpoint_id=tmp_path / "step", no_dist=True)
+    tensors, notes = converted(tmp_path / "step", tmp_path / "out")
+    assert_same(tensors, state)
+    expected = {"config": "RunConfig", "parts.0": "Mode", "slotted": "Slotted"}
+    listed = ", ".join(f"{path} ({name} of {HERE})" for path, name in expected.items())
+    assert objects_in(notes) == listed
 
 
 def test_objects_in_the_files_of_ranks_are_listed_once(tmp_path: Path) -> None:

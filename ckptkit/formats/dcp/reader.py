@@ -64,7 +64,9 @@ from ckptkit.formats.dcp.megatron import (
 )
 from ckptkit.formats.dcp.metadata import DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
-from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.machine import Global, InertObject
+from ckptkit.formats.pickle.objects import describe_objects, is_object
+from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_values import UnreadTensor, explain_value, parse_values
 from ckptkit.formats.pickle.torch_zip import MAX_TENSOR_PICKLE_BYTES, open_archive
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header, read_shard_offsets
@@ -152,6 +154,7 @@ _OF_RANK = re.compile(r"__\d{1,7}\.metadata")
 _RAW, _TORCH_ZIP = CONTAINERS.index("raw"), CONTAINERS.index("torch_zip")
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
 _MOST_DECOMPRESSED_BYTES = 64 << 20  # of one compressed object
+_MOST_OBJECTS, _MOST_OBJECT_BYTES = 64, 64 << 10  # that are read for a note on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,9 +259,34 @@ class DcpReader:
             writer=", ".join(filter(None, [index.run.writer, framework.name])),
             version=framework.version,
             notes=(*index.run.notes, *framework.notes),
-            warnings=framework.warnings,
+            warnings=(*framework.warnings, *_describe_objects(source, index)),
         )
         return replace(index, run=run, problems=(*index.problems, *framework.problems))
+
+
+def _describe_objects(source: Source, index: TensorIndex) -> tuple[str, ...]:
+    """Returns a note on the objects of other code among the values, of which small ones are read.
+
+    The settings of an optimizer's groups are many, and plain.
+    """
+    small = [
+        (path, value)
+        for path, value in index.values.items()
+        if isinstance(value, BlobRef)
+        and value.stop - value.start <= _MOST_OBJECT_BYTES
+        and "param_groups" not in ".".join(map(str, path))
+    ]
+    small = sorted(small, key=lambda item: len(item[0]))[:_MOST_OBJECTS]
+    prefetch(source, [FileRange(blob.path, blob.start, blob.stop) for _, blob in small])
+    found: dict[KeyPath, InertObject | Global] = {}
+    for path, blob in small:
+        where = f"{posixpath.join(source.location, blob.path)}, object {path!r}"
+        with suppress(CkptkitError):  # whoever needs it, and `verify`, report it
+            archive = open_archive(*open_blob(source, blob, where=where), where=where)
+            value = parse_values(archive.pickle(max_bytes=_MOST_OBJECT_BYTES), where=where)
+            inner = walk_values(value, limit=_MOST_OBJECT_BYTES, where=where)
+            found.update(((*path, *below), part) for below, part in inner if is_object(part))
+    return describe_objects(found)
 
 
 def _with_data_below(folders: Mapping[str, list[str]]) -> dict[str, list[str]]:
