@@ -163,6 +163,21 @@ def test_nothing_is_filled_from_another_model_by_mistake(tmp_path: Path) -> None
     assert not out.exists()
 
 
+def test_what_a_wrapper_put_before_names_is_taken_off_as_the_refusal_proposes(
+    tmp_path: Path,
+) -> None:
+    state, base = write_base(tmp_path / "base"), tmp_path / "base"
+    half = {f"net.{name}": tensor for name, tensor in state.items() if ".1." not in name}
+    step = save({**half, "loss.weight": torch.ones(3)}, tmp_path / "step")
+    with pytest.raises(RefusedError, match="has none of the") as caught:
+        ckptkit.consolidate(step, tmp_path / "out", base=base, fill_from_base=True)
+    options = shlex.split(caught.value.hint.removeprefix("pass ").removesuffix(" as well"))
+    out = str(tmp_path / "out")
+    command = ["consolidate", str(step), out, "--base", str(base), "--fill-from-base"]
+    assert main([*command, *options]) == 0
+    same(weights(tmp_path / "out"), state)
+
+
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = write_base(tmp_path / "base")
     half = {name: tensor for name, tensor in state.items() if ".1." not in name}

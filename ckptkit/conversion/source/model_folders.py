@@ -5,8 +5,10 @@ Of model folders, headers and indexes are read, never weights.
 
 from __future__ import annotations
 
+import glob
 import posixpath
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -217,6 +219,18 @@ def check_reach(
     return tuple(notes)
 
 
+def _hint_at_prefix(written: AbstractSet[Fqn], known: AbstractSet[Fqn]) -> str:
+    """Proposes to take off what stands before names that another model has."""
+    for name in sorted(written):
+        parts = name.split(".")
+        for at in range(1, len(parts)):
+            if Fqn(".".join(parts[at:])) in known:
+                prefix = ".".join([*parts[:at], ""])
+                words = ("--strip-prefix", prefix, "--include", f"{glob.escape(prefix)}*")
+                return f"pass {shlex.join(words)} as well"
+    return "name the model that the run was started from"
+
+
 @dataclass(slots=True)
 class Filling:
     """A model that an output takes tensors from which the source lacks.
@@ -244,7 +258,7 @@ class Filling:
                 f"has none of the {len(written):,} tensors of the source, such as"
                 f" {min(written, default='')!r}; the first there is {min(known, default='')!r}",
                 where=where,
-                hint="name the model that the run was started from",
+                hint=_hint_at_prefix(written, known),
             )
         lacking = [entry for entry in entries if entry.name not in written]
         for name in (entry.name for entry in lacking):
