@@ -186,8 +186,11 @@ def update_config(
         allow_code: Whether `auto_map`, which names python files, stays.
     """
     changed = dict(config)
-    floating = {dtype: size for dtype, size in dtypes.items() if dtype.kind == "float"}
-    if floating:
+    # Floats of 8 bits are stored and not computed with: with such a type no model is built. What
+    # packed weights are computed in, no other tensor tells.
+    floating = {d: size for d, size in dtypes.items() if d.kind == "float" and d.itemsize > 1}
+    is_stated = any(config.get(key) for key in _DTYPES)
+    if floating and not (is_stated and config.get(_QUANTIZATION)):
         main = max(floating, key=lambda dtype: floating[dtype]).name
         before = {changed.get(key) for key in _DTYPES} - {None, main}
         if "torch_dtype" in changed:  # the key of Transformers 4, still read by 5

@@ -22,7 +22,7 @@ from ckptkit.consumers.side_files import (
     update_config,
 )
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import FormatError, NotACheckpointError
 from ckptkit.core.model_configs import parse_json_object, to_json
 from ckptkit.options import ConsolidateRequest
@@ -37,6 +37,7 @@ LLAMA = {
     "vocab_size": 4,
 }
 F32, BF16, I64 = (dtype_named(name) for name in ("float32", "bfloat16", "int64"))
+F8, E8M0 = dtype_named("float8_e4m3fn"), dtype_named("float8_e8m0fnu")
 
 
 def chosen(*folders: Mapping[str, int], allow_code: bool = False) -> tuple[list[str], list[str]]:
@@ -124,8 +125,20 @@ def test_the_dtype_of_most_bytes_is_written_under_the_key_that_is_there(
     assert update_config(before, sizes, allow_code=False) == after
 
 
-def test_a_model_of_integers_alone_leaves_the_dtype_as_it_was() -> None:
-    assert update_config({"dtype": "x"}, {I64: 5}, allow_code=False) == {"dtype": "x"}
+@pytest.mark.parametrize("sizes", [{I64: 5}, {F8: 5}, {F8: 5, E8M0: 2, I64: 9}])
+def test_weights_that_nothing_computes_with_leave_the_dtype_as_it_was(
+    sizes: dict[DType, int],
+) -> None:
+    assert update_config({"dtype": "x"}, sizes, allow_code=False) == {"dtype": "x"}
+    assert update_config({}, sizes, allow_code=False) == {}
+
+
+def test_scales_beside_packed_weights_do_not_decide_on_a_dtype() -> None:
+    packed = {"quantization_config": {"quant_method": "fp8"}}
+    sizes = {F8: 1_000, F32: 20, BF16: 10}
+    stated = {**packed, "torch_dtype": "bfloat16"}
+    assert update_config(stated, sizes, allow_code=False) == stated
+    assert update_config(packed, sizes, allow_code=False) == {**packed, "dtype": "float32"}
 
 
 def test_auto_map_goes_unless_code_is_allowed() -> None:
