@@ -101,6 +101,7 @@ class ProgressBar(Closing):
         self._label = label
         self._lock = threading.Lock()
         self._stage = self._drawn = Stage(label, None)
+        self._counted: Stage | None = None  # the last one whose bytes are counted
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         # A notebook shows a widget in the cell whose thread makes it.
@@ -120,6 +121,8 @@ class ProgressBar(Closing):
         """Shows a stage instead of the one before."""
         with self._lock:
             self._stage = stage
+            if stage.total_bytes is not None:
+                self._counted = stage
             if self._thread is None and not self._ended.is_set():
                 self._thread = threading.Thread(
                     target=self._run, name="ckptkit-progress", daemon=True
@@ -137,7 +140,9 @@ class ProgressBar(Closing):
         if self._bar is not None:
             with suppress(OSError, ValueError):
                 if self._is_notebook:
+                    self._stage = self._counted or self._stage
                     self._draw(self._bar)
+                    self._bar.leave = self._counted is not None
                 self._bar.close()
 
     def _run(self) -> None:
@@ -145,7 +150,8 @@ class ProgressBar(Closing):
         with suppress(OSError, ValueError):  # stderr is gone; the work goes on
             while not self._ended.wait(_DRAW_SECONDS):
                 if draws:
-                    self._bar = self._bar or self._make_bar()
+                    if self._bar is None:  # tqdm's truth is that of its total
+                        self._bar = self._make_bar()
                     self._draw(self._bar)
                 elif line := log.line(self._stage):
                     sys.stderr.write(without_url_secrets(f"{line}\n"))
@@ -161,13 +167,15 @@ class ProgressBar(Closing):
             unit="B",
             unit_scale=True,
             leave=self._is_notebook,
-            dynamic_ncols=not self._is_notebook,
             mininterval=0,
             miniters=0,
         )
 
     def _draw(self, bar: Any) -> None:
-        stage = self._stage
+        stage, remark = self._stage, self._stage.remark
+        if not self._is_notebook:
+            bar.ncols, bar.nrows = _screen_size()
+            remark = remark if bar.ncols >= _LEAST_WIDTH else ""
         if stage is not self._drawn:
             self._drawn = stage
             bar.set_description_str(without_url_secrets(stage.text), refresh=False)
@@ -175,10 +183,18 @@ class ProgressBar(Closing):
             bar.total = stage.total_bytes
             bar.reset(stage.total_bytes)
             bar.start_t = bar.last_print_t = stage.began
-        is_narrow = bar.ncols is not None and not self._is_notebook and bar.ncols < _LEAST_WIDTH
-        bar.set_postfix_str("" if is_narrow else stage.remark, refresh=False)
-        if not bar.update(stage.done_bytes - bar.n):
+        bar.set_postfix_str(remark, refresh=False)
+        step = stage.done_bytes - bar.n
+        if step > 0:  # the rate is since the last step
+            bar.update(step)
+        else:
             bar.refresh()
+
+
+def _screen_size() -> tuple[int, int]:
+    """Returns columns, without the last, and rows; some terminals say 0, where tqdm is silent."""
+    columns, rows = os.get_terminal_size(sys.stderr.fileno())
+    return max((columns or 80) - 1, 1), rows or 24
 
 
 @contextmanager
