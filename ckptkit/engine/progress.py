@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -95,17 +95,23 @@ class ProgressLog:
 
 
 class ProgressBar(Closing):
-    """Shows the events of a job, until it is closed; they may come from several threads."""
+    """Shows the events of a job, until it is closed; they may come from several threads.
 
-    def __init__(self, label: str) -> None:
+    Args:
+        label: What the job does.
+        tell: Takes the lines of a log, which are then written wherever stderr leads to.
+    """
+
+    def __init__(self, label: str, tell: Callable[[str], object] | None = None) -> None:
         self._label = label
+        self._tell = tell
         self._lock = threading.Lock()
         self._stage = self._drawn = Stage(label, None)
         self._counted: Stage | None = None  # the last one whose bytes are counted
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         # A notebook shows a widget in the cell whose thread makes it.
-        self._is_notebook = "ipykernel.zmqshell" in sys.modules
+        self._is_notebook = tell is None and "ipykernel.zmqshell" in sys.modules
         self._bar: Any = self._make_bar() if self._is_notebook else None
 
     def listen(self, event: Event) -> None:
@@ -146,7 +152,8 @@ class ProgressBar(Closing):
                 self._bar.close()
 
     def _run(self) -> None:
-        draws, log = self._is_notebook or is_terminal(), ProgressLog()
+        draws = self._is_notebook or (self._tell is None and is_terminal())
+        log, tell = ProgressLog(), self._tell or _write_line
         with suppress(OSError, ValueError):  # stderr is gone; the work goes on
             while not self._ended.wait(_DRAW_SECONDS):
                 if draws:
@@ -154,8 +161,7 @@ class ProgressBar(Closing):
                         self._bar = self._make_bar()
                     self._draw(self._bar)
                 elif line := log.line(self._stage):
-                    sys.stderr.write(without_url_secrets(f"{line}\n"))
-                    sys.stderr.flush()
+                    tell(line)
 
     def _make_bar(self) -> Any:
         if self._is_notebook:
@@ -189,6 +195,11 @@ class ProgressBar(Closing):
             bar.update(step)
         else:
             bar.refresh()
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(without_url_secrets(f"{line}\n"))
+    sys.stderr.flush()
 
 
 def _screen_size() -> tuple[int, int]:

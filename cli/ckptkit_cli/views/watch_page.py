@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ckptkit.core.text import counted, size_text
@@ -26,14 +27,15 @@ _DOING = {
 class WatchPage:
     """Writes the events of a watch, which come from several threads.
 
-    Events go to stdout, as text or as JSON lines. What the watch does now is shown on stderr.
+    Events go to stdout, as text or as JSON lines. What the watch does now is shown on stderr, or is
+    an event too.
     """
 
     def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
         self._output = output
         self._metrics = metrics
         self._as_json = as_json
-        self._shows = output.reports_progress and not as_json
+        self._shows = output.reports_progress or as_json
         self._lock = threading.RLock()
         self._bar: ProgressBar | None = None
 
@@ -68,6 +70,9 @@ class WatchPage:
             return
         self._output.lines([f"{at} {shown}"])
 
+    def _record_progress(self, step: int | None, line: str) -> None:
+        self._write(WatchEvent("progress", step, {"message": line}))
+
     def _open_bar(self) -> ProgressBar | None:
         totals = self._metrics.totals
         text = _DOING.get(totals.phase, totals.phase)
@@ -75,7 +80,7 @@ class WatchPage:
         waits = f"{counted(waiting, 'step')} waiting" if waiting else ""
         if totals.step is not None:
             text += f" step {totals.step}" + (f", {waits}" if waits else "")
-        elif not is_terminal():  # a log says nothing about a watch that only looks
+        elif self._as_json or not is_terminal():  # a log says nothing about a watch that only looks
             return None
         else:
             failed = sum(totals.failures.values())
@@ -86,7 +91,8 @@ class WatchPage:
                 f"{failed:,} failed" if failed else "",
             ]
             text = "; ".join(filter(None, [*parts, waits]))
-        bar = ProgressBar(text)
+        tell = partial(self._record_progress, totals.step) if self._as_json else None
+        bar = ProgressBar(text, tell)
         bar.begin(Stage(text, None))
         return bar
 
@@ -124,6 +130,7 @@ _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
     "seen": lambda _: "waits to be pushed",
     "building": lambda _: "building",
     "pushing": lambda facts: f"pushing to {facts['repo_id']}",
+    "progress": lambda facts: str(facts["message"]),
     "pushed": _pushed,
     "passed": lambda facts: f"is not pushed: {facts['reason']}",
     "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
