@@ -567,6 +567,8 @@ def prune(
     incomplete: bool = False,
     max_total_size: int | str | None = None,
     dry_run: bool = False,
+    listener: Listener | None = None,
+    progress: bool = False,
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps; the rules are those of a `Checkpointer`.
 
@@ -585,6 +587,8 @@ def prune(
         max_total_size: What all steps may take together, in bytes or such as "500GB": the oldest
             are removed until they fit, though `keep_last` or `keep_every` names them.
         dry_run: Whether to say only what would be done.
+        listener: Receives progress events; their bytes are those that are removed.
+        progress: Whether progress is shown, see `Options`.
 
     Returns:
         What became of each step, and what that freed.
@@ -594,10 +598,13 @@ def prune(
         RefusedError: If the best step is to stay, and no step has the metric.
         InputError: If there is no such run, or if it cannot be listed.
     """
+    from ckptkit.engine.progress import report_to
     from ckptkit.options import parse_total
     from ckptkit.runs.pruning import PruneLimits, prune_run
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
     retention = Retention(keep_last, keep_every, keep_best, best_mode)
-    return prune_run(run, retention, dry_run=dry_run, limits=PruneLimits(incomplete, total))
+    limits = PruneLimits(incomplete, total)
+    with report_to("prune", {"listener": listener, "progress": progress}) as listen:
+        return prune_run(run, retention, dry_run=dry_run, limits=limits, listener=listen)

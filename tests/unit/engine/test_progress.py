@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -143,6 +144,12 @@ def _average(out: Path, **options: Any) -> None:
     ckptkit.average([LLAMA, out / "a"], out / "b", names="live", **options)
 
 
+def _prune(out: Path, **options: Any) -> None:
+    for step in (1, 2):
+        shutil.copytree(LLAMA, out / f"checkpoint-{step}")
+    assert len(ckptkit.prune(out, keep_last=1, **options).removed) == 1
+
+
 CALLS: dict[str, Callable[..., object]] = {
     "consolidate": lambda out, **how: ckptkit.consolidate(LLAMA, out, names="live", **how),
     "convert": lambda out, **how: ckptkit.convert(LLAMA, out, to="dcp", names="live", **how),
@@ -156,6 +163,7 @@ CALLS: dict[str, Callable[..., object]] = {
         ADAPTER, out, lora_alpha=16, use_rslora=False, **how
     ),
     "load_into": _load_into,
+    "prune": _prune,
 }
 
 
