@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -19,6 +20,11 @@ from typing import Self
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from ckptkit.engine.outcome import BytesWritten, Started
+from ckptkit.hub.watch.events import WatchEvent, WatchMetrics
+from ckptkit_cli._output import Output
+from ckptkit_cli.views.watch_page import WatchPage
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -171,6 +177,27 @@ def test_a_watch_shows_what_it_does_and_what_is_done(tmp_path: Path) -> None:
     assert left[-1] == "interrupted: stopped by SIGINT"
     assert not [row for row in left if "looking for" in row]
     assert [row for row in left if "step 2: pushed as" in row]
+
+
+def test_a_watch_says_in_a_log_and_to_programs_how_far_a_build_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pages = [WatchPage(Output(), WatchMetrics(), as_json=as_json) for as_json in (False, True)]
+    quiet = WatchPage(Output(quiet=True), WatchMetrics(), as_json=False)
+    for page in (*pages, quiet):
+        page.listen(WatchEvent("building", 5, {"waiting": 3}))
+        page.progress(Started(1000))
+        page.progress(BytesWritten(250))
+    time.sleep(2.6)
+    for page in (*pages, quiet):
+        page.listen(WatchEvent("stopped"))
+    printed = capsys.readouterr()
+    line = r"building step 5, 2 steps waiting: 250B of 1\.00kB \(25%\), [\d.]+B/s, \d\d:\d\d left"
+    assert re.fullmatch(line + r"\n", printed.err)
+    events = [json.loads(text) for text in printed.out.splitlines() if text.startswith("{")]
+    assert [event["event"] for event in events] == ["building", "progress", "stopped"]
+    assert events[1]["step"] == 5
+    assert re.fullmatch(line, events[1]["message"])
 
 
 def log_of(folder: Path, *words: str | Path) -> list[tuple[float, str]]:
