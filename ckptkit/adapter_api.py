@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.core.arguments import check_arguments
 from ckptkit.options import (
     DTypeLike,
     GenerationChoice,
     NotFinite,
+    ProgressOptions,
     Resources,
     TokenizerOrigin,
 )
@@ -17,12 +18,11 @@ from ckptkit.storage.locations import Sources, place_of, resolve_places
 
 if TYPE_CHECKING:
     from ckptkit.core.manifest import Manifest
-    from ckptkit.engine.outcome import Listener
     from ckptkit.lora.changes import MergeDType, MergeNames, QloraBase
     from ckptkit.storage.places import PathLike
 
 
-class AdapterOptions(TypedDict, total=False):
+class AdapterOptions(ProgressOptions, total=False):
     """The options of `extract_adapter`; they are those of `ckptkit adapter extract`.
 
     Attributes:
@@ -40,7 +40,6 @@ class AdapterOptions(TypedDict, total=False):
         overwrite: Whether an `out` that holds something is replaced.
         src_options: Options of the storage that is read, see `Options`.
         dst_options: Options of the storage that is written.
-        listener: Receives progress events, from several threads.
     """
 
     adapter: str | None
@@ -56,7 +55,6 @@ class AdapterOptions(TypedDict, total=False):
     overwrite: bool
     src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
-    listener: Listener | None
 
 
 @check_arguments
@@ -80,18 +78,20 @@ def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptio
     """
     from ckptkit.adapters.extract import run_extraction
     from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.engine.progress import report_to
 
     values = resolve_places(src, out, options)
-    return run_extraction(
-        values["src"],
-        values["out"],
-        AdapterRequest.from_options(values, adapter=options.get("adapter")),
-        overwrite=options.get("overwrite", False),
-        listener=options.get("listener"),
-    ).manifest
+    with report_to("extract_adapter", options) as listener:
+        return run_extraction(
+            values["src"],
+            values["out"],
+            AdapterRequest.from_options(values, adapter=options.get("adapter")),
+            overwrite=options.get("overwrite", False),
+            listener=listener,
+        ).manifest
 
 
-class DiffOptions(TypedDict, total=False):
+class DiffOptions(ProgressOptions, total=False):
     """The options of `adapter_from_diff`; they are those of `ckptkit adapter from-diff`.
 
     Attributes:
@@ -103,7 +103,6 @@ class DiffOptions(TypedDict, total=False):
         overwrite: Whether an `out` that holds something is replaced.
         src_options: Options of the storage that is read, see `Options`.
         dst_options: Options of the storage that is written.
-        listener: Receives progress events.
     """
 
     include: Sequence[str]
@@ -114,7 +113,6 @@ class DiffOptions(TypedDict, total=False):
     overwrite: bool
     src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
-    listener: Listener | None
 
 
 @check_arguments
@@ -149,7 +147,7 @@ def adapter_from_diff(
         OutputExistsError: If `out` is not empty.
     """
     from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
-    from ckptkit.engine.outcome import ignore
+    from ckptkit.engine.progress import report_to
 
     request = make_diff_request(
         rank,
@@ -160,17 +158,18 @@ def adapter_from_diff(
         select=options.get("select"),
     )
     sources = Sources(tuned, options.get("src_options"))
-    return run_adapter_from_diff(
-        sources.first,
-        place_of(out, options.get("dst_options")),
-        request,
-        base=sources.place(base),
-        overwrite=options.get("overwrite", False),
-        listener=options.get("listener") or ignore,
-    )
+    with report_to("adapter_from_diff", options) as listener:
+        return run_adapter_from_diff(
+            sources.first,
+            place_of(out, options.get("dst_options")),
+            request,
+            base=sources.place(base),
+            overwrite=options.get("overwrite", False),
+            listener=listener,
+        )
 
 
-class MergeOptions(TypedDict, total=False):
+class MergeOptions(ProgressOptions, total=False):
     """The options of `merge_adapter`; they are those of `ckptkit adapter merge`.
 
     Attributes:
@@ -207,7 +206,6 @@ class MergeOptions(TypedDict, total=False):
         workers: Threads; chosen by the number of cores when left out.
         memory_budget: What buffers may take together, in bytes or such as "64MB".
         memory_limit: What the whole process may take.
-        listener: Receives progress events, from several threads.
     """
 
     base: PathLike | None
@@ -238,7 +236,6 @@ class MergeOptions(TypedDict, total=False):
     workers: int | None
     memory_budget: int | str | None
     memory_limit: int | str | None
-    listener: Listener | None
 
 
 @check_arguments
@@ -261,6 +258,7 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
     """
     from ckptkit.adapters.merge.merge_adapters import list_choices, run_merge
     from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.engine.progress import report_to
     from ckptkit.lora.changes import MergeRequest
 
     values = resolve_places(src, out, options)
@@ -271,13 +269,14 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
         for one in options.get("further", ())
     ]
-    merged = run_merge(
-        list_choices(sources.first, first, options.get("adapters", ()), further),
-        values["out"],
-        MergeRequest.from_options(values),
-        base=values["base"],
-        overwrite=options.get("overwrite", False),
-        resources=resources,
-        listener=options.get("listener"),
-    )
+    with report_to("merge_adapter", options) as listener:
+        merged = run_merge(
+            list_choices(sources.first, first, options.get("adapters", ()), further),
+            values["out"],
+            MergeRequest.from_options(values),
+            base=values["base"],
+            overwrite=options.get("overwrite", False),
+            resources=resources,
+            listener=listener,
+        )
     return merged.manifest

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.core.errors import ArgumentError, UsageError
+from ckptkit.core.errors import UsageError
 from ckptkit.options import (
     CountLike,
     DTypeLike,
@@ -18,6 +18,7 @@ from ckptkit.options import (
     NameChoice,
     NotFinite,
     OutputDType,
+    ProgressOptions,
     TokenizerOrigin,
     positive_number,
 )
@@ -95,8 +96,8 @@ class SourceOptions(TypedDict, total=False):
     bandwidth: int | str | None
 
 
-class Options(SourceOptions, total=False):
-    """The options of `consolidate` and `convert`; they are those of the commands.
+class OutputOptions(SourceOptions, ProgressOptions, total=False):
+    """The options of all functions that write a model of whole checkpoints.
 
     Attributes:
         dtype: Element type of floating tensors, "keep" by default; integers are never cast. An
@@ -110,12 +111,8 @@ class Options(SourceOptions, total=False):
             to `eos_token_id`; "keep" leaves `generation_config.json` as it is.
         tokenizer_from: Whose tokenizer is written: "step", "base", or "auto", the default, which
             takes the files of the base if the step has the same tokens.
-        also: Further directories that hold files of the same checkpoint, such as each node's
-            copy of its ranks' files; a file has the same path in each of them as below `src`.
         like: A model folder, or one with its index alone, whose file names and distribution of
             tensors over files are kept; it takes the place of `max_shard_size`.
-        optimizer: Whether the states of the optimizer are written too, under the names of the
-            parameters in training: as `optimizer.bin`, or with `to="dcp"` in `optimizer_0`.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB", which
             is the default.
         allow_code: Whether python files and `auto_map` are copied.
@@ -125,15 +122,11 @@ class Options(SourceOptions, total=False):
         overwrite: Whether an `out` that holds something is replaced.
         resume: Whether to resume an interrupted run: its finished files are kept where they are
             proven to be as it wrote them, and those of this run stay if it is interrupted.
-        delete_source: Whether the files that were read are removed once all of the output was read
-            back and has the digests of its manifest. They stay if something in them, such as the
-            state of an optimizer, is not in the output, which is refused beforehand.
         if_exists: "verify" returns the manifest of an `out` that holds this very output already,
             made from the same source in the same way, once all its digests are proven; "error",
             the default, refuses it.
         engine: "local", the default, or "ray" for the nodes of a Ray cluster, which all need to
             see `src` and `out`; the limits are then those of each node.
-        listener: Receives progress events, from several threads.
     """
 
     dtype: OutputDType | DTypeLike
@@ -141,19 +134,33 @@ class Options(SourceOptions, total=False):
     tokenizer: PathLike | None
     generation_config: GenerationChoice
     tokenizer_from: TokenizerOrigin
-    also: Sequence[PathLike]
     like: PathLike | None
-    optimizer: bool
     max_shard_size: int | str
     allow_code: bool
     check: Sequence[NotFinite]
     dst_options: Mapping[str, Any] | None
     overwrite: bool
     resume: bool
-    delete_source: bool
     if_exists: IfExists
     engine: Engine
-    listener: Listener | None
+
+
+class Options(OutputOptions, total=False):
+    """The options of `consolidate` and `convert`; they are those of the commands.
+
+    Attributes:
+        also: Further directories that hold files of the same checkpoint, such as each node's
+            copy of its ranks' files; a file has the same path in each of them as below `src`.
+        optimizer: Whether the states of the optimizer are written too, under the names of the
+            parameters in training: as `optimizer.bin`, or with `to="dcp"` in `optimizer_0`.
+        delete_source: Whether the files that were read are removed once all of the output was read
+            back and has the digests of its manifest. They stay if something in them, such as the
+            state of an optimizer, is not in the output, which is refused beforehand.
+    """
+
+    also: Sequence[PathLike]
+    optimizer: bool
+    delete_source: bool
 
 
 @check_arguments
@@ -286,16 +293,15 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
     """
     from ckptkit.conversion.job import run_job
     from ckptkit.conversion.prepare import ConversionJob
-    from ckptkit.engine.outcome import ignore
+    from ckptkit.engine.progress import report_to
 
     job = ConversionJob.from_options(resolve_places(src, out, options), to)
-    return run_job(job, options.get("listener") or ignore).whole
+    with report_to("consolidate" if to == "hf" else "convert", options) as listener:
+        return run_job(job, listener).whole
 
 
-class AverageOptions(Options, total=False):
-    """The options of `average`: those of `ckptkit average`, and those of `Options` but for three.
-
-    `also`, `optimizer` and `delete_source` are for one source.
+class AverageOptions(OutputOptions, total=False):
+    """The options of `average`; they are those of `ckptkit average`.
 
     Attributes:
         last: Averages so many of the newest complete steps of a run.
@@ -310,9 +316,6 @@ class AverageOptions(Options, total=False):
     weights: Sequence[float] | None
     ema: float | None
     take_last: Sequence[str]
-
-
-_FOR_ONE_SOURCE = frozenset({"also", "optimizer", "delete_source"})
 
 
 @check_arguments
@@ -345,13 +348,11 @@ def average(
     from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.conversion.values.average import AverageJob
     from ckptkit.conversion.values.averaged_tensors import Weighting
-    from ckptkit.engine.outcome import ignore
+    from ckptkit.engine.progress import report_to
 
     listed = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
     if not listed:
         raise UsageError("no source was named", where="SRC", hint="name the steps, or a run")
-    for name in _FOR_ONE_SOURCE & options.keys():
-        raise ArgumentError("is no option of an average", where=name, hint="leave it out")
     places = Sources(listed[0], options.get("src_options"))
     job = AverageJob.of(
         ConversionJob.from_options(resolve_places(listed[-1], out, options), "hf"),
@@ -360,7 +361,8 @@ def average(
         last=positive_number(options.get("last"), option="--last", example=5),
         take_last=options.get("take_last", ()),
     )
-    return run_job(job, options.get("listener") or ignore).whole
+    with report_to("average", options) as listener:
+        return run_job(job, listener).whole
 
 
 @check_arguments
@@ -373,6 +375,7 @@ def verify(
     repair: bool = False,
     copies: Sequence[PathLike] = (),
     listener: Listener | None = None,
+    progress: bool = False,
 ) -> Verification:
     """Reads a checkpoint, a delta, or an output of ours, and checks every stored checksum.
 
@@ -393,20 +396,21 @@ def verify(
     from ckptkit.conversion.verify import run_verification
     from ckptkit.deltas.checks import verify_delta
     from ckptkit.deltas.form import is_delta
-    from ckptkit.engine.outcome import ignore
+    from ckptkit.engine.progress import report_to
 
     sources = Sources(path, src_options)
-    if repair:
-        if select is not None or also:
-            raise UsageError("cannot be combined with --select or --also", where="--repair")
-        return run_repair(sources.first, sources.further(copies), listener=listener)
-    if copies:
+    if repair and (select is not None or also):
+        raise UsageError("cannot be combined with --select or --also", where="--repair")
+    if copies and not repair:
         raise UsageError("names copies to mend from, and needs --repair", where="--from")
-    if is_delta(sources.first):
-        return verify_delta(sources.first, listener or ignore)
-    return run_verification(
-        sources.first, select=select, also=sources.further(also), listener=listener
-    )
+    with report_to("verify", {"listener": listener, "progress": progress}) as listen:
+        if repair:
+            return run_repair(sources.first, sources.further(copies), listener=listen)
+        if is_delta(sources.first):
+            return verify_delta(sources.first, listen)
+        return run_verification(
+            sources.first, select=select, also=sources.further(also), listener=listen
+        )
 
 
 class Tolerances(TypedDict, total=False):
@@ -434,6 +438,7 @@ def diff(
     numeric: bool = False,
     src_options: Mapping[str, Any] | None = None,
     listener: Listener | None = None,
+    progress: bool = False,
     **tolerance: Unpack[Tolerances],
 ) -> Difference:
     """Compares the models of two checkpoints across formats, bit by bit or by their numbers.
@@ -449,6 +454,7 @@ def diff(
             norms of each tensor.
         src_options: Options of the storage, see `Options`.
         listener: Receives progress events, from several threads.
+        progress: Whether progress is shown, see `Options`.
         **tolerance: See `Tolerances`.
 
     Returns:
@@ -459,21 +465,23 @@ def diff(
         UsageError: If a tolerance is negative, or there is one without `numeric`.
     """
     from ckptkit.conversion.diff import make_tolerance, run_diff
+    from ckptkit.engine.progress import report_to
 
     sources = Sources(a, src_options)
-    return run_diff(
-        sources.first,
-        sources.place(b),
-        choice=os.fspath(map),
-        base=sources.optional(base),
-        tolerance=make_tolerance(
-            numeric=numeric, rtol=tolerance.get("rtol"), atol=tolerance.get("atol")
-        ),
-        listener=listener,
-    )
+    with report_to("diff", {"listener": listener, "progress": progress}) as listen:
+        return run_diff(
+            sources.first,
+            sources.place(b),
+            choice=os.fspath(map),
+            base=sources.optional(base),
+            tolerance=make_tolerance(
+                numeric=numeric, rtol=tolerance.get("rtol"), atol=tolerance.get("atol")
+            ),
+            listener=listen,
+        )
 
 
-class StatsOptions(TypedDict, total=False):
+class StatsOptions(ProgressOptions, total=False):
     """The options of `stats`; they are those of `ckptkit stats`.
 
     Attributes:
@@ -487,7 +495,6 @@ class StatsOptions(TypedDict, total=False):
         map: The name map that converts the names of another framework, see `Options`; "none", the
             default, keeps names as they are stored.
         src_options: Options of the storage, see `Options`.
-        listener: Receives progress events, from several threads.
     """
 
     select: str | None
@@ -498,7 +505,6 @@ class StatsOptions(TypedDict, total=False):
     optimizer: bool
     map: PathLike
     src_options: Mapping[str, Any] | None
-    listener: Listener | None
 
 
 @check_arguments
@@ -517,16 +523,18 @@ def stats(path: PathLike, **options: Unpack[StatsOptions]) -> Statistics:
         InputError: If the checkpoint is damaged or incomplete.
     """
     from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.engine.progress import report_to
     from ckptkit.options import ConsolidateRequest
 
     sources = Sources(path, options.get("src_options"))
-    return run_stats(
-        sources.first,
-        ConsolidateRequest.from_options({"map": "none", **options}),
-        also=sources.further(options.get("also", ())),
-        base=sources.optional(options.get("base")),
-        listener=options.get("listener"),
-    )
+    with report_to("stats", options) as listener:
+        return run_stats(
+            sources.first,
+            ConsolidateRequest.from_options({"map": "none", **options}),
+            also=sources.further(options.get("also", ())),
+            base=sources.optional(options.get("base")),
+            listener=listener,
+        )
 
 
 @check_arguments
@@ -559,6 +567,8 @@ def prune(
     incomplete: bool = False,
     max_total_size: int | str | None = None,
     dry_run: bool = False,
+    listener: Listener | None = None,
+    progress: bool = False,
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps; the rules are those of a `Checkpointer`.
 
@@ -577,6 +587,8 @@ def prune(
         max_total_size: What all steps may take together, in bytes or such as "500GB": the oldest
             are removed until they fit, though `keep_last` or `keep_every` names them.
         dry_run: Whether to say only what would be done.
+        listener: Receives progress events; their bytes are those that are removed.
+        progress: Whether progress is shown, see `Options`.
 
     Returns:
         What became of each step, and what that freed.
@@ -586,10 +598,13 @@ def prune(
         RefusedError: If the best step is to stay, and no step has the metric.
         InputError: If there is no such run, or if it cannot be listed.
     """
+    from ckptkit.engine.progress import report_to
     from ckptkit.options import parse_total
     from ckptkit.runs.pruning import PruneLimits, prune_run
 
     size = max_total_size
     total = None if size is None else parse_total(size, option="--max-total-size")
     retention = Retention(keep_last, keep_every, keep_best, best_mode)
-    return prune_run(run, retention, dry_run=dry_run, limits=PruneLimits(incomplete, total))
+    limits = PruneLimits(incomplete, total)
+    with report_to("prune", {"listener": listener, "progress": progress}) as listen:
+        return prune_run(run, retention, dry_run=dry_run, limits=limits, listener=listen)

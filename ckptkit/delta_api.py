@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptkit.api import SourceOptions
 from ckptkit.core.arguments import check_arguments
-from ckptkit.options import DTypeChoice, DTypeLike
+from ckptkit.options import DTypeChoice, DTypeLike, ProgressOptions
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
     from ckptkit.core.manifest import Manifest
     from ckptkit.deltas.checks import DeltaInspection
     from ckptkit.deltas.form import ChecksumFormat, Encoding
-    from ckptkit.engine.outcome import Listener
     from ckptkit.storage.places import PathLike
 
 
-class SideOptions(SourceOptions, total=False):
+class SideOptions(SourceOptions, ProgressOptions, total=False):
     """What the two functions for deltas have in common.
 
     `names` is "auto" by default, which takes the names of `save_pretrained`, as engines have them.
@@ -27,13 +26,11 @@ class SideOptions(SourceOptions, total=False):
         dtype: Element type of floating tensors, "keep" by default.
         dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
-        listener: Receives progress events, from several threads.
     """
 
     dtype: DTypeChoice | DTypeLike
     dst_options: Mapping[str, Any] | None
     overwrite: bool
-    listener: Listener | None
 
 
 class CreationOptions(SideOptions, total=False):
@@ -88,13 +85,14 @@ def create_delta(
     """
     from ckptkit.deltas.create import DeltaRequest, make_job
     from ckptkit.deltas.create import create_delta as create
-    from ckptkit.engine.outcome import ignore
+    from ckptkit.engine.progress import report_to
 
     sources = Sources(before, options.get("src_options"))
     place = place_of(out, options.get("dst_options"))
     request = DeltaRequest.from_options(options)
     jobs = [make_job(side, place, options) for side in (sources.first, sources.place(after))]
-    return create(jobs[0], jobs[1], request, options.get("listener") or ignore)
+    with report_to("create_delta", options) as listener:
+        return create(jobs[0], jobs[1], request, listener)
 
 
 @check_arguments
@@ -126,12 +124,13 @@ def apply_delta(
     """
     from ckptkit.deltas.create import make_job
     from ckptkit.deltas.patching import apply_deltas
-    from ckptkit.engine.outcome import ignore
+    from ckptkit.engine.progress import report_to
 
     sources = Sources(before, options.get("src_options"))
     listed = [deltas] if isinstance(deltas, str) or hasattr(deltas, "__fspath__") else list(deltas)
     job = make_job(sources.first, place_of(out, options.get("dst_options")), options)
-    return apply_deltas(job, sources.further(listed), options.get("listener") or ignore)
+    with report_to("apply_delta", options) as listener:
+        return apply_deltas(job, sources.further(listed), listener)
 
 
 @check_arguments

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, get_args
 
 from ckptkit.core.errors import ArgumentError, UsageError
 from ckptkit.core.text import a_kind
+
+if TYPE_CHECKING:
+    from ckptkit.engine.outcome import Listener
 
 DTypeChoice = Literal["keep", "float32", "bfloat16", "float16"]
 OutputDType = Literal[DTypeChoice, "base"]
@@ -40,6 +43,19 @@ _LEAST_WITHOUT_UNIT = 1_000_000
 _MOST_DIGITS = 12
 _ALIKE = 0.5  # similarity that makes a proposal; that of 'fp16' and 'float16' is 0.55
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
+
+
+class ProgressOptions(TypedDict, total=False):
+    """The options of all functions that work on data for a while.
+
+    Attributes:
+        progress: Whether progress is shown: as a bar of tqdm in a terminal or a notebook, and as
+            lines on stderr where that is a log, after two seconds and then every ten.
+        listener: Receives progress events, from several threads.
+    """
+
+    progress: bool
+    listener: Listener | None
 
 
 def parse_size(text: str | int, *, option: str) -> int:

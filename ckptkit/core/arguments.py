@@ -94,7 +94,7 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
             _check_kind(name, value, signature.annotations.get(name, ""), signature.where)
         return function(*args, **kwargs)
 
-    return checked
+    return _show_options(checked, function)
 
 
 def check_names(function: Callable[P, R]) -> Callable[P, R]:
@@ -108,6 +108,39 @@ def check_names(function: Callable[P, R]) -> Callable[P, R]:
         _check_names(function, kwargs)
         return function(*args, **kwargs)
 
+    return _show_options(checked, function)
+
+
+class _Shown(str):
+    """A text that a signature shows without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _show_options(checked: Callable[P, R], function: Callable[P, R]) -> Callable[P, R]:
+    """Gives a function the signature that `help` and notebooks show: each option by its name."""
+    stated = inspect.signature(function)
+    known = _read_signature(function)
+    given = list(stated.parameters.values())
+    if not known.takes_any:
+        given = [one for one in given if one.kind is not one.VAR_KEYWORD]
+    given += [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=_Shown("..."), annotation=text
+        )
+        for name, text in known.annotations.items()
+        if name not in stated.parameters
+    ]
+    shown = [
+        one.replace(annotation=_Shown(one.annotation)) if isinstance(one.annotation, str) else one
+        for one in given
+    ]
+    returned = stated.return_annotation
+    if isinstance(returned, str):
+        returned = _Shown(returned)
+    signature = inspect.Signature(shown, return_annotation=returned)
+    checked.__signature__ = signature  # type: ignore[attr-defined]
     return checked
 
 

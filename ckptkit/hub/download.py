@@ -29,6 +29,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
+from ckptkit.engine.progress import report_to
 from ckptkit.hub.client import Hub, commit_of, list_files, quiet_client
 from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
@@ -218,6 +219,7 @@ def pull(
     token: str | None = None,
     endpoint: str | None = None,
     listener: Listener | None = None,
+    progress: bool = False,
 ) -> Pulled:
     """Downloads a repository to a folder, all of it or nothing.
 
@@ -231,6 +233,7 @@ def pull(
         token: Left out, that of HF_TOKEN or of the last login is taken.
         endpoint: Left out, HF_ENDPOINT is taken, as it was when `huggingface_hub` was imported.
         listener: Receives progress events, from several threads.
+        progress: Whether progress is shown, see `ckptkit.api.Options`.
 
     Returns:
         The files, and what was checked.
@@ -250,13 +253,17 @@ def pull(
             hint="pull to a local directory, then `ckptkit convert` it to the URL",
         )
     hub = Hub(repo_id, token=token, endpoint=endpoint)
-    with quiet_client(), open_pull_folder(local_path(folder)) as partial:
+    with (
+        quiet_client(),
+        open_pull_folder(local_path(folder)) as partial,
+        report_to("pull", {"listener": listener, "progress": progress}) as listen,
+    ):
         hub.resolve_owner()
         commit = commit_of(hub, revision or "main")
         remote = {file.path: file for file in list_files(hub, commit)}
         for path in remote:
             check_relative(path, hub.repo_id)
-        return _Pull(hub, commit, remote, partial, listener or ignore).run(os.fspath(folder))
+        return _Pull(hub, commit, remote, partial, listen).run(os.fspath(folder))
 
 
 class _Pull:

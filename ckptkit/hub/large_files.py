@@ -25,7 +25,8 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.core.manifest import LEAF_BYTES, Manifest
-from ckptkit.engine.outcome import BytesWritten, Listener
+from ckptkit.core.text import size_text
+from ckptkit.engine.outcome import BytesWritten, Listener, Waiting
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.hub.client import Hub, forgo_xet, uses_xet
 from ckptkit.hub.secrets import SecretSearch, refuse_secrets
@@ -227,6 +228,8 @@ class LargeFileUploader:
             }
         hashes = self.hash_files(files)
         additions = {file.path: add_large(self._folder, file, hashes[file.path]) for file in files}
+        size = size_text(sum(file.size_bytes for file in files))
+        self._listener(Waiting(f"the Hub has taken {size}"))
         self._hub.call(
             self._hub.api.preupload_lfs_files,
             self._hub.repo_id,

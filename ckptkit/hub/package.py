@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from ckptkit.consumers.folder_truth import TELLING, parse_texts, tell_truth
 from ckptkit.consumers.side_files import has_auto_map
@@ -17,7 +17,6 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import AccessError, VerificationError
 from ckptkit.core.index import FileRef, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
-from ckptkit.engine.outcome import Listener
 from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.contents import (
     LoadedFile,
@@ -44,6 +43,7 @@ from ckptkit.hub.folder_files import (
 )
 from ckptkit.hub.large_files import LargeFile, large_file
 from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
+from ckptkit.options import ProgressOptions
 from ckptkit.plan.load_report import PUSH
 from ckptkit.runs.run_paths import ENTER_HINT
 from ckptkit.storage.base import Folder
@@ -54,7 +54,7 @@ _WHOLE_DEPTH = 8
 _TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
 
 
-class PushOptions(TypedDict, total=False):
+class PushOptions(ProgressOptions, total=False):
     """The options of `push`; they are those of the command.
 
     Attributes:
@@ -74,7 +74,6 @@ class PushOptions(TypedDict, total=False):
         dry_run: Whether to report only what would be done.
         whole: The name of a subfolder that is pushed unchanged, such as a step to resume training
             from. Files of an earlier one are deleted from the repository.
-        listener: Receives progress events, from several threads.
     """
 
     private: bool | None
@@ -90,7 +89,6 @@ class PushOptions(TypedDict, total=False):
     base_model: str | None
     dry_run: bool
     whole: str
-    listener: Listener | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.engine.outcome import Planned, Started, ignore
+from ckptkit.engine.outcome import Listener, Planned, Started
+from ckptkit.engine.progress import report_to
 from ckptkit.hub.client import (
     Hub,
     check_tag,
@@ -178,24 +179,31 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
     refuse_secrets([f"{kind} in the message or tag of the commit" for kind in kinds], repo_id)
     hub = Hub(repo_id, token=options.get("token"), endpoint=options.get("endpoint"))
     check_choice("--names", options.get("names", "auto"), ("auto", "live"))
-    with quiet_client(), open_source(place) as source, hold_source(source):
+    with (
+        quiet_client(),
+        open_source(place) as source,
+        hold_source(source),
+        report_to("push", options) as listener,
+    ):
         package = prepare_package(source, repo_id, options, [hub.token or ""])
         hub.resolve_owner()
-        job = _Push(hub, source, package, options)
+        job = _Push(hub, source, package, options, listener)
         return job.dry_run() if options.get("dry_run") else job.run()
 
 
 class _Push:
     """One push to a repository."""
 
-    def __init__(self, hub: Hub, folder: Folder, package: Package, options: PushOptions) -> None:
+    def __init__(
+        self, hub: Hub, folder: Folder, package: Package, options: PushOptions, listener: Listener
+    ) -> None:
         self._hub = hub
         self._folder = folder
         self._package = package
         self._options = options
         self._revision = options.get("revision") or _MAIN
         self._tag = options.get("tag")
-        self._listener = options.get("listener") or ignore
+        self._listener = listener
         self._new_repository = ""
         self._contents = dict(package.contents)
         self._small = {path: _hashes(data) for path, data in self._contents.items()}

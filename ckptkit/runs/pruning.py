@@ -12,6 +12,7 @@ from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
 from ckptkit.core.text import counted, size_text
+from ckptkit.engine.outcome import BytesWritten, Listener, Started, ignore
 from ckptkit.runs.listing import OF_SOME_RANKS, RunListing, bytes_of, list_run
 from ckptkit.runs.run_paths import RunStore, open_run
 from ckptkit.runs.save_order import (
@@ -125,6 +126,7 @@ def prune_run(
     dry_run: bool = False,
     state: PathLike | None = None,
     limits: PruneLimits = PruneLimits(),
+    listener: Listener = ignore,
 ) -> Pruned:
     """Removes the steps of a run that no rule keeps, and those that limits do not allow.
 
@@ -139,6 +141,7 @@ def prune_run(
         dry_run: Whether to report only what would be done.
         state: The folder with the state of a watch, if it is not in the run.
         limits: What is removed in addition.
+        listener: Receives progress events; the bytes are those that are removed.
 
     Returns:
         The result for each step.
@@ -154,7 +157,7 @@ def prune_run(
     listing = list_run(run, state=state)
     verdicts, notes = _Verdicts(listing, retention, frozenset(protected), limits).all()
     listing = replace(listing, notes=(*listing.notes, *notes))
-    return _Pruning(store, listing, verdicts).run(dry_run=dry_run)
+    return _Pruning(store, listing, verdicts).run(dry_run=dry_run, listener=listener)
 
 
 class _Verdicts:
@@ -298,14 +301,22 @@ class _Pruning:
         self._verdicts = verdicts
         self._newest = {v.step.series: v.step for v in verdicts if v.why == NEWEST}
 
-    def run(self, *, dry_run: bool) -> Pruned:
+    def run(self, *, dry_run: bool, listener: Listener) -> Pruned:
         notes = list(self._listing.notes)
         try:
             cleared = tuple(self._store.clear_up(remove=not dry_run))
         except OutputError as error:
             cleared = ()
             notes.append(str(error))
-        steps = tuple(self._execute(verdict, dry_run=dry_run) for verdict in self._verdicts)
+        bound = [verdict.step for verdict in self._verdicts if verdict.action == "remove"]
+        if bound and not dry_run:
+            listener(Started(sum(step.size_bytes for step in bound)))
+        executed = []
+        for verdict in self._verdicts:
+            executed.append(self._execute(verdict, dry_run=dry_run))
+            if verdict.action == "remove" and not dry_run:
+                listener(BytesWritten(verdict.step.size_bytes))
+        steps = tuple(executed)
         gone = [f for pruned in steps if pruned.action == "remove" for f in pruned.step.files]
         names = Counter(file.inode for file in gone if file.inode)
         freed = {  # files with other names that stay free nothing

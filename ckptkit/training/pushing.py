@@ -433,6 +433,8 @@ class Pushing:
             case "retrying":
                 error = error_from_json(event["error"])
                 logger.warning("%s; trying again in %g s", error, event["seconds"])
+            case "progress":
+                logger.info("%s", event["message"])
             case "warning":
                 logger.info("the process that pushes: %s", event["message"])
             case "stopped" if "error" in event:

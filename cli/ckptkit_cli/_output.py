@@ -13,9 +13,9 @@ import time
 import traceback
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
 
 import typer
 
@@ -216,12 +216,6 @@ class Output:
         """Whether people are to see progress: on a terminal, or in a log."""
         return not (self.as_json or self.quiet or self.events)
 
-    @property
-    def shows_progress(self) -> bool:
-        """Whether a terminal shows it."""
-        is_plain = os.environ.get("TERM") == "dumb"
-        return self.reports_progress and sys.stderr.isatty() and not is_plain
-
     def styled(self, text: str, style: Style) -> str:
         return painted(text, style) if self._colour else text
 
@@ -281,15 +275,24 @@ def stamped(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(text: str) -> None:
     """Writes a part of the result to stdout."""
-    sys.stdout.write(without_url_secrets(text))
-    sys.stdout.flush()
+    with _beside_bars(sys.stdout):
+        sys.stdout.write(without_url_secrets(text))
+        sys.stdout.flush()
 
 
 def _tell(text: str) -> None:
     """Writes a message or an event to stderr; drops it if stderr cannot be written."""
-    with suppress(OSError):  # such as a full disk, or a closed terminal
+    with suppress(OSError), _beside_bars(sys.stderr):  # such as a full disk, or a closed terminal
         sys.stderr.write(without_url_secrets(text))
         sys.stderr.flush()
+
+
+def _beside_bars(stream: TextIO) -> AbstractContextManager[None]:
+    """Takes bars of tqdm off the terminal while something else is written."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if bars is None or not stream.isatty():
+        return nullcontext()
+    return cast("AbstractContextManager[None]", bars.external_write_mode(file=stream))
 
 
 def takes_colour(stream: TextIO) -> bool:

@@ -359,8 +359,8 @@ def test_options_without_a_meaning_are_refused(steps: list[Path], tmp_path: Path
         ckptkit.average([steps[0], steps[1], str(steps[0])], out)
     with pytest.raises(RefusedError, match="100, 10, 1000, and the oldest has to come first"):
         ckptkit.average([steps[2], steps[1], steps[3]], out, ema=0.5)
-    with pytest.raises(ArgumentError, match="no option of an average"):
-        ckptkit.average(steps, out, optimizer=True)
+    with pytest.raises(ArgumentError, match="unknown option 'optimizer'"):
+        ckptkit.average(steps, out, optimizer=True)  # type: ignore[call-arg]
     assert run("average", *steps, out, "--weights", "1,much").returncode == 2
     assert run("average", *steps, steps[0] / "inside").returncode == 4
     assert not out.exists()

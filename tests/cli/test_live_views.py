@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -20,28 +21,30 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptkit.engine.outcome import BytesWritten, Started, Waiting
+from ckptkit.engine.outcome import BytesWritten, Started
+from ckptkit.hub.watch.events import WatchEvent, WatchMetrics
 from ckptkit_cli._output import Output
-from ckptkit_cli.views import progress as progress_view
-from ckptkit_cli.views.live_lines import Pace, bar_text, duration_text
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli.views.watch_page import WatchPage
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 MOVE = re.compile(r"\x1b\[(\d*)([AJK])|\x1b\[[\d;]*m")
-LIMIT_SECONDS = 30
+LIMIT_SECONDS = 60
+SLOWLY = ("--names", "live", "--max-shard-size", "2KB", "--bandwidth", "20KB")
 
 
 class Screen:
     """A terminal with a command in it: what it was sent, and what it shows."""
 
-    def __init__(self, columns: int, *words: str | Path) -> None:
+    def __init__(self, columns: int, *words: str | Path, env: dict[str, str] | None = None) -> None:
         self._terminal, inside = pty.openpty()
         fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ckptkit_cli", *map(str, words)],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": paths},
+            env=os.environ
+            | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "PYTHONPATH": paths, "LC_ALL": "C.UTF-8"}
+            | (env or {}),
             stdin=inside,
             stdout=inside,
             stderr=inside,
@@ -110,34 +113,52 @@ class Screen:
 
     def widest(self) -> int:
         """Returns the width of the widest line that was drawn again and again."""
-        drawn = [part for part in re.split(r"[\r\n]+", self.sent) if "\x1b[K" in part]
+        drawn = re.findall(r"\r([^\r\n]+)(?=\r(?!\n))", self.sent)
         return max(len(MOVE.sub("", part)) for part in drawn)
 
 
 @pytest.mark.parametrize("columns", [40, 140])
-def test_files_are_shown_while_they_are_written_and_nothing_is_left(
-    tmp_path: Path, columns: int
-) -> None:
-    words = ("--names", "live", "--max-shard-size", "2KB")
-    with Screen(columns, "consolidate", LLAMA, tmp_path / "out", *words) as screen:
+def test_a_bar_of_tqdm_is_shown_and_nothing_of_it_is_left(tmp_path: Path, columns: int) -> None:
+    with Screen(columns, "consolidate", LLAMA, tmp_path / "out", *SLOWLY) as screen:
         assert screen.finish() == 0, screen.sent
-    assert re.search(r"consolidate: \d+% of [\d.]+ [KM]?B, [\d.]+ [KMG]?B/s", screen.sent)
-    assert re.search(r"0 of \d+ files done", screen.sent)
+    rate = r"consolidate: +\d+%\|.*\| [\d.]+k/37\.6k \["
+    assert re.search(rate, screen.sent)
+    assert bool(re.search(r"[\d.]+[kM]?B/s, \d+ of 12 files\]", screen.sent)) is (columns == 140)
     assert screen.widest() < columns
-    left = "\n".join(screen.shown())
-    assert "wrote" in left
-    assert "files done" not in left
-    assert "B/s, " not in left
+    left = screen.shown()
+    assert left[0].startswith("warning: names and shapes are not compared")
+    assert "wrote" in "\n".join(left)
+    assert "B/s, " not in "\n".join(left)
+
+
+def test_a_terminal_that_cannot_draw_gets_lines_as_a_log_does(tmp_path: Path) -> None:
+    words = ("consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "12KB")
+    with Screen(80, *words, env={"TERM": "dumb"}) as screen:
+        assert screen.finish() == 0
+    assert re.search(r"^consolidate: [\d.]+kB of 37\.6kB", screen.sent, re.MULTILINE)
+    assert "\x1b" not in screen.sent
+    assert "|" not in screen.sent
 
 
 def test_an_interrupted_command_leaves_a_clean_terminal(tmp_path: Path) -> None:
-    limit = ("--bandwidth", "1KB", "--max-shard-size", "2KB", "--names", "live")
-    with Screen(80, "consolidate", LLAMA, tmp_path / "out", *limit) as screen:
-        screen.wait_for("files done")
+    with Screen(80, "consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "1KB") as screen:
+        screen.wait_for("of 12 files")
         screen.interrupt()
         assert screen.finish() == 130
     assert screen.shown() == ["interrupted: stopped by SIGINT"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_warning_in_the_middle_has_a_line_of_its_own(tmp_path: Path) -> None:
+    """`--resume` says in the middle of its end which files stay."""
+    words = ("consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "1KB", "--resume")
+    with Screen(100, *words) as screen:
+        screen.wait_for("of 12 files")
+        screen.interrupt()
+        assert screen.finish() == 130
+    left = screen.shown()
+    assert left[-1] == "interrupted: stopped by SIGINT"
+    assert all(row.startswith(("warning: ", "interrupted: ")) for row in left), left
 
 
 def test_a_watch_shows_what_it_does_and_what_is_done(tmp_path: Path) -> None:
@@ -148,60 +169,73 @@ def test_a_watch_shows_what_it_does_and_what_is_done(tmp_path: Path) -> None:
         os.utime(folder / "model.safetensors", (1e9, 1e9))  # nothing writes to it any more
     into = ("--into", tmp_path / "versions", "--weights-only", "--interval", "600")
     with Screen(80, "watch", tmp_path / "run", *into) as screen:
-        screen.wait_for("2 pushed, the last was step 2")
+        screen.wait_for("looking for new steps; 2 pushed, the last was step 2, 00:0")
         screen.interrupt()
         assert screen.finish() == 130
-    assert "  now     looking for new steps" in screen.sent
     assert screen.widest() < 80
     left = screen.shown()
     assert left[-1] == "interrupted: stopped by SIGINT"
-    assert not [row for row in left if row.startswith(("  now", "  done", "  waiting"))]
+    assert not [row for row in left if "looking for" in row]
+    assert [row for row in left if "step 2: pushed as" in row]
 
 
-def test_a_log_gets_plain_lines_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_watch_says_in_a_log_and_to_programs_how_far_a_build_is(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def show(output: Output) -> str:
-        with Progress(output, "consolidate") as progress:
-            progress.listen(Started(1000, (("a", 400), ("b", 600))))
-            for _ in range(10):
-                progress.listen(BytesWritten(50, "a"))
-            progress.listen(Waiting("it is compared"))
-        return capsys.readouterr().err
-
-    assert show(Output()) == ""  # it was quick
-    monkeypatch.setattr(progress_view, "_QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(progress_view, "_LOG_SECONDS", 0.0)
-    lines = show(Output()).splitlines()
-    assert lines[-2].startswith("consolidate: 50% of 1.00 KB, ")
-    assert lines[-1] == "consolidate: waiting until it is compared, 0 s"
-    assert "\x1b" not in "".join(lines)
-    assert show(Output(quiet=True)) == ""
-    assert show(Output(as_json=True)) == ""
-
-
-def test_the_pace_is_that_of_the_last_seconds() -> None:
-    now = 0.0
-    pace = Pace(lambda: now)
-    pace.begin(10_000)
-    assert pace.seconds_left is None
-    for _ in range(100):
-        now += 1
-        pace.add(10)
-    assert pace.bytes_per_second == pytest.approx(10, rel=0.1)
-    for _ in range(20):
-        now += 1
-        pace.add(100)
-    assert pace.bytes_per_second == pytest.approx(100, rel=0.1)
-    assert pace.seconds_left == pytest.approx(7000 / 100, rel=0.1)
-    now += 60  # nothing moves
-    assert pace.bytes_per_second < 25
-    assert pace.share == pytest.approx(0.3)
+    pages = [WatchPage(Output(), WatchMetrics(), as_json=as_json) for as_json in (False, True)]
+    quiet = WatchPage(Output(quiet=True), WatchMetrics(), as_json=False)
+    for page in (*pages, quiet):
+        page.listen(WatchEvent("building", 5, {"waiting": 3}))
+        page.progress(Started(1000))
+        page.progress(BytesWritten(250))
+    time.sleep(2.6)
+    for page in (*pages, quiet):
+        page.listen(WatchEvent("stopped"))
+    printed = capsys.readouterr()
+    line = r"building step 5, 2 steps waiting: 250B of 1\.00kB \(25%\), [\d.]+B/s, \d\d:\d\d left"
+    assert re.fullmatch(line + r"\n", printed.err)
+    events = [json.loads(text) for text in printed.out.splitlines() if text.startswith("{")]
+    assert [event["event"] for event in events] == ["building", "progress", "stopped"]
+    assert events[1]["step"] == 5
+    assert re.fullmatch(line, events[1]["message"])
 
 
-def test_durations_and_bars_read_at_a_glance() -> None:
-    assert [duration_text(seconds) for seconds in (0, 59.4, 60, 3599, 3600, 1e6)] == [
-        *("0 s", "59 s", "1 min 0 s"),
-        *("59 min 59 s", "1 h 0 min", "11 d 13 h"),
-    ]
-    assert [bar_text(share, 6) for share in (-1, 0.5, 2)] == ["[....]", "[##..]", "[####]"]
+def log_of(folder: Path, *words: str | Path) -> list[tuple[float, str]]:
+    """Returns the lines that a command writes to its log, each with its second."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "ckptkit_cli", *map(str, words)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
+    with subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    ) as process:
+        assert process.stderr is not None
+        lines = [(time.monotonic() - began, line.rstrip("\n")) for line in process.stderr]
+    assert process.returncode == 0, lines
+    return [(second, line) for second, line in lines if not line.startswith(("warning", "note"))]
+
+
+@pytest.mark.slow
+def test_a_log_gets_a_line_after_two_seconds_and_then_every_ten(tmp_path: Path) -> None:
+    words = ("consolidate", LLAMA, tmp_path / "out", *SLOWLY[:-1], "2.5KB")
+    lines = log_of(tmp_path, *words)
+    assert len(lines) >= 2
+    for _, line in lines:
+        assert re.fullmatch(
+            r"consolidate: [\d.]+k?B of 37\.6kB \(\d+%\), [\d.]+k?B/s, \d\d:\d\d left", line
+        ), line
+    assert 2 <= lines[0][0] < 8  # with the start of Python
+    assert lines[1][0] - lines[0][0] == pytest.approx(10, abs=1.5)
+
+
+@pytest.mark.parametrize("option", [(), ("--quiet",), ("--json",)])
+def test_a_log_of_a_quick_or_quiet_command_has_no_progress(
+    tmp_path: Path, option: tuple[str, ...]
+) -> None:
+    slowly = SLOWLY[:-1] if option else SLOWLY[:2]
+    words = [*slowly, "12KB"] if option else [*slowly]
+    assert not log_of(tmp_path, "consolidate", LLAMA, tmp_path / "out", *words, *option)

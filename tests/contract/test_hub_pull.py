@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
     VerificationError,
 )
+from ckptkit.engine.outcome import BytesWritten, Event
 from ckptkit.hub import Pulled, pull, push
 from ckptkit.hub import download as partial_module
 from ckptkit.hub.download import open_pull_folder
@@ -228,3 +231,20 @@ def test_absent_revisions_and_repositories_are_told_apart(
     assert "does not exist" in str(failed(pulls, tmp_path / "m", HubError, repo_id="me/none"))
     hub.fail("GET .*/revision/", [503, "drop", 429], {"Retry-After": "0"})
     assert re.fullmatch("[0-9a-f]{40}", pulls(tmp_path / "m").commit)
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_push_and_a_pull_show_progress_beside_the_listener_of_their_user(
+    hub: HubServer, pulls: Pull, model: Path, tmp_path: Path, progress: bool
+) -> None:
+    shown: dict[str, set[bool]] = {"push": set(), "pull": set()}
+
+    def hear(name: str, event: Event) -> None:
+        if isinstance(event, BytesWritten):
+            names = {thread.name for thread in threading.enumerate()}
+            shown[name].add("ckptkit-progress" in names)
+
+    how = {"token": TOKEN, "endpoint": hub.url, "progress": progress}
+    push(model, "me/other", listener=partial(hear, "push"), **how)  # type: ignore[arg-type]
+    pulls(tmp_path / "out", listener=partial(hear, "pull"), progress=progress)
+    assert shown == {"push": {progress}, "pull": {progress}}

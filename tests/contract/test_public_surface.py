@@ -95,7 +95,7 @@ def functions() -> dict[str, list[str]]:
     return {
         name: [
             text
-            for one in inspect.signature(function).parameters.values()
+            for one in inspect.signature(inspect.unwrap(function)).parameters.values()
             for text in _options(one, function)
         ]
         for name, function in _functions()

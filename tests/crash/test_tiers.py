@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -266,6 +267,28 @@ def test_a_shared_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         (tmp_path / "away").rename(tmp_path / "run")
         troubles.resumes(checkpointer, 2, truth, fresh(2))
         troubles.saved(checkpointer, 3, state)
+
+
+@pytest.mark.slow
+def test_a_write_and_a_drain_that_take_long_say_in_the_log_how_far_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckptkit.training.save.writer_process")
+    state, trouble = fresh(1), troubles.Trouble(tmp_path / "trouble")
+    with trouble.writers(), opened(tmp_path) as checkpointer:
+        troubles.saved(checkpointer, 1, state)
+        assert not caplog.messages  # it was quick
+        with trouble.of("slow"):
+            troubles.saved(checkpointer, 2, state)
+        pid = stop(processes(checkpointer)[1])
+        handle = checkpointer.save(3, state)
+        time.sleep(3)
+        os.kill(pid, signal.SIGCONT)
+        handle.result(SECONDS)
+    written, drained = caplog.messages
+    line = r"writing step 2, rank 0: [1-9][\d.]*kB of 3\d\dkB \(\d+%\), [\d.]+kB/s, \d\d:\d\d left"
+    assert re.fullmatch(line, written)
+    assert re.match(r"draining step 3, rank 0: 0\.00B of 3\d\dkB \(0%\), ", drained)
 
 
 def interrupted(*_: Any) -> None:

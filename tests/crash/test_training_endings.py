@@ -334,7 +334,7 @@ class _Process:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
 
-    def request(self, request: Any) -> Any:
+    def request(self, request: Any, _stage: object = None) -> Any:
         self.asked.append((type(request).__name__, request.attempt))
         return StepCommitted(request.attempt, 1, 0.0)
 

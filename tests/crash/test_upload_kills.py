@@ -205,7 +205,7 @@ def test_requests_to_drain_and_commit_become_uploads_that_clear_up(
 ) -> None:
     asked: list[Any] = []
 
-    def request(_: WriterProcess, message: Request) -> Written:
+    def request(_: WriterProcess, message: Request, _stage: object = None) -> Written:
         asked.append(message)
         return Written("a", 0, 0.0, 0.0)
 

@@ -78,7 +78,10 @@ def _annotations_of(value: Any) -> dict[str, Any]:
     module = sys.modules[inspect.unwrap(value).__module__]
     if isinstance(value, type) and not module.__name__.startswith("ckptkit"):
         return {}
-    names = _names_of(module)
+    names = dict(_names_of(module))
+    for annotation in value.__annotations__.values() if typing.is_typeddict(value) else ():
+        origin = getattr(annotation, "__forward_module__", None)  # of another TypedDict
+        names |= _names_of(sys.modules[origin]) if origin else {}
     return typing.get_type_hints(value, {**vars(typing), **names, **vars(module)}, names)
 
 

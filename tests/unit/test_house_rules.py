@@ -11,6 +11,7 @@ from tests.source_trees import parse_source
 
 ROOT = Path(__file__).resolve().parents[2]
 READ_THE_ENVIRONMENT = (
+    ROOT / "ckptkit/engine/progress.py",  # TERM, of a terminal that cannot draw a line again
     # Keeps the libraries of its process off the network.
     ROOT / "ckptkit/hub_names/transformers/program.py",
     ROOT / "ckptkit/conversion/naming_program.py",  # XDG_CACHE_HOME, where a user's caches are

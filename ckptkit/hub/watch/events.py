@@ -23,6 +23,7 @@ EventName = Literal[
     "seen",  # a committed step is to be pushed
     "building",  # its model or adapter is being built
     "pushing",  # what was built is verified and is being uploaded
+    "progress",  # in JSON lines: how far a build or an upload is, now and then
     "pushed",  # commit and tag are on the Hub
     "passed",  # a step is not pushed, and need not be
     "failed",  # a step cannot be pushed; the watch continues with others

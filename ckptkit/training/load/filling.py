@@ -35,6 +35,7 @@ from ckptkit.engine.box_reads import (
     read_spans,
 )
 from ckptkit.engine.checksum_tracker import NumberedRecord
+from ckptkit.engine.outcome import BytesWritten, Listener, Started
 from ckptkit.engine.reader import BoxMemory, ChunkRead, Origin, slices_of
 from ckptkit.training.load.live_model import LiveModel, LiveTensor
 from ckptkit.training.load.shared_source import SharedSource
@@ -97,9 +98,11 @@ class Filling:
         stored: Stored,
         sources: TensorSources,
         files: SharedSource,
+        listener: Listener,
     ) -> None:
         self._live = live
         self._files = files
+        self._listener = listener
         self._checkpoint = checkpoint
         self._stored = stored
         self._sources = sources
@@ -167,8 +170,18 @@ class Filling:
         self, origins: Sequence[Origin], chunks: Sequence[ChunkRead], spans: Sequence[SpanRead]
     ) -> int:
         """Reads what was planned, and returns the number of bytes."""
-        report = read_chunks(origins[0], chunks, done=self._note)
-        return report.bytes_read + read_spans(origins[1], spans, done=self._note).bytes_read
+        boxes = [(c.entry, of.target, memory) for c in chunks for of, memory in c.targets]
+        boxes += [(span.entry, span.box, span.memory) for span in spans]
+        sizes = {id(memory): math.prod(box.sizes) * e.dtype.itemsize for e, box, memory in boxes}
+
+        def note(memory: BoxMemory) -> None:
+            self._done.append(id(memory))
+            self._listener(BytesWritten(sizes[id(memory)]))
+
+        if sizes:
+            self._listener(Started(sum(sizes.values())))
+        report = read_chunks(origins[0], chunks, done=note)
+        return report.bytes_read + read_spans(origins[1], spans, done=note).bytes_read
 
     def _plan(
         self, wanted: Iterable[tuple[Fqn, WantedBox]]
@@ -248,9 +261,6 @@ class Filling:
                         f"{parts[0].name!r} differs in the checkpoint from {name!r}, and the model"
                         f" holds them as one tensor: it has the values of {name!r}"
                     )
-
-    def _note(self, memory: BoxMemory) -> None:
-        self._done.append(id(memory))
 
     def _compare(self, digests: Mapping[str, StoredDigest]) -> Iterator[Fqn]:
         """Yields tensors that are whole on this rank, and have the digest of the stored ones."""

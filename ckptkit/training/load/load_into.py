@@ -28,6 +28,8 @@ from ckptkit.core.errors import LoadError
 from ckptkit.core.index import Fqn
 from ckptkit.core.text import Closing, counted
 from ckptkit.engine.checksum_tracker import NumberedRecord
+from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.progress import report_to
 from ckptkit.hub_names.known_models import recognise_framework
 from ckptkit.options import FACTOR_DTYPES, ConsolidateRequest, choose_dtype
 from ckptkit.plan.coverage import refuse_problems
@@ -71,6 +73,8 @@ def load_into(
     map: str | PathLike[str] | None = None,  # noqa: A002  as the option of the commands
     strict: bool = True,
     select: str | None = None,
+    listener: Listener | None = None,
+    progress: bool = False,
 ) -> LoadResult:
     """Fills a model from a checkpoint of any format, sharded alike, otherwise, or not at all.
 
@@ -90,6 +94,8 @@ def load_into(
             for the one that fits, if names need one.
         strict: Whether to refuse tensors that only the model has, or only the checkpoint.
         select: Which of several checkpoints or models to take, as `--select`.
+        listener: Receives progress events of this rank, from several threads.
+        progress: Whether rank 0 shows its progress, see `ckptkit.api.Options`.
 
     Returns:
         What was loaded, and what was not.
@@ -104,7 +110,9 @@ def load_into(
         check_modes(unsuited, "load_into")
         with ModelLoad(model, source, dtype=dtype, name_map=map, select=select) as pending:
             pending.check(strict=strict)
-            result = pending.fill()
+            shows = progress and pending.is_first_rank
+            with report_to("load_into", {"listener": listener, "progress": shows}) as listen:
+                result = pending.fill(listener=listen)
     if result.unproven and pending.is_first_rank:
         logger.warning(
             "%s: checksums of %s were not compared, since each rank reads a part of their records;"
@@ -216,17 +224,19 @@ class ModelLoad(Closing):
                 " quantization_config of the checkpoint",
             )
 
-    def fill(self, optimizers: Sequence[Optimizer] = ()) -> LoadResult:
+    def fill(self, optimizers: Sequence[Optimizer] = (), listener: Listener = ignore) -> LoadResult:
         """Fills the model.
 
         Args:
             optimizers: Those of its parameters, which get new ones for those on the meta device.
+            listener: Receives progress events.
         """
         announce_changes(self._live.module)
         alone = (*self._sources.missing, *self._sources.left_alone)
         self._live.materialise(self._dtype, alone, optimizers)
         files = SharedSource(self._checkpoint.source, self._node)
-        filling = Filling(self._live, self._checkpoint, self._stored, self._sources, files)
+        stored, sources = self._stored, self._sources
+        filling = Filling(self._live, self._checkpoint, stored, sources, files, listener)
         result = filling.run(self._digests)
         for change in self._scales.changes:
             change()

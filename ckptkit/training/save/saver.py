@@ -98,6 +98,10 @@ class CommitCoordinator(SaveBackend):
         self._timeout_seconds = timeout_seconds
         self._listener = listener
 
+    @property
+    def rank(self) -> int:
+        return self._barrier.rank
+
     def end(self, save: Save) -> None:
         """Ends a save that this rank has written, after the previous one."""
         if save.after is not None:

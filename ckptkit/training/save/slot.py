@@ -13,6 +13,7 @@ from torch import nn
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.core.threads import WorkerThread
+from ckptkit.engine.progress import Stage
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save.file_layout import ReplicaSample, SavePlan, Signatures, plan_save
@@ -204,6 +205,8 @@ class SaveSlot:
             if record is not None and not save.answers and not files.links:
                 plain = WaveFiles(files.images)
                 save.rewrite = partial(self._write, save, plain, staged, samples, inline, record)
+            size_bytes = sum(image.size_bytes for image in files.images)
+            stage = Stage(f"writing step {save.attempt.step}, rank 0", size_bytes)
             answer = self._writer.request(
                 Persist(
                     attempt=save.attempt.name,
@@ -216,7 +219,8 @@ class SaveSlot:
                     keeps=files.keeps,
                     ranges=files.ranges,
                     replicas=[(sample.start, sample.stop) for sample in samples],
-                )
+                ),
+                stage if self._peers.rank == 0 else None,
             )
             assert isinstance(answer, Written)  # noqa: S101  the answer to `Persist`
             save.answers.append(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from ckptkit.core.errors import WriterError, error_from_json
 from ckptkit.core.threads import weak_callback
+from ckptkit.engine.progress import ProgressLog, Stage
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.writer.messages import (
     Answer,
@@ -28,6 +30,7 @@ from ckptkit.writer.messages import (
 )
 from ckptkit.writer.process import writer_command
 
+logger = logging.getLogger(__name__)
 _LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _NOTHING = (-1, 0)
@@ -85,12 +88,15 @@ class WriterProcess:
         with self._lock:
             self._start()
 
-    def request(self, request: Request) -> Written | StepCommitted:
-        """Sends a request and returns the answer; starts a process if none runs."""
+    def request(self, request: Request, stage: Stage | None = None) -> Written | StepCommitted:
+        """Sends a request and returns the answer; starts a process if none runs.
+
+        If that takes a while, the progress of the stage is logged.
+        """
         with self._lock:
             channel = self._start()
             self._send(channel, request)
-            answer = self._answer(channel)
+            answer = self._answer(channel, stage)
         if isinstance(answer, Failed):
             raise error_from_json(answer.error)
         return answer
@@ -143,7 +149,8 @@ class WriterProcess:
         except OSError as error:
             raise self._died() from error
 
-    def _answer(self, channel: Channel) -> Written | StepCommitted | Failed:
+    def _answer(self, channel: Channel, stage: Stage | None) -> Written | StepCommitted | Failed:
+        log = ProgressLog()
         heard = grew = time.monotonic()
         done_bytes = -1
         while True:
@@ -155,6 +162,10 @@ class WriterProcess:
                 heard = now
                 if message.written_bytes != done_bytes:
                     grew, done_bytes = now, message.written_bytes
+            if stage is not None:
+                stage.done_bytes = max(done_bytes, 0)
+                if line := log.line(stage):
+                    logger.info("%s", line)
             if now - heard > self._timeouts.stall_seconds:
                 raise self._silent()
             if now - grew > self._timeouts.idle_seconds:

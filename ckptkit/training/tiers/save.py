@@ -28,6 +28,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.manifest import source_of_all
 from ckptkit.core.threads import WorkerThread
+from ckptkit.engine.progress import Stage
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.peers import Peers, name_ranks
@@ -263,7 +264,10 @@ class DrainQueue:
         if attempt.shared is None or save.error is not None:
             return
         try:
-            self._process.request(self._request(save, attempt.shared))
+            size_bytes = sum(answer.size_bytes for answer in save.answers)
+            stage = Stage(f"draining step {attempt.step}, rank 0", size_bytes)
+            request = self._request(save, attempt.shared)
+            self._process.request(request, stage if self._coordinator.rank == 0 else None)
         except CkptkitError as error:
             save.error = error
         except Exception as error:  # a bug of ours must not leave the caller waiting

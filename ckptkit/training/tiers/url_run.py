@@ -19,6 +19,7 @@ from ckptkit.core.errors import CkptkitError, FormatError, InputError, UsageErro
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
 from ckptkit.core.text import Closing
+from ckptkit.engine.progress import Stage
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.steps import KnownSteps, RunStep, list_saved_steps
 from ckptkit.storage.base import Folder, distant, prefetch
@@ -176,7 +177,7 @@ class UploadProcess(WriterProcess):
         self._job, self._scratch = session
         self._failed: dict[str, str] = {}  # steps by attempt; empty for one that was cleaned up
 
-    def request(self, request: Request) -> Written | StepCommitted:
+    def request(self, request: Request, stage: Stage | None = None) -> Written | StepCommitted:
         """Sends a request and returns the answer; starts a process if none runs.
 
         What a failed attempt left at the URL stays until another step is committed or the run is
@@ -186,7 +187,7 @@ class UploadProcess(WriterProcess):
             name = _name(request.folder).removeprefix(".").partition(WORK_INFIX)[0]
             self._failed.setdefault(request.attempt, name)
             return Written(request.attempt, 0, 0.0, 0.0)
-        answer = super().request(self._translated(request))
+        answer = super().request(self._translated(request), stage)
         if isinstance(request, Commit):
             self._failed = dict.fromkeys(self._failed, "")
         return answer

@@ -16,6 +16,7 @@ from ckptkit_cli._command import Option, command
 from ckptkit_cli._options import BEST_MODE, JSON, KEPT, OUTPUT, RETENTION, RUN, SRC_OPTION, STATE
 from ckptkit_cli._output import Output, counted, escaped, exit_unless, table, wrapped
 from ckptkit_cli.runs.ls import RIGHT, find_the_run, step_facts
+from ckptkit_cli.views.progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.runs.pruning import Pruned
@@ -72,7 +73,15 @@ def prune(
     retention = Retention(keep_last, keep_every, keep_best, best_mode)
     place = find_the_run(output, place_of(run, src_option))
     limits = PruneLimits(incomplete, max_total_size)
-    pruned = prune_run(place, retention, dry_run=dry_run, state=state, limits=limits)
+    with Progress(output, "prune") as progress:
+        pruned = prune_run(
+            place,
+            retention,
+            dry_run=dry_run,
+            state=state,
+            limits=limits,
+            listener=progress.listen,
+        )
     now = time.time()
     output.document(pruned.to_json(now=now))
     output.lines(pruned_page(output, pruned, now=now))

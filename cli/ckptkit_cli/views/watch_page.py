@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ckptkit.core.text import counted, size_text
-from ckptkit.engine.outcome import BytesWritten, Event, Started
+from ckptkit.engine.outcome import Event
+from ckptkit.engine.progress import ProgressBar, Stage, is_terminal
 from ckptkit.hub.watch.events import EventName, WatchEvent, WatchMetrics
 from ckptkit_cli._output import Output, escaped, first_of, stamped
-from ckptkit_cli.views.live_lines import LiveLines, Pace, duration_text
 
 _LISTED_STEPS = 20
 _BAD = {"failed": "red", "retrying": "yellow", "warning": "yellow", "passed": "yellow"}
@@ -26,50 +27,34 @@ _DOING = {
 class WatchPage:
     """Writes the events of a watch, which come from several threads.
 
-    Events go to stdout, as text or as JSON lines. What the watch does now, what is done and what
-    waits is drawn on stderr, if that is a terminal.
+    Events go to stdout, as text or as JSON lines. What the watch does now is shown on stderr, or is
+    an event too.
     """
 
     def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
         self._output = output
         self._metrics = metrics
         self._as_json = as_json
+        self._shows = output.reports_progress or as_json
         self._lock = threading.RLock()
-        self._where = "starting"
-        self._pace = Pace()
-        self._retry_at: float | None = None
-        self._ended = False
-        shows_status = output.shows_progress and not as_json
-        self._lines = LiveLines(self._make_lines) if shows_status else None
+        self._bar: ProgressBar | None = None
 
     def listen(self, event: WatchEvent) -> None:
-        """Counts and writes an event."""
+        """Counts and writes an event, and shows what follows it."""
         self._metrics.listen(event)
         with self._lock:
-            if event.name == "started":
-                self._where = f"{event.facts['run']} to {event.facts['repo_id']}"
-            if event.name in {"building", "pushing"}:
-                self._pace.begin(0)
-            seconds = event.facts.get("seconds") if event.name == "retrying" else None
-            self._retry_at = None if seconds is None else time.monotonic() + seconds
-            if self._lines is not None:
-                self._lines.wipe()
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.close()
             self._write(event)
-            if self._lines is not None:
-                if event.name == "stopped":
-                    self._lines.close()
-                else:
-                    self._lines.draw(now=True)
+            if self._shows and event.name != "stopped":
+                self._bar = self._open_bar()
 
     def progress(self, event: Event) -> None:
-        """Counts bytes that were written or uploaded."""
-        with self._lock:
-            if isinstance(event, Started):
-                self._pace.begin(event.total_bytes)
-            elif isinstance(event, BytesWritten):
-                self._pace.add(event.size_bytes)
-        if self._lines is not None:
-            self._lines.draw()
+        """Shows bytes that were written or uploaded."""
+        bar = self._bar
+        if bar is not None:
+            bar.listen(event)
 
     def _write(self, event: WatchEvent) -> None:
         if self._as_json:
@@ -85,32 +70,31 @@ class WatchPage:
             return
         self._output.lines([f"{at} {shown}"])
 
-    def _make_lines(self, _width: int) -> list[str]:
-        """Returns the lines; without the lock, which the thread that draws may have."""
-        totals, pace = self._metrics.totals, self._pace
-        doing = _DOING.get(totals.phase, totals.phase)
-        if totals.step is not None:
-            doing += f" step {totals.step}"
-        if pace.total_bytes and totals.phase in {"building", "pushing"}:
-            doing += f", {pace.share:.0%} of {size_text(pace.total_bytes)}"
-            doing += f", {size_text(pace.bytes_per_second)}/s"
-            left = pace.seconds_left
-            doing += "" if left is None else f", {duration_text(left)} left"
-        done = f"{totals.pushed:,} pushed"
-        if totals.last_step is not None and totals.last_unix_seconds is not None:
-            ago = duration_text(max(time.time() - totals.last_unix_seconds, 0))
-            done += f", the last was step {totals.last_step}, {ago} ago"
-        failed = sum(totals.failures.values())
-        done += f"; {failed:,} failed" if failed else ""
+    def _record_progress(self, step: int | None, line: str) -> None:
+        self._write(WatchEvent("progress", step, {"message": line}))
+
+    def _open_bar(self) -> ProgressBar | None:
+        totals = self._metrics.totals
+        text = _DOING.get(totals.phase, totals.phase)
         waiting = max(totals.waiting - (totals.step is not None), 0)
-        waits = counted(waiting, "step") if waiting else "nothing"
-        if waiting and totals.newest_step is not None:
-            waits += f", the newest is {totals.newest_step}"
-        retry_at = self._retry_at
-        if retry_at is not None:
-            waits += f"; next try in {duration_text(max(retry_at - time.monotonic(), 0))}"
-        rows = (("now", doing), ("done", done), ("waiting", waits))
-        return [escaped(self._where), *(f"  {label:<8}{escaped(text)}" for label, text in rows)]
+        waits = f"{counted(waiting, 'step')} waiting" if waiting else ""
+        if totals.step is not None:
+            text += f" step {totals.step}" + (f", {waits}" if waits else "")
+        elif self._as_json or not is_terminal():  # a log says nothing about a watch that only looks
+            return None
+        else:
+            failed = sum(totals.failures.values())
+            last = "" if totals.last_step is None else f", the last was step {totals.last_step}"
+            parts = [
+                text,
+                f"{totals.pushed:,} pushed{last}",
+                f"{failed:,} failed" if failed else "",
+            ]
+            text = "; ".join(filter(None, [*parts, waits]))
+        tell = partial(self._record_progress, totals.step) if self._as_json else None
+        bar = ProgressBar(text, tell)
+        bar.begin(Stage(text, None))
+        return bar
 
 
 def _pushed(facts: Mapping[str, Any]) -> str:
@@ -146,6 +130,7 @@ _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
     "seen": lambda _: "waits to be pushed",
     "building": lambda _: "building",
     "pushing": lambda facts: f"pushing to {facts['repo_id']}",
+    "progress": lambda facts: str(facts["message"]),
     "pushed": _pushed,
     "passed": lambda facts: f"is not pushed: {facts['reason']}",
     "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
