@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import operator
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -501,10 +500,10 @@ def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
 
 
 class Signatures:
-    """Caches the signature of the last pieces, without keeping them alive."""
+    """Caches the signature of the last pieces, without keeping their tensors alive."""
 
     def __init__(self) -> None:
-        self._pieces: list[weakref.ref[Piece]] = []
+        self._origins: list[object] = []
         self._owned: tuple[bool, ...] = ()
         self._signature: Signature = ()
 
@@ -514,8 +513,8 @@ class Signatures:
         Args:
             pieces: All pieces of this rank; see `select_owned`.
         """
-        known = [piece() for piece in self._pieces]
-        if len(known) == len(pieces) and all(map(operator.is_, pieces, known)):
+        known, origins = self._origins, [piece.origin for piece in pieces]
+        if len(known) == len(pieces) and all(map(operator.is_, origins, known)):
             return self._owned, self._signature
         owners = select_owned(pieces)
         if len(known) != len(pieces):
@@ -523,10 +522,10 @@ class Signatures:
         else:
             before = zip(known, self._owned, self._signature, strict=True)
             self._signature = tuple(
-                row if piece is old and own == owner else signature_of([piece], [owner])[0]
+                row if piece.origin is old and own == owner else signature_of([piece], [owner])[0]
                 for piece, owner, (old, own, row) in zip(pieces, owners, before, strict=True)
             )
-        self._pieces, self._owned = [weakref.ref(piece) for piece in pieces], owners
+        self._origins, self._owned = origins, owners
         return owners, self._signature
 
 

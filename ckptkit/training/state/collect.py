@@ -52,6 +52,7 @@ from ckptkit.training.state.pieces import (
     select_owned,
 )
 from ckptkit.training.state.structures import VERSION, Structure, tables_of, take_apart
+from ckptkit.writer.merge import few_collections
 from ckptkit.writer.messages import Inline
 
 __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
@@ -114,7 +115,8 @@ class BoundState:
             step: The number of the step that is saved.
         """
         dispensable: list[dict[str, Any]] = []
-        collected = self.tensors(keep=True, sparing=dispensable)
+        with few_collections():  # of what the same thread frees again
+            collected = self.tensors(keep=True, sparing=dispensable)
         files = [*self._files]
         for other in self.others:
             self._take_other(other, collected, files)

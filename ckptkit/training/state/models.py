@@ -5,6 +5,7 @@ It is looked at outside of the caller's modes of torch: see `plain_torch`.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ from ckptkit.training.state.fsdp import (
     managed_parameters,
     strategy_of,
 )
-from ckptkit.training.state.memory_changes import Stamp, watched_by
+from ckptkit.training.state.memory_changes import KeptPieces, watched_by
 from ckptkit.training.state.objects import flatten, make_object, step_of
 from ckptkit.training.state.pieces import (
     ObjectValue,
@@ -134,7 +135,7 @@ class ModelWalk:
         self._model = model
         self._place = places, world, where
         self._structure = _Structure.of(model, *self._place)
-        self._kept: tuple[tuple[object, ...], Stamp, ModelView] | None = None
+        self._kept: tuple[tuple[object, ...], KeptPieces, ModelView] | None = None
 
     def look(self, *, keep: bool = False) -> ModelView:
         """Returns what this rank holds of the model now.
@@ -156,20 +157,19 @@ class ModelWalk:
         check_registered(self._structure.modules)
         kept = self._kept
         if keep and kept is not None:
-            names, stamp, view = kept
-            now, tensors = self._members(view.managed)
-            if now == names and stamp.still_holds(tensors):
-                return view
+            names, outline, view = kept
+            now, tensors, managed = self._members(view.managed)
+            pieces = outline.again(tensors, managed) if now == names else None
+            if pieces is not None:
+                return view.holding(pieces)
         view, identities = self._fresh(keep=keep)
         self._kept = None
-        names, tensors = self._members(view.managed)
+        names, tensors, managed = self._members(view.managed)
         # Hooks may have made values only for this state dict, so that the next one may differ.
         if keep and identities <= {id(tensor) for tensor in tensors}:
-            self._kept = names, Stamp.of(tensors, forget=self._forget), view
+            bare = KeptPieces.of(view.pieces, tensors, managed)
+            self._kept = None if bare is None else (names, bare, view.holding([]))
         return view
-
-    def _forget(self) -> None:
-        self._kept = None
 
     def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
         kinds = UninitializedParameter, UninitializedBuffer
@@ -196,11 +196,18 @@ class ModelWalk:
                 view.slots[id(parameter)] = (view.slot(fqn, parameter),)
         return view, {id(value) for _, value in entries}
 
-    def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
-        """Returns the names and flags of all tensors of the model, and the tensors."""
+    def _members(
+        self, managed: frozenset[int]
+    ) -> tuple[tuple[object, ...], list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the names and flags of all tensors of the model, the tensors, the managed ones.
+
+        Args:
+            managed: The identities of parameters that flat ones of FSDP1 stand for.
+        """
         names: list[object] = []
         trained: list[bool] = []
         tensors: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
         for module in self._structure.modules:
             parameters, buffers, _, unsaved = members_of(module)
             if buffers:
@@ -210,11 +217,13 @@ class ModelWalk:
                     if tensor is None:
                         continue
                     trained.append(tensor.requires_grad)
-                    if id(tensor) not in managed:
+                    if id(tensor) in managed:
+                        others.append(tensor)
+                    else:
                         names.append(name)
                         tensors.append(tensor)
         shards = flat_shards(self._model) if self._structure.flat else []
-        return (*names, *trained), [*tensors, *shards]
+        return (*names, *trained), [*tensors, *shards], others
 
     def facts(self) -> dict[str, Any]:
         """Returns how the model is wrapped and split, as plain values."""
@@ -291,6 +300,7 @@ class ModelView:
     """What this rank holds of a model at one moment; not changed once a walk has returned it.
 
     Attributes:
+        origin: The same object in views that differ in the tensors of their pieces only.
         pieces: Parameters and persistent buffers.
         objects: What modules save besides tensors, on the rank that writes it.
         structures: Of the objects, where these do not follow from their leaves, and of extra
@@ -315,6 +325,7 @@ class ModelView:
         meshes.learn(value for _, value in entries)
         extent = units[0].extent if units else meshes.extent() or group or structure.world
         self._structure = structure
+        self.origin = object()
         self._copies = Replicas(*(group or extent))
         self.pieces: list[Piece] = []
         self.objects: list[ObjectValue] = []
@@ -329,8 +340,7 @@ class ModelView:
         for names, tensor, tied in _without_ties(entries):
             slot = self.slot(names[0], tensor)
             self.slots[id(tensor)] = (slot,)
-            # An object of its own, or the end of the tensor could not be seen.
-            local = local_part(tensor).detach()
+            local = local_part(tensor)
             # Neither of the two counts the changes that are made through the other one.
             further = [unwrap_dtensor(tensor)] if isinstance(tensor, DTensor) else []
             watched = watched_by(tensor, *further, tied=tied)
@@ -358,7 +368,7 @@ class ModelView:
             if part.assigned is None or part.on_its_own is None:
                 self._add(part.in_shard, part.names, unit.shard, watched)
             else:
-                self._add(part.on_its_own, part.names, local_part(part.assigned).detach(), watched)
+                self._add(part.on_its_own, part.names, local_part(part.assigned), watched)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             yield part.fqn, own
@@ -372,7 +382,7 @@ class ModelView:
             path = (*start, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf.value)
-                self.pieces.extend(slot.pieces(unit, path, local_part(leaf.value).detach()))
+                self.pieces.extend(slot.pieces(unit, path, local_part(leaf.value)))
             elif self.values.own == 0:
                 self.objects.append(make_object(unit, path, leaf.value, leaf.where))
 
@@ -382,7 +392,7 @@ class ModelView:
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf)
-                self.pieces.extend(slot.pieces(unit, path, local_part(leaf).detach()))
+                self.pieces.extend(slot.pieces(unit, path, local_part(leaf)))
             elif self.values.own == 0:
                 self.objects.append(ObjectValue(unit, path, leaf))
 
@@ -395,6 +405,12 @@ class ModelView:
             paths.setdefault(unit, []).append(key_path)
         for unit, (path, *aliases) in paths.items():
             self.pieces.extend(slot.pieces(unit, path, local, aliases, watched))
+
+    def holding(self, pieces: list[Piece]) -> ModelView:
+        """Returns the same view with other pieces."""
+        view = copy.copy(self)
+        view.pieces = pieces
+        return view
 
     def slot(self, fqn: str, tensor: torch.Tensor) -> ShardLayout:
         """Returns where the elements of a tensor belong."""

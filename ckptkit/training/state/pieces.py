@@ -9,7 +9,6 @@ what several ranks hold, on each of them without communication.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,32 +42,14 @@ class Replicas:
     spread: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WatchedTensor:
-    """A tensor of a frozen weight, without a strong reference to it.
-
-    Attributes:
-        alias: Has its elements and its version counter.
-        alive: A reference to an object that ends with the tensor.
-        identity: Its `id`, which another tensor may get once it has ended.
-    """
-
-    alias: torch.Tensor
-    alive: weakref.ref[torch.Tensor]
-    identity: int
-
-    def is_same(self, other: WatchedTensor) -> bool:
-        """Whether both are the same tensor, and it still exists."""
-        living = self.alive()
-        return living is not None and living is other.alive() and self.identity == other.identity
+Watched = tuple[torch.Tensor, ...]
 
 
-Watched = tuple[WatchedTensor, ...]
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True)
 class Piece:
-    """The part of one tensor that is on this rank.
+    """The part of one tensor that is on this rank, at one moment.
+
+    It holds tensors of training, so no piece outlives the call that it was made in.
 
     Attributes:
         unit: The DCP directory that it belongs to, relative to the step's; empty for the step's.
@@ -83,6 +64,7 @@ class Piece:
         aliases: Further key paths in the same unit under which the same tensor is known (ties).
         watched: Of weights that are not trained: the tensors whose version counters show whether
             the elements were changed all the same.
+        origin: The same object in pieces that differ in their tensors only.
     """
 
     unit: str
@@ -93,6 +75,13 @@ class Piece:
     replicas: Replicas = Replicas()
     aliases: tuple[KeyPath, ...] = ()
     watched: Watched = ()
+    origin: object = field(default_factory=object, init=False, repr=False, compare=False)
+
+    def holding(self, local: torch.Tensor, watched: Watched = ()) -> Piece:
+        """Returns the same piece of other tensors, which have the same forms."""
+        other = object.__new__(Piece)  # `replace` takes ten times as long
+        vars(other).update(vars(self), local=local, watched=watched)
+        return other
 
     @property
     def frozen(self) -> bool:
@@ -222,7 +211,8 @@ class ShardLayout:
             aliases: Further key paths of the same tensor.
             watched: As a `Piece` has them.
         """
-        local, further = tensor.detach() if tensor.requires_grad else tensor, tuple(aliases)
+        # Detached, as torch refuses to swap the content of a tensor that has views.
+        local, further = tensor.detach(), tuple(aliases)
         if self.start is not None:
             local = local.narrow(0, self.start, self.elements)
         if not self.axes:
