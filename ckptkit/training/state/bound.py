@@ -21,6 +21,7 @@ from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
 Layout = Literal["accelerate", "dcp", "trainer"]
 Kind = Literal["model", "optimizer", "scheduler", "scaler", "dataloader", "stateful", "plain"]
 Unfit = Literal["error", "reset"]
+MissingGroups = Literal["error", "drop"]
 _RESERVED = frozenset({RNG})
 _LOADER_HINT = "use torchdata's StatefulDataLoader, or leave the dataloader out"
 _PLAIN_HINT = "put values such as counters into a dict, which is saved and restored in place"

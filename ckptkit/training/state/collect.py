@@ -26,6 +26,7 @@ from ckptkit.training.state.bound import (
     BoundObject,
     BoundOptimizer,
     Layout,
+    MissingGroups,
     Unfit,
     class_of,
     index_of,
@@ -80,6 +81,7 @@ class BoundState:
         optimizers: All optimizers in the mapping.
         others: All other entries of the mapping.
         unfit_optimizer: What a resume does with an optimizer that does not fit the step.
+        missing_groups: What it does with groups of the step that an optimizer does not have.
     """
 
     layout: Layout
@@ -92,6 +94,7 @@ class BoundState:
     _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
     _files: tuple[Inline, ...] = ()
     unfit_optimizer: Unfit = "error"
+    missing_groups: MissingGroups = "error"
 
     def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
         """Returns the same state with further files, by name, that this rank saves with it."""
@@ -100,9 +103,9 @@ class BoundState:
         own = [name for other in self.others for name in (other.unit, other.file)]
         return replace(self, _files=checked_files(files, own))
 
-    def resuming(self, unfit_optimizer: Unfit) -> BoundState:
+    def resuming(self, unfit_optimizer: Unfit, missing_groups: MissingGroups) -> BoundState:
         """Returns the same state, with what to do with an optimizer that does not fit the step."""
-        return replace(self, unfit_optimizer=unfit_optimizer)
+        return replace(self, unfit_optimizer=unfit_optimizer, missing_groups=missing_groups)
 
     def holdings(self, step: int) -> Holdings:
         """Returns all that this rank holds, without any communication.

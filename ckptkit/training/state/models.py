@@ -222,8 +222,8 @@ class ModelWalk:
                     else:
                         names.append(name)
                         tensors.append(tensor)
-        shards = flat_shards(self._model) if self._structure.flat else []
-        return (*names, *trained), [*tensors, *shards], others
+        shards, managed_too = flat_shards(self._model) if self._structure.flat else ([], [])
+        return (*names, *trained), [*tensors, *shards], [*others, *managed_too]
 
     def facts(self) -> dict[str, Any]:
         """Returns how the model is wrapped and split, as plain values."""
