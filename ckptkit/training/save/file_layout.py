@@ -159,6 +159,7 @@ class SavePlan:
         record_units: The `units` of the rank's record, without objects.
         replica_samples: Copied with the first wave. The commit compares their checksums between
             ranks.
+        of_rank_0: Those among the samples' tensors that rank 0 writes for all ranks.
         devices: The devices of the tensors, each once.
         signature: Of the pieces.
         frozen: Everything that the files of frozen weights depend on except the content of the
@@ -176,6 +177,7 @@ class SavePlan:
     frozen_bytes: int
     record_units: Mapping[str, Mapping[str, Any]]
     replica_samples: tuple[ReplicaSample, ...]
+    of_rank_0: frozenset[Entry]
     devices: tuple[torch.device, ...]
     signature: Signature
     frozen: tuple[object, ...]
@@ -288,7 +290,7 @@ class _Waves:
             dtype=piece.local.dtype,
             shape=slab.sizes,
             whole=span.stop == piece.elements,
-            prompt=False,
+            prompt=not piece.replicas.spread,
         )
         self.copies[0].append(step)
         sample = ReplicaSample(*piece.entry, place.offsets, start, self._end)
@@ -329,6 +331,7 @@ class _Waves:
             data_bytes=self.data_bytes,
             record_units={name: unit.record() for name, unit in units.items()},
             replica_samples=tuple(self.replica_samples),
+            of_rank_0=frozenset(p.entry for p in pieces if p.replicas.compared),
             devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
             signature=signature,
             frozen=(
@@ -488,6 +491,7 @@ def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
             piece.places,
             piece.aliases,
             piece.replicas.spread,
+            piece.replicas.compared,
             piece.frozen,
             own,
             piece.local.dtype,

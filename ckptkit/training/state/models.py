@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _python_dispatch as dispatch
@@ -189,7 +190,14 @@ class ModelWalk:
         packed = packed_weights(self._model, parallel)
         if keep:
             entries += lost_scales(packed, {name for name, _ in entries})
-        view = ModelView(self._structure, units, entries, lasting_scales(packed), for_save=keep)
+        view = ModelView(
+            self._structure,
+            units,
+            entries,
+            lasting_scales(packed),
+            _uncompared(self._model, parallel),
+            for_save=keep,
+        )
         for raw, parameter in self._model.named_parameters():
             if id(parameter) not in view.slots:  # state_dict() lacks it, an optimizer may have it
                 fqn = clean_fqn(raw, parallel)
@@ -318,6 +326,7 @@ class ModelView:
         units: tuple[FlatUnit, ...],
         entries: list[tuple[str, object]],
         scales: frozenset[int],
+        uncompared: Container[str],
         *,
         for_save: bool,
     ) -> None:
@@ -333,6 +342,7 @@ class ModelView:
         self.slots: dict[int, tuple[ShardLayout, ...]] = {}
         self.meshes = meshes
         self.values = Replicas(*extent, spread=False)
+        compared = Replicas(*extent, spread=False, compared=True)
         self.managed = managed_parameters(units)
         # Not an attribute, since a view must not keep parameters alive.
         parameters = {fqn: own for unit in units for fqn, own in self._take_unit(unit)}
@@ -340,6 +350,8 @@ class ModelView:
         for names, tensor, tied in _without_ties(entries):
             slot = self.slot(names[0], tensor)
             self.slots[id(tensor)] = (slot,)
+            if slot.replicas is self.values and names[0] not in uncompared:
+                slot = replace(slot, replicas=compared)
             local = local_part(tensor)
             # Neither of the two counts the changes that are made through the other one.
             further = [unwrap_dtensor(tensor)] if isinstance(tensor, DTensor) else []
@@ -464,6 +476,21 @@ def _without_ties(
             if value is not first:
                 tied.append(value)
     yield from distinct.values()
+
+
+def _uncompared(model: nn.Module, parallel: Sequence[str]) -> frozenset[str]:
+    """Returns the names of buffers that may differ between ranks, and are right all the same.
+
+    DDP gives all ranks those of rank 0 before each forward pass, and training does not read the
+    statistics that normalisations keep of each rank's own batches.
+    """
+    found: set[str] = set()
+    for raw, module in model.named_modules(remove_duplicate=False):
+        is_broadcast = isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+        if is_broadcast or isinstance(module, _NormBase):
+            buffers = module.named_buffers(raw, remove_duplicate=False)
+            found.update(clean_fqn(name, parallel) for name, _ in buffers)
+    return frozenset(found)
 
 
 _WITHOUT_DATA = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")

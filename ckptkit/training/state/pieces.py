@@ -35,11 +35,13 @@ class Replicas:
         own: Which of these this rank is, from 0.
         spread: Whether any of them may write, because training keeps them equal; where it does
             not (buffers, values outside any wrapper) the first one, rank 0, always writes.
+        compared: Whether a save compares what the first one writes with what the others have.
     """
 
     count: int = 1
     own: int = 0
     spread: bool = True
+    compared: bool = False
 
 
 Watched = tuple[torch.Tensor, ...]
@@ -261,8 +263,9 @@ def sampled_replicas(pieces: Sequence[Piece]) -> Iterator[int]:
     """
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
-        if piece.replicas.spread and piece.replicas.count > 1 and not piece.frozen:
-            groups[id(piece.replicas)].append(index)
+        replicas = piece.replicas
+        if (replicas.spread or replicas.compared) and replicas.count > 1 and not piece.frozen:
+            groups[id(replicas)].append(index)
     sampled = (indices[:: -(-len(indices) // _SAMPLED)] for indices in groups.values())
     held = (index for index in chain.from_iterable(sampled) if pieces[index].elements)
     yield from islice(held, _MOST_SAMPLED)
