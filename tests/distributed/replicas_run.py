@@ -1,7 +1,8 @@
 """Runs under torchrun on four ranks: saves models whose replicas are equal, or are not.
 
 Usage: replicas_run.py FOLDER SAVED... `ddp 0` is saved without options, `ddp 1` with one, and
-`buffers 0` has what no wrapper keeps equal. Rank 0 prints one line for each save: its name, and what was logged.
+`buffers 0` has what no wrapper keeps equal. Rank 0 prints one line for each save: its name, and
+what was logged.
 """
 
 from __future__ import annotations

@@ -318,6 +318,7 @@ class ModelView:
         meshes: The device meshes of the model.
         values: Which ranks hold what there is once per model.
         managed: The identities of the parameters that flat ones of FSDP1 stand for.
+        extra: The names of all other values in its state dict, such as extra states of modules.
     """
 
     def __init__(
@@ -360,6 +361,11 @@ class ModelView:
                 owner = parameters.get(names[0].rpartition(".")[0])
                 watched = () if owner is None else watched_by(owner, tensor)
             self._add(slot, names, local, watched)
+        self.extra = tuple(
+            name
+            for name, value in entries
+            if not isinstance(value, torch.Tensor) or EXTRA_STATE in name.split(".")
+        )
         take = self._take_other if for_save else self._take_live
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
