@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,35 @@ def ddp() -> nn.Module:
     return DistributedDataParallel(network())
 
 
+class Late(torch.optim.Optimizer):
+    """Makes DTensors in its second step, one of them by rows; `small` adds a plain tensor."""
+
+    def __init__(self, parameters: Any, lr: float, *, small: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr, "small": small})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["count"] = torch.tensor(1.0)
+                    if group["small"]:
+                        state["scale"] = torch.ones(3)
+                    continue
+                if "m" not in state:
+                    state["m"] = torch.zeros_like(parameter)
+                    if parameter.dim() > 1:
+                        state["rows"] = torch.zeros_like(parameter).sum(1)
+                state["count"] += 1
+                state["m"].lerp_(parameter.grad, 0.1)
+                if parameter.dim() > 1:
+                    state["rows"].add_(state["m"].sum(1))
+                if group["small"]:
+                    state["scale"].mul_(1.5)
+                parameter.add_(state["m"], alpha=-group["lr"])
+
+
 Make = tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]
 CASES: Mapping[str, Make] = {
     "ao8_fsdp2": (fsdp2, low_bit.AdamW8bit),
@@ -82,6 +112,8 @@ CASES: Mapping[str, Make] = {
     "bnb8_fsdp1": (lambda: fsdp1(original=True), bits_and_bytes.AdamW8bit),
     "bnb8_fsdp1_flat": (lambda: fsdp1(original=False), bits_and_bytes.Adam8bit),
     "bnb8_paged_ddp": (ddp, bits_and_bytes.PagedAdamW8bit),
+    "late_fsdp2": (fsdp2, Late),
+    "late_small_fsdp2": (fsdp2, partial(Late, small=True)),
     "bnb32_paged_fsdp1": (lambda: fsdp1(original=True), bits_and_bytes.PagedAdamW),
 }
 

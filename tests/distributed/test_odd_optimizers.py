@@ -17,7 +17,7 @@ from ckptkit.training import Checkpointer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("odd_optimizers_run.py")
-CASES = 9
+CASES = 11
 
 
 @pytest.fixture(scope="module")

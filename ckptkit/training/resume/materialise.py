@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,6 +23,9 @@ from ckptkit.training.state.pieces import ShardLayout
 
 Slots = Mapping[int, tuple[ShardLayout, ...]]
 _Named = tuple[nn.Module, str]
+
+
+_FIRST_STEPS = 2  # in which an optimizer makes its state
 
 
 def materialise(
@@ -141,14 +144,18 @@ def allocate_state(
         if id(parameter) not in leave
     ]
     # State of a sharded parameter that is neither a number nor of its shape.
-    if any(
-        entry.shape != slot.shape and entry.elements != 1
+    odd = [
+        (parameter, name)
         for parameter, _ in parameters
         for slot in slots[id(parameter)]
         if isinstance(parameter, DTensor) or not slot.whole
-        for entry in stored.get(slot.fqn, {}).values()
-    ):
-        step_without_effect(optimizer)
+        for name, entry in stored.get(slot.fqn, {}).items()
+        if entry.shape != slot.shape and entry.elements != 1
+    ]
+    if odd:
+        step_without_effect(
+            optimizer, lambda: all(name in optimizer.state.get(p, {}) for p, name in odd)
+        )
     for parameter, on_device in parameters:
         own = slots[id(parameter)]
         slot = next((slot for slot in own if slot.fqn in stored), None)
@@ -200,14 +207,15 @@ def _empty(
     return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
-def step_without_effect(optimizer: Optimizer) -> None:
-    """Lets an optimizer make its own state, by a step with gradients of zero.
+def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> None:
+    """Lets an optimizer make its own state, by a step with gradients of zero, or by two.
 
     The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
     that has state already keeps it.
 
     Args:
         optimizer: What `torch.compile` does in its step is not worth while here, and left out.
+        is_made: Whether it has all of the state; some make a part in their second step.
     """
     if optimizer.state:
         return
@@ -221,7 +229,10 @@ def step_without_effect(optimizer: Optimizer) -> None:
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
     try:
         with nullcontext() if set_stance is None else set_stance("force_eager"):
-            unwrap_optimizer(optimizer).step()
+            for _ in range(_FIRST_STEPS):
+                unwrap_optimizer(optimizer).step()
+                if is_made():
+                    break
     except Exception as error:
         raise ResumeError(
             f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,9 +20,14 @@ from ckptkit.core.index import Box, Shape
 from ckptkit.training.state.pieces import Replicas, ShardLayout, whole_layout
 
 try:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor  # type: ignore[attr-defined]
+    from torch.distributed._tensor import (  # type: ignore[attr-defined]
+        DTensor,
+        Replicate,
+        Shard,
+        empty,
+    )
 
 __all__ = [
     "Copies",
@@ -32,6 +37,7 @@ __all__ = [
     "inner_tensors",
     "is_composed",
     "local_part",
+    "make_dtensor",
     "memory_layout",
     "unwrap_dtensor",
 ]
@@ -215,6 +221,29 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
     for name in composed.__tensor_flatten__()[0]:
         for rest, inner in inner_tensors(getattr(composed, name)):
             yield (name, *rest), inner
+
+
+def make_dtensor(
+    like: DTensor, shape: Sequence[int], placements: Sequence[str], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Returns a DTensor without content on the mesh of another one, without communicating.
+
+    Args:
+        like: The other one.
+        shape: Of the whole tensor, in elements.
+        placements: Their texts.
+        dtype: Of the elements.
+
+    Returns:
+        The tensor; None if no placement has one of the texts.
+    """
+    if tuple(shape) == tuple(like.shape) and list(placements) == list(map(repr, like.placements)):
+        return torch.empty_like(like.detach(), dtype=dtype)
+    known = {repr(kind): kind for kind in (Replicate(), *map(Shard, range(len(shape))))}
+    if len(placements) != len(like.placements) or not all(text in known for text in placements):
+        return None
+    found = [known[text] for text in placements]
+    return empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=found)
 
 
 def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
