@@ -15,7 +15,7 @@ from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.training.resume.unsaved_buffers import fill_unsaved, find_unsaved
 from ckptkit.training.state.bound import unwrap_optimizer
-from ckptkit.training.state.dtensors import DTensor
+from ckptkit.training.state.dtensors import DTensor, empty_like
 from ckptkit.training.state.fsdp import fsdp2_states
 from ckptkit.training.state.models import members_of
 from ckptkit.training.state.optimizers import STATE, below
@@ -195,12 +195,11 @@ def _empty(
 ) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry.dtype.name)
     if entry.shape == slot.shape and (entry.shape or name != "step"):
-        local = parameter.detach()
         if slot.start is not None:  # with padding, which no checkpoint holds
-            return torch.zeros(slot.held, dtype=dtype, device=local.device)
-        if isinstance(local, DTensor) or tuple(local.shape) == slot.held:
-            return torch.empty_like(local, dtype=dtype)
-        return torch.empty(slot.held, dtype=dtype, device=local.device)
+            return torch.zeros(slot.held, dtype=dtype, device=parameter.device)
+        if isinstance(parameter, DTensor) or tuple(parameter.shape) == slot.held:
+            return empty_like(parameter, dtype)
+        return torch.empty(slot.held, dtype=dtype, device=parameter.device)
     # As torch's load_state_dict does: only counts of steps are not on the parameter's device.
     is_count = name == "step" and entry.elements == 1 and not on_device
     device = torch.device("cpu") if is_count else parameter.device

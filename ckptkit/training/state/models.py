@@ -27,7 +27,6 @@ from ckptkit.core.index import KeyPath
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training.state.dtensors import (
     Copies,
-    DTensor,
     Meshes,
     local_part,
     unwrap_dtensor,
@@ -353,9 +352,10 @@ class ModelView:
             self.slots[id(tensor)] = (slot,)
             if slot.replicas is self.values and names[0] not in uncompared:
                 slot = replace(slot, replicas=compared)
-            local = local_part(tensor)
+            local = local_part(tensor, names[0])
             # Neither of the two counts the changes that are made through the other one.
-            further = [unwrap_dtensor(tensor)] if isinstance(tensor, DTensor) else []
+            inner = unwrap_dtensor(tensor)
+            further = [] if inner is tensor else [inner]
             watched = watched_by(tensor, *further, tied=tied)
             if id(tensor) in scales:  # frozen if the packed weight is
                 owner = parameters.get(names[0].rpartition(".")[0])

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckptkit
-from ckptkit.core.errors import ResumeError, UsageError
+from ckptkit.core.errors import ResumeError, UnsupportedError, UsageError
 from ckptkit.training import Checkpointer
 from ckptkit.training.state.collect import Layout
 from ckptkit.training.state.dtensors import inner_tensors
@@ -591,3 +591,67 @@ def test_a_flattened_state_of_parameters_that_no_group_has_is_refused(tmp_path: 
     with pytest.raises(ResumeError, match=r"a state of 2 parameters more: '1\.bias', '1\.weight'"):
         resume(tmp_path / "step", by_groups(0), layout="dcp")
     assert resume(tmp_path / "step", by_groups(0), layout="dcp", missing_groups="drop") == 0
+
+
+class Wrapped(torch.Tensor):
+    """Wraps a tensor, and perhaps another one beside it, as quantised weights do."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor, beside: torch.Tensor | None = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor, beside: torch.Tensor | None = None) -> None:
+        self.held, self.beside = inner, beside
+
+    def __tensor_flatten__(self) -> Any:
+        return ["held"] if self.beside is None else ["held", "beside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Any:
+        return Wrapped(*inner.values())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held, args[0].beside)
+        plain = torch.utils._pytree.tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def with_wrapped(beside: torch.Tensor | None = None) -> dict[str, Any]:
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False))
+    model[0].weight = nn.Parameter(Wrapped(torch.randn(3, 3), beside))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False)}
+
+
+def test_a_weight_that_wraps_one_tensor_of_its_shape_and_type_is_that_tensor(
+    tmp_path: Path,
+) -> None:
+    state, fresh = with_wrapped(), with_wrapped()
+    weight, other = state["model"][0].weight, fresh["model"][0].weight
+    weight.grad = torch.ones(3, 3)
+    state["optimizer"].step()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        weight.held.add_(1)
+        step = checkpointer.save(2, state).result(60)
+        assert checkpointer.resume(fresh) == 2
+    assert torch.equal(other.held, weight.held)
+    average = fresh["optimizer"].state[other]["exp_avg"]
+    assert type(average) is torch.Tensor
+    assert torch.equal(average, state["optimizer"].state[weight]["exp_avg"])
+    with ckptkit.open(step) as stored:
+        assert torch.equal(stored["0.weight"], weight.held)
+
+
+def test_a_weight_of_several_tensors_is_refused_by_its_name(tmp_path: Path) -> None:
+    state = with_wrapped(torch.ones(3, 3))
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(UnsupportedError, match=r"0\.weight: a Wrapped was found, which consist"),
+    ):
+        checkpointer.prepare({"model": state["model"]})
