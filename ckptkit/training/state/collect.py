@@ -22,6 +22,7 @@ from ckptkit.training import step_names
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import (
+    PER_RANK,
     BoundModel,
     BoundObject,
     BoundOptimizer,
@@ -61,7 +62,6 @@ __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout"
 logger = logging.getLogger(__name__)
 
 
-_PER_RANK = frozenset({"dataloader"})
 _BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
 
 
@@ -144,7 +144,7 @@ class BoundState:
             tuple(collected.objects),
             tuple(files),
             tuple(dispensable),
-            tuple({other.key: None for other in self.others if other.kind not in _PER_RANK}),
+            tuple({other.key: None for other in self.others if other.kind not in PER_RANK}),
         )
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -269,12 +269,12 @@ class BoundState:
         """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
         check_nesting(state, bound.where)
-        if bound.kind in _PER_RANK and self.layout == "dcp":
+        if bound.kind in PER_RANK and self.layout == "dcp":
             path = (*bound.path, str(self.rank))
             collected.objects.append(make_object(bound.unit, path, state, bound.where))
-        elif bound.kind not in _PER_RANK and self._in_dcp(state):
+        elif bound.kind not in PER_RANK and self._in_dcp(state):
             self._take_leaves(bound, state, collected)
-        elif bound.kind in _PER_RANK or self.rank == 0:
+        elif bound.kind in PER_RANK or self.rank == 0:
             files.append(Inline(bound.file, serialise_or_refuse(state, bound.where)))
 
     def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
@@ -312,9 +312,9 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
     """Checks the user's mapping, and gives everything in it a place on disk.
 
     Args:
-        state: Models, optimizers, learning rate schedulers, gradient scalers, dataloaders, other
-            objects with `state_dict` and `load_state_dict`, plain dicts and lists, or lists of
-            these. Models are wrapped already.
+        state: Models, optimizers, learning rate schedulers, gradient scalers, dataloaders,
+            generators of torch, other objects with `state_dict` and `load_state_dict`, plain dicts
+            and lists, or lists of these. Models are wrapped already.
         layout: What the step's directory looks like.
         rank: Of this process.
         world_size: How many processes train.
