@@ -137,14 +137,12 @@ class KeptPieces:
         forms: Address, shape, strides, type and placements of those with elements.
         pieces: The pieces, without elements.
         sources: Where each gets them from.
-        whole: Whether each is a whole tensor, and watches none.
     """
 
     identities: tuple[int, ...]
-    forms: tuple[tuple[Any, ...] | None, ...]
+    forms: tuple[object, ...]
     pieces: tuple[Piece, ...]
     sources: tuple[_Source, ...]
-    whole: bool
 
     @classmethod
     def of(
@@ -163,7 +161,7 @@ class KeptPieces:
         reached = (*tensors, *further)
         numbers = {id(unwrap_dtensor(t)): (n, True) for n, t in enumerate(reached)}
         numbers |= {id(t): (n, False) for n, t in enumerate(reached)}
-        forms = tuple(map(_form, tensors))
+        forms = tuple(map(_form, tensors, map(unwrap_dtensor, tensors)))
         whole = {memory_layout(tensor): number for number, tensor in enumerate(tensors)}
         whole.pop(None, None)
         parts: dict[tuple[Any, ...], int] = {}
@@ -183,8 +181,7 @@ class KeptPieces:
             watched = tuple(numbers[id(tensor)] for tensor in piece.watched)
             sources.append(_Source(number, cut, watched))
         bare = tuple(piece.holding(_NOTHING) for piece in pieces)
-        is_whole = all(source.cut is None and not source.watched for source in sources)
-        return cls(tuple(map(id, reached)), forms, bare, tuple(sources), is_whole)
+        return cls(tuple(map(id, reached)), forms, bare, tuple(sources))
 
     def again(
         self, tensors: Sequence[torch.Tensor], further: Sequence[torch.Tensor] = ()
@@ -193,16 +190,14 @@ class KeptPieces:
         reached = (*tensors, *further)
         if self.identities != tuple(map(id, reached)):
             return None
-        if not all(map(operator.eq, map(_form, tensors), self.forms)):
+        locals_ = [t if type(t) in _PLAIN else unwrap_dtensor(t) for t in tensors]
+        if not all(map(operator.eq, map(_form, tensors, locals_), self.forms)):
             return None
-        if self.whole:
-            return [
-                piece.holding(unwrap_dtensor(tensors[source[0]]).detach())
-                for piece, source in zip(self.pieces, self.sources, strict=True)
-            ]
         pieces = []
         for piece, (number, cut, watched) in zip(self.pieces, self.sources, strict=True):
-            local = unwrap_dtensor(tensors[number]).detach()
+            local = locals_[number]
+            if local.requires_grad or cut is not None:
+                local = local.detach()
             if cut is not None:
                 shape, strides, first = cut
                 local = local.as_strided(shape, strides, local.storage_offset() + first)
@@ -214,13 +209,19 @@ class KeptPieces:
         return pieces
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = torch.empty(0, device="cpu")
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    if isinstance(tensor, DTensor):
-        return memory_layout(tensor), tensor.placements, tensor.device_mesh, tensor.shape
-    return memory_layout(tensor)
+def _form(tensor: torch.Tensor, local: torch.Tensor) -> object:
+    """Returns address, shape, strides and type of this rank's elements, and their placements."""
+    if type(local) not in _PLAIN:
+        return type(local), memory_layout(local)
+    try:
+        layout = local.data_ptr(), local.shape, local.stride(), local.dtype
+    except RuntimeError:  # a sparse tensor, which is refused later by its name
+        return None
+    return layout if tensor is local or not isinstance(tensor, DTensor) else (layout, tensor._spec)  # noqa: SLF001 - its parts take four times as long
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
