@@ -162,19 +162,19 @@ class KeptPieces:
         numbers = {id(unwrap_dtensor(t)): (n, True) for n, t in enumerate(reached)}
         numbers |= {id(t): (n, False) for n, t in enumerate(reached)}
         forms = tuple(map(_form, tensors, map(unwrap_dtensor, tensors)))
-        whole = {memory_layout(tensor): number for number, tensor in enumerate(tensors)}
+        whole = {_elements(tensor): number for number, tensor in enumerate(tensors)}
         whole.pop(None, None)
         parts: dict[tuple[Any, ...], int] = {}
         sources: list[_Source] = []
         for piece in pieces:
-            layout = memory_layout(piece.local)
-            number, cut = whole.get(layout), None
-            if number is None and layout is not None:
+            elements = _elements(piece.local)
+            number, cut = whole.get(elements), None
+            if number is None and elements is not None:
                 parts = parts or {_memory(tensor): n for n, tensor in enumerate(tensors)}
                 number = parts.get(_memory(piece.local))
             if number is None or any(id(tensor) not in numbers for tensor in piece.watched):
                 return None
-            if layout not in whole:
+            if elements not in whole:
                 whole_first = int(unwrap_dtensor(tensors[number]).storage_offset())
                 first = int(piece.local.storage_offset()) - whole_first
                 cut = tuple(piece.local.shape), piece.local.stride(), first
@@ -221,16 +221,25 @@ def _form(tensor: torch.Tensor, local: torch.Tensor) -> object:
         layout = local.data_ptr(), local.shape, local.stride(), local.dtype
     except RuntimeError:  # a sparse tensor, which is refused later by its name
         return None
-    return layout if tensor is local or not isinstance(tensor, DTensor) else (layout, tensor._spec)  # noqa: SLF001 - its parts take four times as long
+    if tensor is local or not isinstance(tensor, DTensor):
+        return layout
+    return layout, tensor._spec  # noqa: SLF001 - its parts take four times as long
+
+
+def _elements(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns what tensors have in common that are the same elements; None without memory."""
+    local, layout = unwrap_dtensor(tensor), memory_layout(tensor)
+    return None if layout is None else (*layout, local.device, local.is_conj(), local.is_neg())
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns what tensors have in common that are views of one another."""
     local = unwrap_dtensor(tensor)
     try:
-        return local.untyped_storage().data_ptr(), local.dtype, local.device, local.is_conj()
+        start = local.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a tensor without memory, such as a sparse one
         return (id(tensor),)
+    return start, local.dtype, local.device, local.is_conj(), local.is_neg()
 
 
 def watched_by(

@@ -477,6 +477,7 @@ def _without_ties(
             dense = value.layout is torch.strided and value.device.type != "meta"
             if type(value) in {torch.Tensor, nn.Parameter} and dense and value.numel():
                 key = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
+                key = (*key, value.is_conj(), value.is_neg())
             names, first, tied = distinct.setdefault(key, ([], value, []))
             names.append(name)
             if value is not first:

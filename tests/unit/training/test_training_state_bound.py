@@ -443,3 +443,14 @@ def _saved(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def test_buffers_of_one_memory_of_which_one_is_conjugated_stay_apart() -> None:
+    model: Any = nn.Linear(1, 1)
+    model.register_buffer("plain", torch.tensor([1 + 2j, 3 - 1j]))
+    model.register_buffer("turned", model.plain.conj())
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    for step in (1, 2, 3):
+        found = {piece.key_path[-1]: piece.local.tolist() for piece in bound.holdings(step).pieces}
+        assert found["plain"] == [1 + 2j, 3 - 1j]
+        assert found["turned"] == [1 - 2j, 3 + 1j]
