@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, Unpack, get_args
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
@@ -33,7 +33,8 @@ from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save
 from ckptkit.training.save.slot import SaveSlot
 from ckptkit.training.session import Session, open_session
-from ckptkit.training.settings import Options, check_options
+from ckptkit.training.settings import Options, check_choice, check_options
+from ckptkit.training.state.bound import MissingGroups
 from ckptkit.training.state.collect import Binding, BoundState
 from ckptkit.training.state.models import check_modes, plain_torch
 from ckptkit.training.tiers.save import open_save_backend
@@ -286,6 +287,7 @@ class Checkpointer:
         *,
         step: int | None = None,
         folder: str | PathLike[str] | None = None,
+        missing_groups: MissingGroups | None = None,
     ) -> int | None:
         """Loads the newest complete step of the run into the state, in place.
 
@@ -298,6 +300,8 @@ class Checkpointer:
             folder: A directory to load instead: of a step with a name of its own, of another run,
                 or one that stock accelerate, Trainer or `dcp.save` wrote. Of any other checkpoint
                 the model is loaded alone, as `load_into` does it.
+            missing_groups: What to do if the step has parameter groups that an optimizer does not
+                have: "error", or "drop" to leave their state out; None for what `Options` says.
 
         Returns:
             The step that was loaded, None if the run has none, 0 if `folder` does not name one.
@@ -314,7 +318,9 @@ class Checkpointer:
             self._frozen.forget()
             try:
                 check_modes()
-                bound = self._binding.of(state).resuming(self._settings.unfit_optimizer)
+                choice = missing_groups or self._settings.missing_groups
+                check_choice({"missing_groups": choice}, "missing_groups", get_args(MissingGroups))
+                bound = self._binding.of(state).resuming(self._settings.unfit_optimizer, choice)
             except Exception as error:
                 decline(peers, error, timeout_seconds=timeout)
                 raise

@@ -25,7 +25,7 @@ from ckptkit.training.pushing import HubSettings, HubStrategy, check_hub
 from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES
 from ckptkit.training.sidecar import check_sidecar
 from ckptkit.training.signals import signal_names
-from ckptkit.training.state.bound import Unfit
+from ckptkit.training.state.bound import MissingGroups, Unfit
 from ckptkit.training.state.collect import Layout
 
 _SECONDS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -117,6 +117,8 @@ class Options(TypedDict, total=False):
         unfit_optimizer: What `resume` does if an optimizer cannot continue from the step, because
             its state belongs to other ranks' parts of the parameters or could not be saved:
             "error" (default), or "reset" to start it from scratch, with a warning.
+        missing_groups: What `resume` does if the step has parameter groups that the optimizer does
+            not have: "error" (default), or "drop" to leave their state out, with a warning.
         sidecar: Files to store with each step: objects with `save_pretrained` (a tokenizer), paths.
         signals: Signals, by name, after which `should_save` returns True and `stop_requested` is
             set; none by default. Previous handlers are called as well.
@@ -153,6 +155,7 @@ class Options(TypedDict, total=False):
     in_flight: InFlight
     max_in_flight: int
     unfit_optimizer: Unfit
+    missing_groups: MissingGroups
     sidecar: Mapping[str, object] | None
     signals: str | Signals | Sequence[str | Signals | int] | None
     slurm_margin_seconds: float
@@ -182,6 +185,7 @@ class Settings:
     in_flight: InFlight = "wait"
     max_in_flight: int = 1
     unfit_optimizer: Unfit = "error"
+    missing_groups: MissingGroups = "error"
     sidecar: Mapping[str, object] = field(default_factory=dict)
     signals: tuple[str, ...] = ()
     slurm_margin_seconds: float = 300.0
@@ -206,6 +210,7 @@ class Settings:
             "in_flight": self.in_flight,
             "max_in_flight": self.max_in_flight,
             "unfit_optimizer": self.unfit_optimizer,
+            "missing_groups": self.missing_groups,
             "signals": sorted(self.signals),
             "slurm_margin_seconds": self.slurm_margin_seconds,
         } | (self.hub.shared() if self.hub is not None else {"push_to_hub": None})
@@ -239,10 +244,11 @@ def check_options(options: Options) -> Settings:
     """
     given: dict[str, Any] = dict(options)
     refuse_unknown(sorted(given), sorted(Options.__annotations__), where="Checkpointer")
-    _check_choice(given, "layout", get_args(Layout))
-    _check_choice(given, "prefix", STEP_PREFIXES)
-    _check_choice(given, "in_flight", get_args(InFlight))
-    _check_choice(given, "unfit_optimizer", get_args(Unfit))
+    check_choice(given, "layout", get_args(Layout))
+    check_choice(given, "prefix", STEP_PREFIXES)
+    check_choice(given, "in_flight", get_args(InFlight))
+    check_choice(given, "unfit_optimizer", get_args(Unfit))
+    check_choice(given, "missing_groups", get_args(MissingGroups))
     most = given.get("max_in_flight", 1)
     if type(most) is not int or most < 1:
         raise UsageError(f"expected a whole number above 0, got {most!r}", where="max_in_flight")
@@ -273,7 +279,8 @@ def check_options(options: Options) -> Settings:
     )
 
 
-def _check_choice(given: Mapping[str, Any], name: str, choices: Sequence[str]) -> None:
+def check_choice(given: Mapping[str, Any], name: str, choices: Sequence[str]) -> None:
+    """Refuses a value of an option that is not among the choices, of which the first is usual."""
     value = given.get(name, choices[0])
     if not isinstance(value, str) or value not in choices:
         raise UsageError(f"{value!r} is not among {', '.join(choices)}", where=name)

@@ -79,8 +79,9 @@ def custom_file(index: int) -> str:
     return f"custom_checkpoint_{index}.pkl"
 
 
-def dataloader_file(index: int, rank: int) -> str:
-    return f"ckptkit/dataloader_{index}_rank_{rank}.bin"
+def rank_file(kind: str, index: int, rank: int) -> str:
+    """Returns the name of a rank's own state of a dataloader or a generator."""
+    return f"ckptkit/{kind}_{index}_rank_{rank}.bin"
 
 
 def values_file(rank: int) -> str:

@@ -254,18 +254,25 @@ class Merger:
         return Merged(kept, lost, empty, tuple(self._differences()))
 
     def _differences(self) -> Iterator[str]:
-        """Yields a note if ranks hold other values of what training keeps equal."""
-        differing = {key: sums for key, sums in self._replicas.items() if len(sums) > 1}
-        if not differing:
-            return
-        (_, path, _), sums = next(iter(differing.items()))
-        first, second, *_ = sorted(sums.values())
-        yield (
-            f"ranks {first} and {second} held different values of {flat_key(path)}"
-            f" ({len(differing)} of {len(self._replicas)} compared tensors differ): the step has"
-            " some tensors of one rank and some of another; save right after an averaging, or let"
-            " DDP or FSDP keep the ranks equal"
-        )
+        """Yields notes if ranks hold other values of what is stored once for all of them."""
+        for of_rank_0, what in _DIFFERING.items():
+            compared = {key: sums for key, sums in self._replicas.items() if key[3] is of_rank_0}
+            differing = {key: sums for key, sums in compared.items() if len(sums) > 1}
+            if differing:
+                (_, path, *_rest), sums = next(iter(differing.items()))
+                first, second, *_more = sorted(sums.values())
+                yield (
+                    f"ranks {first} and {second} held different values of {flat_key(path)}"
+                    f" ({len(differing)} of {len(compared)} compared tensors differ): {what}"
+                )
+
+
+_DIFFERING = {  # by whether rank 0 writes them for all ranks
+    False: "the step has some tensors of one rank and some of another; save right after an"
+    " averaging, or let DDP or FSDP keep the ranks equal",
+    True: "the step has those of rank 0, which a resume gives to all ranks; nothing keeps buffers"
+    " and tensors outside of wrappers equal, so let rank 0 broadcast them",
+}
 
 
 class _Tensor:

@@ -11,7 +11,7 @@ It is a JSON document, by convention at `.ranks/R.json` in the attempt's folder:
         "expected": [[path], ...]}},
      "dispensable": [{"name": "...", "unit": UNIT, "path": [...], "problem": ""}],
      "values": ["...", ...],
-     "replicas": [[UNIT, [path], [offsets]], ...],
+     "replicas": [[UNIT, [path], [offsets], false], ...],
      "replica_sums": [c, ...],
      "files": [{"path": "...", "size_bytes": n, "crc32": c}]}
 
@@ -20,7 +20,8 @@ an archive, offsets and sizes elements. `expected` names tensors that the rank h
 one writes. What is `dispensable` does not fail the step when it cannot be saved: then `problem`
 says why, and nothing below its path is taken from any rank. `values` are entries of the state that
 rank 0 alone writes, if it has them. `replica_sums` are the CRC-32 of the first elements of some
-tensors that several ranks hold, at these offsets. `crc32` is null for data files, whose archives
+tensors that several ranks hold, at these offsets; true stands for a tensor that rank 0 writes for
+all of them, as nothing keeps it equal. `crc32` is null for data files, whose archives
 have their own.
 """
 
@@ -36,8 +37,8 @@ from ckptkit.storage.locations import check_relative
 
 RECORDS_FOLDER = ".ranks"
 
-Replica = tuple[str, tuple[str | int, ...], tuple[int, ...]]
-"""The DCP directory, the key path and the offsets of a sample."""
+Replica = tuple[str, tuple[str | int, ...], tuple[int, ...], bool]
+"""The DCP directory, the key path and the offsets of a sample; whether rank 0 writes its tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
             ),
             values=tuple(map(str, document.get("values", ()))),
             replicas={
-                (str(unit), tuple(path), tuple(offsets)): _count(crc)
-                for (unit, path, offsets), crc in zip(
+                (str(unit), tuple(path), tuple(offsets), any(of_rank_0)): _count(crc)
+                for (unit, path, offsets, *of_rank_0), crc in zip(
                     document.get("replicas", ()), document.get("replica_sums", ()), strict=True
                 )
             },

@@ -13,24 +13,27 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.errors import ResumeError
-from ckptkit.training import Checkpointer
-from ckptkit.training.state.dtensors import inner_tensors
+from ckptkit.training import Checkpointer, load_into
+from ckptkit.training.state.dtensors import inner_tensors, unwrap_dtensor
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the imports, about deprecated parts of torch
     bits_and_bytes: Any = importlib.import_module("bitsandbytes.optim")
     low_bit: Any = importlib.import_module("torchao.optim")
+    float8_training: Any = importlib.import_module("torchao.float8")
 
 STEP = 2
 State = dict[str, Any]
@@ -72,6 +75,35 @@ def ddp() -> nn.Module:
     return DistributedDataParallel(network())
 
 
+class Late(torch.optim.Optimizer):
+    """Makes DTensors in its second step, one of them by rows; `small` adds a plain tensor."""
+
+    def __init__(self, parameters: Any, lr: float, *, small: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr, "small": small})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["count"] = torch.tensor(1.0)
+                    if group["small"]:
+                        state["scale"] = torch.ones(3)
+                    continue
+                if "m" not in state:
+                    state["m"] = torch.zeros_like(parameter)
+                    if parameter.dim() > 1:
+                        state["rows"] = torch.zeros_like(parameter).sum(1)
+                state["count"] += 1
+                state["m"].lerp_(parameter.grad, 0.1)
+                if parameter.dim() > 1:
+                    state["rows"].add_(state["m"].sum(1))
+                if group["small"]:
+                    state["scale"].mul_(1.5)
+                parameter.add_(state["m"], alpha=-group["lr"])
+
+
 Make = tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]
 CASES: Mapping[str, Make] = {
     "ao8_fsdp2": (fsdp2, low_bit.AdamW8bit),
@@ -82,6 +114,8 @@ CASES: Mapping[str, Make] = {
     "bnb8_fsdp1": (lambda: fsdp1(original=True), bits_and_bytes.AdamW8bit),
     "bnb8_fsdp1_flat": (lambda: fsdp1(original=False), bits_and_bytes.Adam8bit),
     "bnb8_paged_ddp": (ddp, bits_and_bytes.PagedAdamW8bit),
+    "late_fsdp2": (fsdp2, Late),
+    "late_small_fsdp2": (fsdp2, partial(Late, small=True)),
     "bnb32_paged_fsdp1": (lambda: fsdp1(original=True), bits_and_bytes.PagedAdamW),
 }
 
@@ -176,6 +210,71 @@ def loses_no_model(folder: Path, layout: Any) -> None:
     sys.stdout.write(f"KEPT {layout} {dist.get_rank()}\n")
 
 
+def float8() -> Any:
+    """Has weights as torchao's float8 training wraps them; `short` stays as it is."""
+    net: Any = network()
+    float8_training.convert_to_float8_training(
+        net,
+        module_filter_fn=lambda _, name: name == "wide",
+        config=float8_training.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True),
+    )
+    fully_shard(net.wide)
+    fully_shard(net)
+    return net
+
+
+def step_of(state: State, number: int) -> None:
+    """Takes a step with gradients that are made up, as gloo gathers no float8."""
+    for parameter in state["model"].parameters():
+        local = torch.full(parameter.to_local().shape, 0.1 * number + dist.get_rank())
+        parameter.grad = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def keeps_wrapped_weights(folder: Path) -> None:
+    """Weights of a class that wraps one tensor are that tensor, with a scale beside it or not."""
+    model = float8()
+    wrapped = type(model.wide.weight.to_local())
+    assert wrapped.__name__.endswith("CastTensor"), wrapped
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    with Checkpointer(folder / "wrapped") as checkpointer:
+        for number in (1, 2):
+            step_of(state, number)
+            float8_training.precompute_float8_dynamic_scale_for_fsdp(model)
+            checkpointer.save(number, state).result(60)
+        before = {n: unwrap_dtensor(p).clone() for n, p in model.named_parameters()}
+        exported = checkpointer.export(folder / "exported", state={"model": model}).result(60)
+        with torch.device("meta"):
+            fresh_model = float8()
+        optimizer = torch.optim.AdamW(fresh_model.parameters(), lr=0.5)
+        fresh = {"model": fresh_model, "optimizer": optimizer}
+        assert checkpointer.resume(fresh) == 2
+        assert isinstance(fresh_model.wide.weight.to_local(), wrapped)
+    expected, found = tensors_of(state), tensors_of(fresh)
+    assert len(expected) == len(found) > 9
+    assert all(map(torch.equal, expected, found))
+    for each in (state, fresh):
+        step_of(each, 3)
+    assert all(map(torch.equal, tensors_of(state), tensors_of(fresh)))
+    for source in (exported, folder / "wrapped" / "checkpoint-2"):
+        other = float8()
+        load_into(other, source)
+        for name, parameter in other.named_parameters():
+            assert torch.equal(unwrap_dtensor(parameter), before[name])
+    stock = {"model": float8().state_dict()}
+    dcp.load(stock, checkpoint_id=folder / "wrapped" / "checkpoint-2" / "pytorch_model_fsdp_0")
+    for name, tensor in stock["model"].items():
+        assert torch.equal(unwrap_dtensor(tensor), before[name])
+    sys.stdout.write(f"WRAPPED {dist.get_rank()}\n")
+
+
 def misses_no_value(folder: Path) -> None:
     """Rank 0 writes what all ranks have; here it has not got one of the values."""
     state: State = {"model": network(), "seen": [1, 2]}
@@ -198,6 +297,7 @@ def main() -> None:
     for layout in ("accelerate", "dcp"):
         loses_no_model(folder, layout)
     misses_no_value(folder)
+    keeps_wrapped_weights(folder)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

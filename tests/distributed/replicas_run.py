@@ -1,7 +1,8 @@
 """Runs under torchrun on four ranks: saves models whose replicas are equal, or are not.
 
-Usage: replicas_run.py FOLDER SAVED... `ddp 0` is saved without options, `ddp 1` with one. Rank 0
-prints one line for each save: its name, and what was logged.
+Usage: replicas_run.py FOLDER SAVED... `ddp 0` is saved without options, `ddp 1` with one, and
+`buffers 0` has what no wrapper keeps equal. Rank 0 prints one line for each save: its name, and
+what was logged.
 """
 
 from __future__ import annotations
@@ -83,6 +84,34 @@ def saves(kind: str, folder: Path, **options: Any) -> Iterator[str]:
         yield "resumed"
 
 
+def of_buffers(folder: Path) -> Iterator[str]:
+    """Saves what no wrapper keeps equal: the vectors of spectral norm, and a plain parameter."""
+    torch.manual_seed(0)
+    layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(300, 300))
+    model: Any = nn.Sequential(layer, nn.BatchNorm1d(300))
+    fully_shard(model)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with Checkpointer(folder / "buffers") as checkpointer:
+        train(state)
+        for name, buffer in layer.named_buffers():
+            buffer.copy_(torch.ones(300) * (len(name)))
+        checkpointer.save(1, state).report(60)
+        yield "equal"
+        for buffer in layer.buffers():
+            buffer.add_(dist.get_rank() // 2)
+        checkpointer.save(2, state).report(60)
+        yield "differ"
+        assert checkpointer.resume(state) == 2
+        yield "resumed"
+    plain = {"model": nn.Linear(2, 2)}
+    with torch.no_grad():
+        plain["model"].weight.fill_(dist.get_rank())
+        plain["model"].bias.fill_(0)
+    with Checkpointer(folder / "plain") as checkpointer:
+        checkpointer.save(1, plain).report(60)
+        yield "plain"
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     log = Log()
@@ -90,6 +119,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     for saved in sys.argv[2:]:
         kind, count = saved.split()
+        if kind == "buffers":
+            for name in of_buffers(folder):
+                if dist.get_rank() == 0:
+                    sys.stdout.write(f"{kind} {name}: {log.read()}\n")
+            continue
         options: dict[str, Any] = {"staging_limit": LIMIT_BYTES} if int(count) else {}
         for name in saves(kind, folder, **options):
             if dist.get_rank() == 0:

@@ -74,6 +74,19 @@ def test_a_resume_from_such_a_step_says_so_again(logged: dict[str, str], saved: 
     assert text.startswith("the step that is resumed: ranks 0 and 2 held different values of model")
 
 
+def test_buffers_of_ranks_that_nothing_keeps_equal_are_named(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = run_ranks(SCRIPT, 4, tmp_path, "buffers 0")
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert said["buffers equal"] == ""  # though batch norm has statistics of each rank's rows
+    text = "ranks 0 and 2 held different values of model.0.parametrizations.weight.0._u (2 of 2"
+    assert f"step 2: {text}" in said["buffers differ"]
+    assert "the step has those of rank 0" in said["buffers differ"]
+    assert said["buffers resumed"].startswith(f"the step that is resumed: {text}")
+    assert "ranks 0 and 1 held different values of model.weight (1 of 2" in said["buffers plain"]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged")
 @pytest.mark.parametrize("saved", [QUICK, *SLOW])

@@ -539,3 +539,32 @@ def test_a_checkpoint_of_another_framework_is_resumed_from_as_a_model(
     for name, value in expected.state_dict().items():
         assert same_bits(found[name], value), name
     assert "only the model was loaded; as before: optimizer" in caplog.text
+
+
+class WithExtras(nn.Module):
+    """Has a state beside its weight: tensors and a number, or what a hook adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "table": torch.full((2,), self.seen)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def test_states_of_modules_that_are_not_loaded_are_listed(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(WithExtras(), nn.Linear(2, 2))
+    model[1]._register_state_dict_hook(
+        lambda _, state, prefix, __: state.update({f"{prefix}note": "text"})
+    )
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model[0].seen = 5
+    result = load_into(model, tmp_path / "model.pt")
+    assert result.left_alone == ("0._extra_state", "1.note")
+    assert not (result.missing_keys)
+    assert not (result.unexpected_keys)
+    assert model[0].seen == 5

@@ -286,7 +286,7 @@ class AcceleratorSaves:
         """Loads a folder, or the newest complete one of automatic naming."""
         peers, _ = self._meet()
         bound = self._bind(self._state(accelerator, loaders=chosen.ours))
-        bound = bound.resuming(settings.unfit_optimizer)
+        bound = bound.resuming(settings.unfit_optimizer, settings.missing_groups)
         timeout = settings.timeout_seconds
         if not chosen.newest:
             resume_from(bound, chosen.folder, peers, timeout_seconds=timeout)

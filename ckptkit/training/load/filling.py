@@ -65,7 +65,7 @@ class LoadResult:
         missing_keys: Tensors of the model that the checkpoint does not have; they are unchanged.
         unexpected_keys: Tensors of the checkpoint that the model does not have.
         left_alone: Tensors of the model that such a checkpoint does not hold, as those of an
-            adapter where it is a base model; they are unchanged.
+            adapter where it is a base model, and extra states of modules; they are unchanged.
         bytes_read: By this rank, from files of tensors.
         bytes_shared: Taken from other ranks of the node, which have read them from the URL.
         bytes_needed: What this rank holds of the tensors, in the element types of the files.
@@ -157,7 +157,7 @@ class Filling:
             step=checkpoint.index.run.step,
             missing_keys=sources.missing,
             unexpected_keys=sources.unexpected,
-            left_alone=sources.left_alone,
+            left_alone=(*sources.left_alone, *self._live.extra),
             bytes_read=read_bytes - self._files.bytes_shared,
             bytes_shared=self._files.bytes_shared,
             bytes_needed=self._needed_bytes,

@@ -62,6 +62,7 @@ class LiveModel:
     Attributes:
         module: The outermost module.
         tensors: Parameters and persistent buffers, each once.
+        extra: The names of what else its state dict has, such as extra states of modules.
         is_stage: Whether other ranks hold other tensors, as those of a pipeline do.
     """
 
@@ -80,6 +81,7 @@ class LiveModel:
     def _read(self) -> None:
         view = ModelWalk(self.module, TensorPlaces("", ()), world=self._world).look()
         self.is_stage = view.values.count < self._world.number
+        self.extra = view.extra
         self.tensors: tuple[LiveTensor, ...] = tuple(_tensors(view.pieces))
 
     @property
@@ -168,7 +170,6 @@ class LiveModel:
             *self.module.named_buffers(),
         )
         leaving = {id(value) for name, value in named if clean_fqn(name, parallel) in left}
-        self.tensors = ()  # torch cannot exchange parameters that pieces refer to weakly
         materialise([self.module], optimizers, dtype=dtype, leave=leaving)
         self._read()
 

@@ -34,6 +34,7 @@ from ckptkit.training.resume.optimizer_state import (
 )
 from ckptkit.training.resume.optimizer_values import (
     group_changes,
+    missing_groups,
     stored_groups,
     unbound_changes,
     value_changes,
@@ -331,6 +332,17 @@ class StepLoader:
                 f"its state was not saved with this step: {lost}", where=where, hint=LOST_HINT
             )
         groups = self._groups_of(bound)
+        optimizers = self.bound.optimizers
+        missing = missing_groups(self.stored, bound, optimizers, self._slots, groups, self._world)
+        if missing and self.bound.missing_groups == "error":
+            raise ResumeError(
+                f"the step has a different number of parameter groups: {missing}",
+                where=where,
+                hint="give the optimizer all groups before it is resumed, as add_param_group did"
+                " when it was saved, or drop their state with missing_groups='drop'",
+            )
+        if missing and self.bound.rank == 0:
+            logger.warning("%s: the state of groups that it lacks is dropped: %s", where, missing)
         check_state(self.stored, bound, self._slots, self._world)
         return [
             *group_changes(self.stored, bound, self._slots, groups, self._world),

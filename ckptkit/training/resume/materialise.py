@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.training.resume.unsaved_buffers import fill_unsaved, find_unsaved
 from ckptkit.training.state.bound import unwrap_optimizer
-from ckptkit.training.state.dtensors import DTensor
+from ckptkit.training.state.dtensors import DTensor, empty_like
 from ckptkit.training.state.fsdp import fsdp2_states
 from ckptkit.training.state.models import members_of
 from ckptkit.training.state.optimizers import STATE, below
@@ -23,6 +23,9 @@ from ckptkit.training.state.pieces import ShardLayout
 
 Slots = Mapping[int, tuple[ShardLayout, ...]]
 _Named = tuple[nn.Module, str]
+
+
+_FIRST_STEPS = 2  # in which an optimizer makes its state
 
 
 def materialise(
@@ -141,14 +144,18 @@ def allocate_state(
         if id(parameter) not in leave
     ]
     # State of a sharded parameter that is neither a number nor of its shape.
-    if any(
-        entry.shape != slot.shape and entry.elements != 1
+    odd = [
+        (parameter, name)
         for parameter, _ in parameters
         for slot in slots[id(parameter)]
         if isinstance(parameter, DTensor) or not slot.whole
-        for entry in stored.get(slot.fqn, {}).values()
-    ):
-        step_without_effect(optimizer)
+        for name, entry in stored.get(slot.fqn, {}).items()
+        if entry.shape != slot.shape and entry.elements != 1
+    ]
+    if odd:
+        step_without_effect(
+            optimizer, lambda: all(name in optimizer.state.get(p, {}) for p, name in odd)
+        )
     for parameter, on_device in parameters:
         own = slots[id(parameter)]
         slot = next((slot for slot in own if slot.fqn in stored), None)
@@ -188,26 +195,26 @@ def _empty(
 ) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry.dtype.name)
     if entry.shape == slot.shape and (entry.shape or name != "step"):
-        local = parameter.detach()
         if slot.start is not None:  # with padding, which no checkpoint holds
-            return torch.zeros(slot.held, dtype=dtype, device=local.device)
-        if isinstance(local, DTensor) or tuple(local.shape) == slot.held:
-            return torch.empty_like(local, dtype=dtype)
-        return torch.empty(slot.held, dtype=dtype, device=local.device)
+            return torch.zeros(slot.held, dtype=dtype, device=parameter.device)
+        if isinstance(parameter, DTensor) or tuple(parameter.shape) == slot.held:
+            return empty_like(parameter, dtype)
+        return torch.empty(slot.held, dtype=dtype, device=parameter.device)
     # As torch's load_state_dict does: only counts of steps are not on the parameter's device.
     is_count = name == "step" and entry.elements == 1 and not on_device
     device = torch.device("cpu") if is_count else parameter.device
     return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
-def step_without_effect(optimizer: Optimizer) -> None:
-    """Lets an optimizer make its own state, by a step with gradients of zero.
+def step_without_effect(optimizer: Optimizer, is_made: Callable[[], bool]) -> None:
+    """Lets an optimizer make its own state, by a step with gradients of zero, or by two.
 
     The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
     that has state already keeps it.
 
     Args:
         optimizer: What `torch.compile` does in its step is not worth while here, and left out.
+        is_made: Whether it has all of the state; some make a part in their second step.
     """
     if optimizer.state:
         return
@@ -221,7 +228,10 @@ def step_without_effect(optimizer: Optimizer) -> None:
     set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
     try:
         with nullcontext() if set_stance is None else set_stance("force_eager"):
-            unwrap_optimizer(optimizer).step()
+            for _ in range(_FIRST_STEPS):
+                unwrap_optimizer(optimizer).step()
+                if is_made():
+                    break
     except Exception as error:
         raise ResumeError(
             f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"

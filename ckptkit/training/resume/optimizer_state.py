@@ -18,7 +18,7 @@ from ckptkit.training.resume.restore import set_nested
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import rank_bound
 from ckptkit.training.state.bound import BoundOptimizer, class_of, unwrap_optimizer
-from ckptkit.training.state.dtensors import Copies
+from ckptkit.training.state.dtensors import Copies, DTensor, make_dtensor, unwrap_dtensor
 from ckptkit.training.state.optimizers import STATE, below
 from ckptkit.training.state.pieces import ShardLayout
 from ckptkit.training.state.structures import leaves_by_key
@@ -151,13 +151,27 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
             states[parameter] = {paths[key][0]: tensor for key, tensor in tensors.items()}
     layout = _layout(stored, bound, live.keys(), world)
     own: dict[str, Kinds] = {name: held["kinds"] for name, held in (layout or {}).items()}
+    placed = {
+        (name, tuple(path)): (shape, placements)
+        for name, held in (layout or {}).items()
+        for path, shape, placements in held.get("placed", ())
+    }
     kinds = [*composed.values(), *own.values()]
     # Tensors of classes of its own, or in memory of its own, are created by the optimizer.
-    has_own_classes = any(kind != "Tensor" for of_parameter in kinds for _, kind in of_parameter)
+    makable = {"Tensor", "DTensor"} if placed else {"Tensor"}
+    has_own_classes = any(kind not in makable for of_parameter in kinds for _, kind in of_parameter)
     is_low_bit = kinds and rank_bound.is_low_bit(bound.optimizer)
     names = kinds or _names_with_state(stored, bound)
     if has_own_classes or is_low_bit or (names and rank_bound.is_paged(bound.optimizer)):
-        step_without_effect(bound.optimizer)
+        wanted = [(name, path) for of in (composed, own) for name in of for path, _ in of[name]]
+        step_without_effect(
+            bound.optimizer,
+            lambda: all(
+                rank_bound.tensor_at(states.get(live[name], {}), tuple(path)) is not None
+                for name, path in wanted
+                if name in live
+            ),
+        )
     apart = {n for n, p in live.items() if layout is not None and _is_sharded(slots[id(p)])}
     index = stored.index(bound.unit)
     identities = {id(live[name]) for name in apart}
@@ -167,7 +181,9 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
     for name in apart:
         if own.get(name):
             saved = [(k, kind, entries.get((*start, name, *k))) for k, kind in own[name]]
-            _fit_state(bound, live[name], saved)
+            _fit_state(
+                bound, live[name], saved, {k: v for (n, k), v in placed.items() if n == name}
+            )
         else:
             states.pop(live[name], None)
     for name in composed.keys() & live.keys():
@@ -250,24 +266,41 @@ def _fit_state(
     bound: BoundOptimizer,
     parameter: torch.Tensor,
     saved: Sequence[tuple[Sequence[str | int], str, TensorEntry | None]],
+    placed: Mapping[KeyPath, tuple[Sequence[int], Sequence[str]]],
 ) -> None:
-    """Gives a parameter's state the tensors that this rank has saved."""
+    """Gives a parameter's state the tensors that this rank has saved.
+
+    Args:
+        bound: The optimizer.
+        parameter: The parameter.
+        saved: The place of each in the state, its class, and where its elements are.
+        placed: Shape and placements of DTensors, which steps of older versions do not have.
+    """
     state = bound.optimizer.state[parameter]
     for names, kind, entry in saved:
         path = tuple(names)
-        if kind == "Tensor" and entry is not None and rank_bound.tensor_at(state, path) is None:
-            dtype: torch.dtype = getattr(torch, entry.dtype.name)
-            set_nested(state, path, torch.empty(entry.shape, dtype=dtype, device=parameter.device))
+        if entry is None or rank_bound.tensor_at(state, path) is not None:
+            continue
+        dtype: torch.dtype = getattr(torch, entry.dtype.name)
+        made: torch.Tensor | None = None
+        if kind == "Tensor":
+            made = torch.empty(entry.shape, dtype=dtype, device=parameter.device)
+        elif kind == "DTensor" and isinstance(parameter, DTensor):
+            as_parameter = parameter.shape, list(map(repr, parameter.placements))
+            made = make_dtensor(parameter, *placed.get(path, as_parameter), dtype)
+        if made is not None and unwrap_dtensor(made).shape == entry.shape:
+            set_nested(state, path, made)
     _check_kinds(bound, state, [(names, kind) for names, kind, _ in saved])
 
 
 def _check_kinds(bound: BoundOptimizer, state: Mapping[Any, Any], kinds: Kinds) -> None:
     for names, kind in kinds:
         tensor = rank_bound.tensor_at(state, tuple(names))
-        here = "nothing" if tensor is None else rank_bound.kind_of(tensor)
+        here = None if tensor is None else rank_bound.kind_of(tensor)
         if here != kind:
+            kept = f"a {here}" if here else "nothing"
             raise ResumeError(
-                f"{class_of(bound.optimizer)} keeps a {here} as {'.'.join(map(str, names))!r} where"
+                f"{class_of(bound.optimizer)} keeps {kept} as {'.'.join(map(str, names))!r} where"
                 f" a {kind} was saved",
                 where=bound.name,
                 hint=RESET_HINT,

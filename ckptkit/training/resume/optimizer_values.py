@@ -84,6 +84,53 @@ def group_changes(
         yield partial(set_group, group, values, defaults)
 
 
+def missing_groups(
+    stored: StoredStep,
+    bound: BoundOptimizer,
+    beside: Sequence[BoundOptimizer],
+    slots: Slots,
+    groups: Sequence[Mapping[str, Any]],
+    world: Copies,
+) -> str:
+    """Returns what a step has of groups that an optimizer does not have; empty if it has all.
+
+    The other groups of a pipeline's stage are in the optimizers of other stages. Of flattened
+    groups, each of one parameter, those without a state are left out: a parameter that is not
+    trained may be in one.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        beside: All optimizers of the state, of which several may have been saved as one.
+        slots: What their parameters hold on this rank.
+        groups: What `stored_groups` returned.
+        world: The number of ranks, and this one.
+    """
+    place = bound.unit, bound.path
+    together = [other.optimizer for other in beside if (other.unit, other.path) == place]
+    own = [slot for each in together for p in _parameters(each) for slot in slots[id(p)]]
+    if bound.stage or any(slot.values.count < world.number for slot in own):
+        return ""
+    names = {slot.fqn for slot in own}
+    index = stored.index(bound.unit)
+    keys = [*index.values, *(entry.key_path for entry in index.tensors.values())]
+    flat = {rest[0] for rest, _ in below(keys, bound.path, GROUPS) if rest}
+    of_states = {str(rest[0]) for rest, _ in below(keys, bound.path, STATE) if rest}
+    left = sorted(name for name in flat - names if isinstance(name, str) and name in of_states)
+    if left:
+        return f"the step has a state of {len(left):,} parameters more: {list_first(left)}"
+    live = bound.optimizer.param_groups
+    lacking = [group for group in groups if group[PARAMS] and names.isdisjoint(group[PARAMS])]
+    empty = sum(not group[PARAMS] for group in groups) - sum(not group[PARAMS] for group in live)
+    if not lacking and empty <= 0:
+        return ""
+    of_lacking = [name for group in lacking for name in group[PARAMS]]
+    what = f"the parameters {list_first(of_lacking)}" if lacking else "no parameters"
+    return (
+        f"the step has {len(groups):,}, and the optimizer {len(live):,}; what it lacks has {what}"
+    )
+
+
 def _group_of(
     own: frozenset[str], of_names: Mapping[str, Mapping[str, Any]], *, staged: bool
 ) -> Mapping[str, Any] | None:

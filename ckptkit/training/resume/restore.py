@@ -30,12 +30,12 @@ from ckptkit.training import step_names
 from ckptkit.training.resume.load_pieces import list_first, load_pieces
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
-from ckptkit.training.state.bound import shown_name
+from ckptkit.training.state.bound import PER_RANK, shown_name
 from ckptkit.training.state.collect import BoundModel, BoundObject, BoundState
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.fsdp import has_flat_parameters
-from ckptkit.training.state.objects import flatten
-from ckptkit.training.state.objects_on_disk import read_blob
+from ckptkit.training.state.objects import flatten, is_same
+from ckptkit.training.state.objects_on_disk import object_from_bytes, read_blob
 from ckptkit.training.state.pieces import Piece, Replicas, whole_places
 from ckptkit.training.state.structures import adapt, assemble, leaf_paths
 from ckptkit.training.step_names import clean_fqn, parallel_prefixes
@@ -181,9 +181,10 @@ def read_tensors(
 
 
 def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
-    """Returns for each dataloader whether all ranks that saved it were at the same place.
+    """Returns for each dataloader, or generator, whether all ranks saved it at the same place.
 
-    Called on one rank, for all: it reads what every rank had saved, or the checksums of it.
+    Called on one rank, for all: it reads what every rank had saved, or the checksums of it. Seeds
+    of workers, which each rank may have drawn for itself, are no part of the place.
 
     Args:
         stored: The step.
@@ -195,16 +196,34 @@ def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
     alike: dict[str, bool] = {}
     world = stored.world_size or bound.world_size
     for other in bound.others if world != bound.world_size else ():
-        if other.kind == "dataloader":
+        if other.kind in PER_RANK:
             files = [_file(other, rank) for rank in range(world)] if other.file else []
             digests = {stored.digest(file) for file in files}
-            if files and None not in digests:
-                alike[_name(other)] = len(digests) == 1
+            if files and None not in digests and len(digests) == 1:
+                alike[_name(other)] = True
                 continue
             first = _bytes(stored, other, 0)
+            place = _without_seeds(object_from_bytes(first, where=_name(other)))
             others = (_bytes(stored, other, rank) for rank in range(1, world))
-            alike[_name(other)] = all(data == first for data in others)
+            alike[_name(other)] = all(
+                data == first
+                or is_same(_without_seeds(object_from_bytes(data, where=_name(other))), place)
+                for data in others
+            )
     return alike
+
+
+_SEEDS = frozenset(("_base_seed", "_shared_seed"))
+
+
+def _without_seeds(state: Any) -> Any:
+    """Returns the state of a dataloader without what its workers are seeded with.
+
+    Source: `torchdata.stateful_dataloader.stateful_dataloader` of torchdata 0.11.
+    """
+    if type(state) is dict:
+        return {key: _without_seeds(item) for key, item in state.items() if key not in _SEEDS}
+    return [_without_seeds(item) for item in state] if type(state) is list else state
 
 
 def _name(other: BoundObject) -> str:
@@ -248,11 +267,11 @@ def object_changes(
     """
     world = stored.world_size or bound.world_size
     for other in bound.others:
-        if other.kind != "dataloader":
+        if other.kind not in PER_RANK:
             yield partial(other.set_state, _state_of(stored, other, pieces))
         elif world == bound.world_size or alike.get(_name(other), False):
-            # This rank's own state, or under other ranks the one that all had.
-            rank = bound.rank if world == bound.world_size else 0
+            # This rank's own state, or under other ranks one that all had, but for its seeds.
+            rank = bound.rank % world
             if other.file:
                 state = stored.file(_file(other, rank))
             else:
@@ -260,11 +279,10 @@ def object_changes(
             yield partial(other.set_state, state)
         elif bound.rank == 0:
             logger.warning(
-                "%s: it was saved by %d ranks that were at different places, and %d ranks resume:"
-                " the dataloader starts afresh",
-                _name(other),
-                world,
-                bound.world_size,
+                "%s: it was saved by %d ranks that were at different places, or in orders of their"
+                " own, and %d ranks resume: the %s %s",
+                *(_name(other), world, bound.world_size, other.kind),
+                "starts afresh" if other.kind == "dataloader" else "stays as it is",
             )
 
 

@@ -27,7 +27,7 @@ from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import step_names
 from ckptkit.training.resume.load_pieces import list_first
-from ckptkit.training.state.bound import Layout, index_of, shown_name
+from ckptkit.training.state.bound import PER_RANK, Layout, index_of, shown_name
 from ckptkit.training.state.collect import BoundModel, BoundObject, BoundOptimizer, BoundState
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
@@ -40,7 +40,7 @@ from ckptkit.training.tiers.url_run import NearPlace, with_near_files
 logger = logging.getLogger(__name__)
 
 Bound = BoundModel | BoundOptimizer | BoundObject
-_APART = frozenset({"model", "optimizer", "dataloader"})  # all others have a file alike
+_APART = PER_RANK | {"model", "optimizer"}  # all others have a file alike
 
 
 @dataclass(frozen=True, slots=True)

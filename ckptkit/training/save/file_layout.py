@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import operator
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -160,6 +159,7 @@ class SavePlan:
         record_units: The `units` of the rank's record, without objects.
         replica_samples: Copied with the first wave. The commit compares their checksums between
             ranks.
+        of_rank_0: Those among the samples' tensors that rank 0 writes for all ranks.
         devices: The devices of the tensors, each once.
         signature: Of the pieces.
         frozen: Everything that the files of frozen weights depend on except the content of the
@@ -177,6 +177,7 @@ class SavePlan:
     frozen_bytes: int
     record_units: Mapping[str, Mapping[str, Any]]
     replica_samples: tuple[ReplicaSample, ...]
+    of_rank_0: frozenset[Entry]
     devices: tuple[torch.device, ...]
     signature: Signature
     frozen: tuple[object, ...]
@@ -289,7 +290,7 @@ class _Waves:
             dtype=piece.local.dtype,
             shape=slab.sizes,
             whole=span.stop == piece.elements,
-            prompt=False,
+            prompt=not piece.replicas.spread,
         )
         self.copies[0].append(step)
         sample = ReplicaSample(*piece.entry, place.offsets, start, self._end)
@@ -330,6 +331,7 @@ class _Waves:
             data_bytes=self.data_bytes,
             record_units={name: unit.record() for name, unit in units.items()},
             replica_samples=tuple(self.replica_samples),
+            of_rank_0=frozenset(p.entry for p in pieces if p.replicas.compared),
             devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
             signature=signature,
             frozen=(
@@ -489,6 +491,7 @@ def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
             piece.places,
             piece.aliases,
             piece.replicas.spread,
+            piece.replicas.compared,
             piece.frozen,
             own,
             piece.local.dtype,
@@ -501,10 +504,10 @@ def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
 
 
 class Signatures:
-    """Caches the signature of the last pieces, without keeping them alive."""
+    """Caches the signature of the last pieces, without keeping their tensors alive."""
 
     def __init__(self) -> None:
-        self._pieces: list[weakref.ref[Piece]] = []
+        self._origins: list[object] = []
         self._owned: tuple[bool, ...] = ()
         self._signature: Signature = ()
 
@@ -514,8 +517,8 @@ class Signatures:
         Args:
             pieces: All pieces of this rank; see `select_owned`.
         """
-        known = [piece() for piece in self._pieces]
-        if len(known) == len(pieces) and all(map(operator.is_, pieces, known)):
+        known, origins = self._origins, [piece.origin for piece in pieces]
+        if len(known) == len(pieces) and all(map(operator.is_, origins, known)):
             return self._owned, self._signature
         owners = select_owned(pieces)
         if len(known) != len(pieces):
@@ -523,10 +526,10 @@ class Signatures:
         else:
             before = zip(known, self._owned, self._signature, strict=True)
             self._signature = tuple(
-                row if piece is old and own == owner else signature_of([piece], [owner])[0]
+                row if piece.origin is old and own == owner else signature_of([piece], [owner])[0]
                 for piece, owner, (old, own, row) in zip(pieces, owners, before, strict=True)
             )
-        self._pieces, self._owned = [weakref.ref(piece) for piece in pieces], owners
+        self._origins, self._owned = origins, owners
         return owners, self._signature
 
 

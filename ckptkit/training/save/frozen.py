@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,8 @@ from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.file_layout import SavePlan
 from ckptkit.training.save.staging import Stager
-from ckptkit.training.state.dtensors import memory_layout
-from ckptkit.training.state.pieces import Entry, Piece, Watched
+from ckptkit.training.state.dtensors import memory_layout, unwrap_dtensor
+from ckptkit.training.state.pieces import Entry, Piece
 from ckptkit.writer.messages import Image, Link, Written
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ class _Doubt(NamedTuple):
 class FrozenFiles:
     """The files of this rank's frozen weights, shared by the saves of one job.
 
-    One thread starts saves, others get their answers, and the garbage collector may call `forget`
-    at any moment: there is no lock, and every change is a single operation.
+    One thread starts saves, and others get their answers: there is no lock, and every change is a
+    single operation.
 
     Attributes:
         restless: Weights that changed in two saves in a row; new plans have to treat them as
@@ -174,7 +174,7 @@ class FrozenFiles:
                 return SaveFiles(tuple(waves), frozen=False)
             self._log_doubt(doubt, attempt)
         elif self._forgotten:
-            self._log_doubt(_Doubt("a state was loaded, or one of them was deleted"), attempt)
+            self._log_doubt(_Doubt("a state was loaded"), attempt)
         return self._written(plan, pieces, attempt)
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class FrozenFiles:
         folder = run / self._place / f"{attempt.name}-{self._rank}"
         self._folders[folder] = None
         self._recent.append(folder)
-        watches = [VersionWatch.of(piece, forget=self.forget) for piece in _frozen(plan, pieces)]
+        watches = [VersionWatch.of(piece) for piece in _frozen(plan, pieces)]
         kept = _KeptFiles(folder, run, self._epoch, plan.frozen, tuple(watches))
         waves = []
         for number, images in enumerate(plan.images):
@@ -302,46 +302,50 @@ def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class VersionWatch:
-    """The state of a frozen weight at a save.
+    """The state of a frozen weight at a save, as plain values.
 
     Attributes:
-        key: Its name, for messages.
-        local: Its elements, kept alive so that no other tensor gets their address.
-        tensors: Those whose version counters are compared.
+        layout: Where its elements are in memory, and how.
+        identities: Of the tensors whose version counters are compared.
         versions: How often each of them was changed in place; None where torch does not count.
-        alive: References that call back when one of the tensors is gone.
+        storages: Their memory. The references are weak; those to tensors would keep torch from
+            swapping the contents of these.
     """
 
-    key: str
-    local: torch.Tensor
-    tensors: Watched
+    layout: tuple[Any, ...] | None
+    identities: tuple[int, ...]
     versions: tuple[int, ...] | None
-    alive: tuple[weakref.ref[torch.Tensor], ...]
+    storages: tuple[weakref.ref[torch.UntypedStorage], ...]
 
     @classmethod
-    def of(cls, piece: Piece, *, forget: Callable[[], object]) -> VersionWatch:
-        """Records the versions of a piece as they are now.
-
-        Args:
-            piece: A frozen one.
-            forget: Called once one of the tensors is gone; has to drop this record.
-        """
-
-        def gone(_: weakref.ref[torch.Tensor]) -> None:
-            forget()
-
-        living = [part for tensor in piece.watched if (part := tensor.alive()) is not None]
-        alive = tuple(weakref.ref(part, gone) for part in living)
-        return cls(piece.key, piece.local, piece.watched, _versions(piece), alive)
+    def of(cls, piece: Piece) -> VersionWatch:
+        """Records the versions of a frozen piece as they are now."""
+        storages = map(weakref.ref, map(_storage, piece.watched))
+        return cls(
+            memory_layout(piece.local),
+            tuple(map(id, piece.watched)),
+            _versions(piece),
+            tuple(storages),
+        )
 
     def still_holds(self, piece: Piece) -> bool:
-        """Whether a piece has the same elements in the same memory, not changed by torch."""
+        """Whether a piece has the same elements in the same memory, not changed by torch.
+
+        Another tensor may have the identity and the address of one that is gone, but no storage.
+        """
         return (
             self.versions is not None
             and self.versions == _versions(piece)
-            and all(a.is_same(b) for a, b in zip(self.tensors, piece.watched, strict=True))
-            and memory_layout(self.local) == memory_layout(piece.local)
+            and self.identities == tuple(map(id, piece.watched))
+            and all(
+                ref() is _storage(t) for ref, t in zip(self.storages, piece.watched, strict=True)
+            )
+            and self.layout == memory_layout(piece.local)
         )
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return unwrap_dtensor(tensor).untyped_storage()
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +375,6 @@ def _status(status: os.stat_result) -> tuple[int, ...]:
 def _versions(piece: Piece) -> tuple[int, ...] | None:
     """Returns the version counters, None where they are not known."""
     try:
-        return tuple(tensor.alias._version for tensor in piece.watched)  # noqa: SLF001 - there is no public way
+        return tuple(tensor._version for tensor in piece.watched)  # noqa: SLF001 - there is no public way
     except RuntimeError:  # made in inference mode, where nothing is counted
         return None

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, SaveError, error_from_json
+from ckptkit.core.errors import CkptkitError, PeerError, SaveError, error_from_json
+from ckptkit.runs.step_manifests import read_findings
+from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import open_source
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
@@ -176,7 +180,12 @@ class CommitCoordinator(SaveBackend):
             if not decided:
                 if committer is not None:  # no rank will commit it any more
                     committer.give_up(save.attempt)
-                raise
+                    raise
+                committed = find_committed(save.attempt) if isinstance(error, PeerError) else None
+                if committed is None:
+                    raise
+                logger.info("step %d was committed, after which %s", save.attempt.step, error)
+                return committed
             logger.warning(
                 "the outcome of step %d could not be sent to all ranks: %s",
                 save.attempt.step,
@@ -185,8 +194,8 @@ class CommitCoordinator(SaveBackend):
             agreed = decided[0]
         if "error" in agreed:
             raise error_from_json(agreed["error"])
-        committed: Mapping[str, Any] = agreed["committed"]
-        return committed
+        answer: Mapping[str, Any] = agreed["committed"]
+        return answer
 
     @staticmethod
     def _report(save: Save, committed: Mapping[str, Any]) -> SaveReport:
@@ -210,6 +219,22 @@ class CommitCoordinator(SaveBackend):
             linked_bytes=sum(answer.linked_bytes for answer in save.answers),
             lost=committed.get("lost", {}),
         )
+
+
+def find_committed(attempt: SaveAttempt) -> Mapping[str, Any] | None:
+    """Returns what was committed of an attempt, None where its step is not there.
+
+    Rank 0 may end between its commit and its answer; the manifest names the attempt.
+    """
+    try:
+        with closing(open_source(attempt.final)) as source:
+            manifest = read_manifest(source)
+    except (CkptkitError, OSError):
+        return None
+    if manifest.source.get("attempt") != attempt.name:
+        return None
+    size_bytes = sum(file.size_bytes for file in manifest.files.values())
+    return {"size_bytes": size_bytes, "lost": read_findings(manifest).lost}
 
 
 def outcome_here(save: Save) -> dict[str, Any]:

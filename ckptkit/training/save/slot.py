@@ -173,7 +173,9 @@ class SaveSlot:
         record["dispensable"] = list(holdings.dispensable)
         record["values"] = list(holdings.values)
         samples = plan.replica_samples
-        record["replicas"] = [[s.unit, s.path, s.offsets] for s in samples]
+        record["replicas"] = [
+            [s.unit, s.path, s.offsets, (s.unit, s.path) in plan.of_rank_0] for s in samples
+        ]
         small = (*inline, *holdings.files)
         save.handle.blocked_seconds = time.perf_counter() - save.began
         write = partial(self._write, save, last, staged, () if earlier else samples, small, record)

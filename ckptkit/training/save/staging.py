@@ -308,8 +308,11 @@ def _target(base: torch.Tensor, step: CopyStep) -> torch.Tensor:
 
 def _source(local: torch.Tensor, step: CopyStep) -> torch.Tensor:
     """Returns the part of a piece that a step copies, as a view."""
+    if step.whole and local.shape == step.shape:
+        return local
+    local = local.detach()  # a view of it would keep torch from swapping its content
     if step.whole:
-        return local if local.shape == step.shape else local.view(step.shape)
+        return local.view(step.shape)
     if local.is_contiguous():
         return local.view(-1)[step.first : step.stop].view(step.shape)
     (slab,) = slabs(Span(step.first, step.stop), tuple(local.shape))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -19,8 +19,21 @@ from ckptkit.training import step_names
 from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
 
 Layout = Literal["accelerate", "dcp", "trainer"]
-Kind = Literal["model", "optimizer", "scheduler", "scaler", "dataloader", "stateful", "plain"]
+Kind = Literal[
+    "model",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "dataloader",
+    "generator",
+    "stateful",
+    "plain",
+]
+PER_RANK = frozenset({"dataloader", "generator"})
+"""Kinds of which each rank has a state of its own."""
+
 Unfit = Literal["error", "reset"]
+MissingGroups = Literal["error", "drop"]
 _RESERVED = frozenset({RNG})
 _LOADER_HINT = "use torchdata's StatefulDataLoader, or leave the dataloader out"
 _PLAIN_HINT = "put values such as counters into a dict, which is saved and restored in place"
@@ -50,7 +63,10 @@ def leaves(
                 hint="use another key",
             )
         is_list = isinstance(value, list | tuple) and bool(value)
-        several = is_list and all(_has(entry, "state_dict", "load_state_dict") for entry in value)
+        several = is_list and all(
+            _has(entry, "state_dict", "load_state_dict") or isinstance(entry, Generator)
+            for entry in value
+        )
         for position, entry in enumerate(value) if several else ((None, value),):
             name = shown_name(key, position)
             if id(entry) in seen:
@@ -83,6 +99,8 @@ def kind_of(key: str, value: object) -> Kind:
         return "optimizer"
     if isinstance(value, dict | list):
         return "plain"
+    if isinstance(value, Generator):
+        return "generator"
     if not _has(value, "state_dict", "load_state_dict"):
         raise UsageError(
             f"a {type(value).__name__} has no state_dict() and load_state_dict()",
@@ -226,12 +244,17 @@ class BoundObject(_BoundEntry):
     def state(self) -> Any:
         if self.kind == "plain":
             return self.target
+        if self.kind == "generator":
+            return self.target.get_state()
         with of_the_object(self.where, "state_dict()"):
             return self.target.state_dict()
 
     def set_state(self, state: Any) -> None:
         """Passes a state to `load_state_dict`; replaces the content of a plain dict or list."""
-        if self.kind != "plain":
+        if self.kind == "generator":
+            with of_the_object(self.where, "set_state()", ResumeError):
+                self.target.set_state(state)
+        elif self.kind != "plain":
             with of_the_object(self.where, "load_state_dict()", ResumeError):
                 self.target.load_state_dict(state)
         elif isinstance(self.target, dict):
@@ -299,8 +322,8 @@ def _file_of(kind: str, index: int, layout: Layout, rank: int) -> str:
         return step_names.scheduler_file(index)
     if kind == "scaler":
         return step_names.scaler_file(index)
-    if kind == "dataloader":
-        return step_names.dataloader_file(index, rank)
+    if kind in PER_RANK:
+        return step_names.rank_file(kind, index, rank)
     return step_names.custom_file(index)
 
 

@@ -22,10 +22,12 @@ from ckptkit.training import step_names
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import (
+    PER_RANK,
     BoundModel,
     BoundObject,
     BoundOptimizer,
     Layout,
+    MissingGroups,
     Unfit,
     class_of,
     index_of,
@@ -52,6 +54,7 @@ from ckptkit.training.state.pieces import (
     select_owned,
 )
 from ckptkit.training.state.structures import VERSION, Structure, tables_of, take_apart
+from ckptkit.writer.merge import few_collections
 from ckptkit.writer.messages import Inline
 
 __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
@@ -59,7 +62,6 @@ __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout"
 logger = logging.getLogger(__name__)
 
 
-_PER_RANK = frozenset({"dataloader"})
 _BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
 
 
@@ -79,6 +81,7 @@ class BoundState:
         optimizers: All optimizers in the mapping.
         others: All other entries of the mapping.
         unfit_optimizer: What a resume does with an optimizer that does not fit the step.
+        missing_groups: What it does with groups of the step that an optimizer does not have.
     """
 
     layout: Layout
@@ -91,6 +94,7 @@ class BoundState:
     _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
     _files: tuple[Inline, ...] = ()
     unfit_optimizer: Unfit = "error"
+    missing_groups: MissingGroups = "error"
 
     def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
         """Returns the same state with further files, by name, that this rank saves with it."""
@@ -99,9 +103,9 @@ class BoundState:
         own = [name for other in self.others for name in (other.unit, other.file)]
         return replace(self, _files=checked_files(files, own))
 
-    def resuming(self, unfit_optimizer: Unfit) -> BoundState:
+    def resuming(self, unfit_optimizer: Unfit, missing_groups: MissingGroups) -> BoundState:
         """Returns the same state, with what to do with an optimizer that does not fit the step."""
-        return replace(self, unfit_optimizer=unfit_optimizer)
+        return replace(self, unfit_optimizer=unfit_optimizer, missing_groups=missing_groups)
 
     def holdings(self, step: int) -> Holdings:
         """Returns all that this rank holds, without any communication.
@@ -114,7 +118,8 @@ class BoundState:
             step: The number of the step that is saved.
         """
         dispensable: list[dict[str, Any]] = []
-        collected = self.tensors(keep=True, sparing=dispensable)
+        with few_collections():  # of what the same thread frees again
+            collected = self.tensors(keep=True, sparing=dispensable)
         files = [*self._files]
         for other in self.others:
             self._take_other(other, collected, files)
@@ -139,7 +144,7 @@ class BoundState:
             tuple(collected.objects),
             tuple(files),
             tuple(dispensable),
-            tuple({other.key: None for other in self.others if other.kind not in _PER_RANK}),
+            tuple({other.key: None for other in self.others if other.kind not in PER_RANK}),
         )
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -264,12 +269,12 @@ class BoundState:
         """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
         check_nesting(state, bound.where)
-        if bound.kind in _PER_RANK and self.layout == "dcp":
+        if bound.kind in PER_RANK and self.layout == "dcp":
             path = (*bound.path, str(self.rank))
             collected.objects.append(make_object(bound.unit, path, state, bound.where))
-        elif bound.kind not in _PER_RANK and self._in_dcp(state):
+        elif bound.kind not in PER_RANK and self._in_dcp(state):
             self._take_leaves(bound, state, collected)
-        elif bound.kind in _PER_RANK or self.rank == 0:
+        elif bound.kind in PER_RANK or self.rank == 0:
             files.append(Inline(bound.file, serialise_or_refuse(state, bound.where)))
 
     def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
@@ -307,9 +312,9 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
     """Checks the user's mapping, and gives everything in it a place on disk.
 
     Args:
-        state: Models, optimizers, learning rate schedulers, gradient scalers, dataloaders, other
-            objects with `state_dict` and `load_state_dict`, plain dicts and lists, or lists of
-            these. Models are wrapped already.
+        state: Models, optimizers, learning rate schedulers, gradient scalers, dataloaders,
+            generators of torch, other objects with `state_dict` and `load_state_dict`, plain dicts
+            and lists, or lists of these. Models are wrapped already.
         layout: What the step's directory looks like.
         rank: Of this process.
         world_size: How many processes train.

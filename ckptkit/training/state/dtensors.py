@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,18 +20,25 @@ from ckptkit.core.index import Box, Shape
 from ckptkit.training.state.pieces import Replicas, ShardLayout, whole_layout
 
 try:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 except ImportError:  # torch 2.4
-    from torch.distributed._tensor import DTensor  # type: ignore[attr-defined]
+    from torch.distributed._tensor import (  # type: ignore[attr-defined]
+        DTensor,
+        Replicate,
+        Shard,
+        empty,
+    )
 
 __all__ = [
     "Copies",
     "DTensor",
     "Meshes",
+    "empty_like",
     "has_data",
     "inner_tensors",
     "is_composed",
     "local_part",
+    "make_dtensor",
     "memory_layout",
     "unwrap_dtensor",
 ]
@@ -125,7 +132,7 @@ class Meshes:
         return ShardLayout(fqn, shape, cut.places, cut.held, cut.replicas, values, sharded=True)
 
     def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
-        held = tuple(local_part(tensor).shape)
+        held = tuple(local_part(tensor, fqn).shape)
         mesh, placements = tensor.device_mesh, tensor.placements
         for dim, kind in enumerate(placements):
             if kind.is_partial():
@@ -179,15 +186,22 @@ class Meshes:
         return mesh.size() > 1 and self._ranks.issuperset(_ranks_of(mesh))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's own plain tensor, without copying and outside of autograd."""
+def local_part(tensor: torch.Tensor, where: str = "") -> torch.Tensor:
+    """Returns this rank's own plain tensor, without copying and outside of autograd.
+
+    Args:
+        tensor: A tensor.
+        where: Its name, for messages.
+    """
     tensor = unwrap_dtensor(tensor)
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     if is_composed(tensor):
         raise UnsupportedError(
-            f"a {type(tensor).__name__} was found where a plain tensor was expected",
-            hint="give the optimizer or module state as plain tensors",
+            f"a {type(tensor).__name__} was found, which consists of several tensors, where a plain"
+            " tensor was expected",
+            where=where,
+            hint="convert it to a plain tensor, or leave what holds it out of the state",
         )
     return tensor.detach() if tensor.requires_grad else tensor
 
@@ -217,12 +231,66 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
             yield (name, *rest), inner
 
 
+def make_dtensor(
+    like: DTensor, shape: Sequence[int], placements: Sequence[str], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Returns a DTensor without content on the mesh of another one, without communicating.
+
+    Args:
+        like: The other one.
+        shape: Of the whole tensor, in elements.
+        placements: Their texts.
+        dtype: Of the elements.
+
+    Returns:
+        The tensor; None if no placement has one of the texts.
+    """
+    if tuple(shape) == tuple(like.shape) and list(placements) == list(map(repr, like.placements)):
+        return empty_like(like, dtype)
+    known = {repr(kind): kind for kind in (Replicate(), *map(Shard, range(len(shape))))}
+    if len(placements) != len(like.placements) or not all(text in known for text in placements):
+        return None
+    found = [known[text] for text in placements]
+    return empty(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=found)
+
+
 def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor of a DTensor, and any other tensor itself."""
+    """Returns the local tensor of a DTensor, and any other tensor itself.
+
+    Of one that wraps a single tensor of its own shape and type, as float8 training of torchao has
+    them, it is the wrapped one. What `detach` drops, such as a scale that was computed from the
+    elements, does not count.
+    """
+    local: Any = tensor
+    if isinstance(tensor, DTensor):
+        local = tensor._local_tensor  # noqa: SLF001 - to_local() records an autograd node
+    while type(local) not in _PLAIN and not isinstance(local, AsyncCollectiveTensor):
+        if not bool(is_traceable_wrapper_subclass(local)):
+            break
+        names = local.detach().__tensor_flatten__()[0]
+        inner = getattr(local, names[0]) if len(names) == 1 else None
+        if inner is None or (inner.shape, inner.dtype) != (local.shape, local.dtype):
+            break
+        local = inner
+    found: torch.Tensor = local
+    return found
+
+
+def empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor without content that is cut like another one, and wraps no plain one."""
+    local = unwrap_dtensor(tensor)
     if not isinstance(tensor, DTensor):
-        return tensor
-    local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 - to_local() records an autograd node
-    return local
+        return torch.empty_like(local.detach(), dtype=dtype)
+    if type(local) is type(tensor._local_tensor):  # noqa: SLF001 - see `unwrap_dtensor`
+        return torch.empty_like(tensor.detach(), dtype=dtype)
+    return DTensor.from_local(
+        torch.empty_like(local.detach(), dtype=dtype),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def has_data(tensor: torch.Tensor) -> bool:

@@ -269,13 +269,17 @@ def layout_facts(units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
     ]
 
 
-def flat_shards(model: nn.Module) -> list[torch.Tensor]:
-    """Returns this rank's parts of all flat parameters, and what holds elements instead of them."""
+def flat_shards(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Returns this rank's parts of all flat parameters, and what holds elements instead of them.
+
+    The second value has the parameters themselves: the flat ones, and the original ones.
+    """
     wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
     handles = [m._handle for m in wrappers if m._handle is not None]
     shards = [_shard(handle.flat_param) for handle in handles]
     assigned = (_assigned(h, index) for h in handles for index in range(len(h.flat_param._fqns)))
-    return [*shards, *(tensor for tensor in assigned if tensor is not None)]
+    parameters = [p for h in handles for p in (h.flat_param, *(h.flat_param._params or ()))]
+    return [*shards, *(tensor for tensor in assigned if tensor is not None)], parameters
 
 
 @torch.no_grad()

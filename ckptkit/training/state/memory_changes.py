@@ -6,9 +6,8 @@ and its replays call no hook, so they are given one. What ckptkit itself writes 
 model passes all of them by, so it calls the hooks by `announce_changes` before, and
 `count_changes` afterwards.
 
-Nothing here keeps a tensor of training alive. Weak references are held to the local tensors of
-DTensors, because `Module.to` swaps the contents of a DTensor, and torch refuses to swap a tensor
-that has weak references.
+Between two calls nothing here holds memory of training, nor a weak reference to a tensor: torch
+refuses to swap the contents of tensors that have some, as `Module.to` and `load_state_dict` may do.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckptkit.training.state.dtensors import memory_layout, unwrap_dtensor
-from ckptkit.training.state.pieces import Watched, WatchedTensor
+from ckptkit.training.state.dtensors import DTensor, memory_layout, unwrap_dtensor
+from ckptkit.training.state.pieces import Piece, Watched
 
 
 class _Hook:
@@ -115,49 +114,132 @@ def count_changes(tensors: Iterable[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """Some tensors, which are not kept alive, and the memory of their elements.
+class _Source(NamedTuple):
+    """Where a piece gets its elements and the tensors that it watches from, among tensors.
 
     Attributes:
-        alive: References that call back when a tensor is gone.
-        identities: Of the tensors.
-        places: Address, shape, strides and type of this rank's elements.
+        number: Of the tensor with the elements.
+        cut: Shape, strides and first element of the piece, None if it is the whole tensor.
+        watched: Numbers of tensors, each with whether the local tensor of a DTensor is meant.
     """
 
-    alive: tuple[weakref.ref[torch.Tensor], ...]
+    number: int
+    cut: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    watched: tuple[tuple[int, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPieces:
+    """Pieces without tensors, to be made again of the live ones as long as these have one form.
+
+    Attributes:
+        identities: Of the tensors.
+        forms: Address, shape, strides, type and placements of those with elements.
+        pieces: The pieces, without elements.
+        sources: Where each gets them from.
+    """
+
     identities: tuple[int, ...]
-    places: tuple[tuple[Any, ...] | None, ...]
+    forms: tuple[object, ...]
+    pieces: tuple[Piece, ...]
+    sources: tuple[_Source, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], *, forget: Callable[[], object]) -> Stamp:
-        """Returns the stamp of tensors as they are now.
+    def of(
+        cls,
+        pieces: Sequence[Piece],
+        tensors: Sequence[torch.Tensor],
+        further: Sequence[torch.Tensor] = (),
+    ) -> KeptPieces | None:
+        """Returns pieces without their tensors; None if they are of others than these.
 
         Args:
-            tensors: Those of training.
-            forget: A method, itself not kept alive, that is called once any of them is gone: it
-                has to drop the pieces of them, which keep their memory alive.
+            pieces: The pieces.
+            tensors: What they are made of.
+            further: Other tensors that they may watch.
         """
-        method = weakref.WeakMethod(forget)
+        reached = (*tensors, *further)
+        numbers = {id(unwrap_dtensor(t)): (n, True) for n, t in enumerate(reached)}
+        numbers |= {id(t): (n, False) for n, t in enumerate(reached)}
+        forms = tuple(map(_form, tensors, map(unwrap_dtensor, tensors)))
+        whole = {_elements(tensor): number for number, tensor in enumerate(tensors)}
+        whole.pop(None, None)
+        parts: dict[tuple[Any, ...], int] = {}
+        sources: list[_Source] = []
+        for piece in pieces:
+            elements = _elements(piece.local)
+            number, cut = whole.get(elements), None
+            if number is None and elements is not None:
+                parts = parts or {_memory(tensor): n for n, tensor in enumerate(tensors)}
+                number = parts.get(_memory(piece.local))
+            if number is None or any(id(tensor) not in numbers for tensor in piece.watched):
+                return None
+            if elements not in whole:
+                whole_first = int(unwrap_dtensor(tensors[number]).storage_offset())
+                first = int(piece.local.storage_offset()) - whole_first
+                cut = tuple(piece.local.shape), piece.local.stride(), first
+            watched = tuple(numbers[id(tensor)] for tensor in piece.watched)
+            sources.append(_Source(number, cut, watched))
+        bare = tuple(piece.holding(_NOTHING) for piece in pieces)
+        return cls(tuple(map(id, reached)), forms, bare, tuple(sources))
 
-        def gone(_: weakref.ref[torch.Tensor]) -> None:
-            living = method()
-            if living is not None:
-                living()
+    def again(
+        self, tensors: Sequence[torch.Tensor], further: Sequence[torch.Tensor] = ()
+    ) -> list[Piece] | None:
+        """Returns the pieces as they are now; None if the tensors are others, or moved."""
+        reached = (*tensors, *further)
+        if self.identities != tuple(map(id, reached)):
+            return None
+        locals_ = [t if type(t) in _PLAIN else unwrap_dtensor(t) for t in tensors]
+        if not all(map(operator.eq, map(_form, tensors, locals_), self.forms)):
+            return None
+        pieces = []
+        for piece, (number, cut, watched) in zip(self.pieces, self.sources, strict=True):
+            local = locals_[number]
+            if local.requires_grad or cut is not None:
+                local = local.detach()
+            if cut is not None:
+                shape, strides, first = cut
+                local = local.as_strided(shape, strides, local.storage_offset() + first)
+            seen: Watched = ()
+            if watched:
+                both = ((reached[n], inner) for n, inner in watched)
+                seen = tuple(unwrap_dtensor(tensor) if inner else tensor for tensor, inner in both)
+            pieces.append(piece.holding(local, seen))
+        return pieces
 
-        return cls(
-            tuple(weakref.ref(unwrap_dtensor(tensor), gone) for tensor in tensors),
-            tuple(map(id, tensors)),
-            tuple(map(memory_layout, tensors)),
-        )
 
-    def still_holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the same tensors in the same memory."""
-        return (
-            self.identities == tuple(map(id, tensors))
-            and all(map(operator.is_, map(unwrap_dtensor, tensors), [ref() for ref in self.alive]))
-            and all(map(operator.eq, map(memory_layout, tensors), self.places))
-        )
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NOTHING = torch.empty(0, device="cpu")
+
+
+def _form(tensor: torch.Tensor, local: torch.Tensor) -> object:
+    """Returns address, shape, strides and type of this rank's elements, and their placements."""
+    if type(local) not in _PLAIN:
+        return type(local), memory_layout(local)
+    try:
+        layout = local.data_ptr(), local.shape, local.stride(), local.dtype
+    except RuntimeError:  # a sparse tensor, which is refused later by its name
+        return None
+    if tensor is local or not isinstance(tensor, DTensor):
+        return layout
+    return layout, tensor._spec  # noqa: SLF001 - its parts take four times as long
+
+
+def _elements(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns what tensors have in common that are the same elements; None without memory."""
+    local, layout = unwrap_dtensor(tensor), memory_layout(tensor)
+    return None if layout is None else (*layout, local.device, local.is_conj(), local.is_neg())
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what tensors have in common that are views of one another."""
+    local = unwrap_dtensor(tensor)
+    try:
+        start = local.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a tensor without memory, such as a sparse one
+        return (id(tensor),)
+    return start, local.dtype, local.device, local.is_conj(), local.is_neg()
 
 
 def watched_by(
@@ -175,8 +257,4 @@ def watched_by(
         return ()
     if any(tensor.requires_grad for tensor in (parameter, *tied)):
         return ()
-    others = [tensor for tensor in (*tied, *further) if tensor is not parameter]
-    return tuple(
-        WatchedTensor(tensor.detach(), weakref.ref(unwrap_dtensor(tensor)), id(tensor))
-        for tensor in (parameter, *others)
-    )
+    return (parameter, *(tensor for tensor in (*tied, *further) if tensor is not parameter))

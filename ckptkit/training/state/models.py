@@ -5,10 +5,11 @@ It is looked at outside of the caller's modes of torch: see `plain_torch`.
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _python_dispatch as dispatch
@@ -25,7 +27,6 @@ from ckptkit.core.index import KeyPath
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training.state.dtensors import (
     Copies,
-    DTensor,
     Meshes,
     local_part,
     unwrap_dtensor,
@@ -41,7 +42,7 @@ from ckptkit.training.state.fsdp import (
     managed_parameters,
     strategy_of,
 )
-from ckptkit.training.state.memory_changes import Stamp, watched_by
+from ckptkit.training.state.memory_changes import KeptPieces, watched_by
 from ckptkit.training.state.objects import flatten, make_object, step_of
 from ckptkit.training.state.pieces import (
     ObjectValue,
@@ -134,7 +135,7 @@ class ModelWalk:
         self._model = model
         self._place = places, world, where
         self._structure = _Structure.of(model, *self._place)
-        self._kept: tuple[tuple[object, ...], Stamp, ModelView] | None = None
+        self._kept: tuple[tuple[object, ...], KeptPieces, ModelView] | None = None
 
     def look(self, *, keep: bool = False) -> ModelView:
         """Returns what this rank holds of the model now.
@@ -156,20 +157,19 @@ class ModelWalk:
         check_registered(self._structure.modules)
         kept = self._kept
         if keep and kept is not None:
-            names, stamp, view = kept
-            now, tensors = self._members(view.managed)
-            if now == names and stamp.still_holds(tensors):
-                return view
+            names, outline, view = kept
+            now, tensors, managed = self._members(view.managed)
+            pieces = outline.again(tensors, managed) if now == names else None
+            if pieces is not None:
+                return view.holding(pieces)
         view, identities = self._fresh(keep=keep)
         self._kept = None
-        names, tensors = self._members(view.managed)
+        names, tensors, managed = self._members(view.managed)
         # Hooks may have made values only for this state dict, so that the next one may differ.
         if keep and identities <= {id(tensor) for tensor in tensors}:
-            self._kept = names, Stamp.of(tensors, forget=self._forget), view
+            bare = KeptPieces.of(view.pieces, tensors, managed)
+            self._kept = None if bare is None else (names, bare, view.holding([]))
         return view
-
-    def _forget(self) -> None:
-        self._kept = None
 
     def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
         kinds = UninitializedParameter, UninitializedBuffer
@@ -189,18 +189,32 @@ class ModelWalk:
         packed = packed_weights(self._model, parallel)
         if keep:
             entries += lost_scales(packed, {name for name, _ in entries})
-        view = ModelView(self._structure, units, entries, lasting_scales(packed), for_save=keep)
+        view = ModelView(
+            self._structure,
+            units,
+            entries,
+            lasting_scales(packed),
+            _uncompared(self._model, parallel),
+            for_save=keep,
+        )
         for raw, parameter in self._model.named_parameters():
             if id(parameter) not in view.slots:  # state_dict() lacks it, an optimizer may have it
                 fqn = clean_fqn(raw, parallel)
                 view.slots[id(parameter)] = (view.slot(fqn, parameter),)
         return view, {id(value) for _, value in entries}
 
-    def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
-        """Returns the names and flags of all tensors of the model, and the tensors."""
+    def _members(
+        self, managed: frozenset[int]
+    ) -> tuple[tuple[object, ...], list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the names and flags of all tensors of the model, the tensors, the managed ones.
+
+        Args:
+            managed: The identities of parameters that flat ones of FSDP1 stand for.
+        """
         names: list[object] = []
         trained: list[bool] = []
         tensors: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
         for module in self._structure.modules:
             parameters, buffers, _, unsaved = members_of(module)
             if buffers:
@@ -210,11 +224,13 @@ class ModelWalk:
                     if tensor is None:
                         continue
                     trained.append(tensor.requires_grad)
-                    if id(tensor) not in managed:
+                    if id(tensor) in managed:
+                        others.append(tensor)
+                    else:
                         names.append(name)
                         tensors.append(tensor)
-        shards = flat_shards(self._model) if self._structure.flat else []
-        return (*names, *trained), [*tensors, *shards]
+        shards, managed_too = flat_shards(self._model) if self._structure.flat else ([], [])
+        return (*names, *trained), [*tensors, *shards], [*others, *managed_too]
 
     def facts(self) -> dict[str, Any]:
         """Returns how the model is wrapped and split, as plain values."""
@@ -291,6 +307,7 @@ class ModelView:
     """What this rank holds of a model at one moment; not changed once a walk has returned it.
 
     Attributes:
+        origin: The same object in views that differ in the tensors of their pieces only.
         pieces: Parameters and persistent buffers.
         objects: What modules save besides tensors, on the rank that writes it.
         structures: Of the objects, where these do not follow from their leaves, and of extra
@@ -300,6 +317,7 @@ class ModelView:
         meshes: The device meshes of the model.
         values: Which ranks hold what there is once per model.
         managed: The identities of the parameters that flat ones of FSDP1 stand for.
+        extra: The names of all other values in its state dict, such as extra states of modules.
     """
 
     def __init__(
@@ -308,6 +326,7 @@ class ModelView:
         units: tuple[FlatUnit, ...],
         entries: list[tuple[str, object]],
         scales: frozenset[int],
+        uncompared: Container[str],
         *,
         for_save: bool,
     ) -> None:
@@ -315,6 +334,7 @@ class ModelView:
         meshes.learn(value for _, value in entries)
         extent = units[0].extent if units else meshes.extent() or group or structure.world
         self._structure = structure
+        self.origin = object()
         self._copies = Replicas(*(group or extent))
         self.pieces: list[Piece] = []
         self.objects: list[ObjectValue] = []
@@ -322,6 +342,7 @@ class ModelView:
         self.slots: dict[int, tuple[ShardLayout, ...]] = {}
         self.meshes = meshes
         self.values = Replicas(*extent, spread=False)
+        compared = Replicas(*extent, spread=False, compared=True)
         self.managed = managed_parameters(units)
         # Not an attribute, since a view must not keep parameters alive.
         parameters = {fqn: own for unit in units for fqn, own in self._take_unit(unit)}
@@ -329,15 +350,22 @@ class ModelView:
         for names, tensor, tied in _without_ties(entries):
             slot = self.slot(names[0], tensor)
             self.slots[id(tensor)] = (slot,)
-            # An object of its own, or the end of the tensor could not be seen.
-            local = local_part(tensor).detach()
+            if slot.replicas is self.values and names[0] not in uncompared:
+                slot = replace(slot, replicas=compared)
+            local = local_part(tensor, names[0])
             # Neither of the two counts the changes that are made through the other one.
-            further = [unwrap_dtensor(tensor)] if isinstance(tensor, DTensor) else []
+            inner = unwrap_dtensor(tensor)
+            further = [] if inner is tensor else [inner]
             watched = watched_by(tensor, *further, tied=tied)
             if id(tensor) in scales:  # frozen if the packed weight is
                 owner = parameters.get(names[0].rpartition(".")[0])
                 watched = () if owner is None else watched_by(owner, tensor)
             self._add(slot, names, local, watched)
+        self.extra = tuple(
+            name
+            for name, value in entries
+            if not isinstance(value, torch.Tensor) or EXTRA_STATE in name.split(".")
+        )
         take = self._take_other if for_save else self._take_live
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
@@ -358,7 +386,7 @@ class ModelView:
             if part.assigned is None or part.on_its_own is None:
                 self._add(part.in_shard, part.names, unit.shard, watched)
             else:
-                self._add(part.on_its_own, part.names, local_part(part.assigned).detach(), watched)
+                self._add(part.on_its_own, part.names, local_part(part.assigned), watched)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             yield part.fqn, own
@@ -372,7 +400,7 @@ class ModelView:
             path = (*start, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf.value)
-                self.pieces.extend(slot.pieces(unit, path, local_part(leaf.value).detach()))
+                self.pieces.extend(slot.pieces(unit, path, local_part(leaf.value)))
             elif self.values.own == 0:
                 self.objects.append(make_object(unit, path, leaf.value, leaf.where))
 
@@ -382,7 +410,7 @@ class ModelView:
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self.slot(".".join(map(str, path)), leaf)
-                self.pieces.extend(slot.pieces(unit, path, local_part(leaf).detach()))
+                self.pieces.extend(slot.pieces(unit, path, local_part(leaf)))
             elif self.values.own == 0:
                 self.objects.append(ObjectValue(unit, path, leaf))
 
@@ -395,6 +423,12 @@ class ModelView:
             paths.setdefault(unit, []).append(key_path)
         for unit, (path, *aliases) in paths.items():
             self.pieces.extend(slot.pieces(unit, path, local, aliases, watched))
+
+    def holding(self, pieces: list[Piece]) -> ModelView:
+        """Returns the same view with other pieces."""
+        view = copy.copy(self)
+        view.pieces = pieces
+        return view
 
     def slot(self, fqn: str, tensor: torch.Tensor) -> ShardLayout:
         """Returns where the elements of a tensor belong."""
@@ -443,11 +477,27 @@ def _without_ties(
             dense = value.layout is torch.strided and value.device.type != "meta"
             if type(value) in {torch.Tensor, nn.Parameter} and dense and value.numel():
                 key = value.data_ptr(), value.dtype, value.shape, value.stride(), value.device
+                key = (*key, value.is_conj(), value.is_neg())
             names, first, tied = distinct.setdefault(key, ([], value, []))
             names.append(name)
             if value is not first:
                 tied.append(value)
     yield from distinct.values()
+
+
+def _uncompared(model: nn.Module, parallel: Sequence[str]) -> frozenset[str]:
+    """Returns the names of buffers that may differ between ranks, and are right all the same.
+
+    DDP gives all ranks those of rank 0 before each forward pass, and training does not read the
+    statistics that normalisations keep of each rank's own batches.
+    """
+    found: set[str] = set()
+    for raw, module in model.named_modules(remove_duplicate=False):
+        is_broadcast = isinstance(module, DistributedDataParallel) and module.broadcast_buffers
+        if is_broadcast or isinstance(module, _NormBase):
+            buffers = module.named_buffers(raw, remove_duplicate=False)
+            found.update(clean_fqn(name, parallel) for name, _ in buffers)
+    return frozenset(found)
 
 
 _WITHOUT_DATA = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")

@@ -31,6 +31,9 @@ _MOST_INT_BITS = 8_000  # the parser of pickles takes 1,024 bytes
 _DEEPEST = 60  # the parser takes 64 levels
 _SHOWN_KEY = 60
 _SHOWN_PATH = 200
+_GENERATOR_ADVICE = (
+    "save its get_state(), which set_state() takes, or pass the generator as an entry of the state"
+)
 _ADVICE = "let its state_dict() return plain values, tensors and arrays, or leave it out"
 
 
@@ -52,11 +55,12 @@ def serialise(value: object, where: str) -> bytes:
     proven = _prove(value)
     if proven.problem is None:
         return proven.data
-    proven, where = _innermost(value, proven, where)
+    value, proven, where = _innermost(value, proven, where)
     problem = str(proven.problem)
+    hint = _GENERATOR_ADVICE if isinstance(value, torch.Generator) else _ADVICE
     if not proven.data:
-        raise SaveError(problem, where=where, hint=_ADVICE)
-    raise UsageError(problem, where=where, hint=_ADVICE)
+        raise SaveError(problem, where=where, hint=hint)
+    raise UsageError(problem, where=where, hint=hint)
 
 
 def make_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectValue:
@@ -189,15 +193,15 @@ def _prove(value: object) -> _Proven:
     return _Proven(data, f"could be saved, but not resumed from: {a_kind(value)} would change")
 
 
-def _innermost(value: object, proven: _Proven, where: str) -> tuple[_Proven, str]:
-    """Returns the problem of the innermost value that cannot be restored, and its path."""
+def _innermost(value: object, proven: _Proven, where: str) -> tuple[object, _Proven, str]:
+    """Returns the innermost value that cannot be restored, its problem, and its path."""
     for step, child in _children(value):
         if type(child) in _SCALARS and is_sound(child):
             continue
         of_child = _prove(child)
         if of_child.problem is not None:
             return _innermost(child, of_child, where + step)
-    return proven, where
+    return value, proven, where
 
 
 def is_same(value: Any, other: Any, *, contents: bool = True) -> bool:

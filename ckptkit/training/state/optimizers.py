@@ -21,7 +21,6 @@ Source: `torch.distributed.checkpoint.state_dict._flatten_optim_state_dict` of t
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from ckptkit.training.state.dtensors import (
     is_composed,
     local_part,
 )
-from ckptkit.training.state.memory_changes import Stamp
+from ckptkit.training.state.memory_changes import KeptPieces
 from ckptkit.training.state.models import ModelView
 from ckptkit.training.state.objects import flatten, make_object
 from ckptkit.training.state.pieces import (
@@ -114,7 +113,7 @@ class OptimizerWalk:
         """
         self._optimizer = optimizer
         self._place = unit, path, world, where
-        self._kept: tuple[_States, tuple[Any, ...], Stamp] | None = None
+        self._kept: tuple[_States, tuple[Any, ...], KeptPieces] | None = None
 
     def states(self, views: Sequence[ModelView]) -> list[Piece]:
         """Returns the tensors in the states of its parameters, which a resume fills in place.
@@ -145,24 +144,26 @@ class OptimizerWalk:
         now = _Inputs.of(optimizer, views)
         if rank_bound.is_paged(optimizer):
             _wait_for_pages(now.values)
-        states, place, stamp = self._kept or (None, None, None)
-        if not keep or stamp is None or place != now.place or not stamp.still_holds(now.values):
-            states = None
-        if states is None:
-            states = walk.take_states(optimizer)
+        states, pieces, kept = None, None, self._kept if keep else None
+        if kept is not None and kept[1] == now.place:
+            states, _, outline = kept
+            pieces = outline.again(now.values)
+        if states is None or pieces is None:
+            states, self._kept = walk.take_states(optimizer), None
+            pieces = list(states.pieces)
             if keep and all(isinstance(value, torch.Tensor) for value in now.values):
-                self._kept = states, now.place, Stamp.of(now.values, forget=self._forget)
+                bare = KeptPieces.of(pieces, now.values)
+                if bare is not None:
+                    self._kept = states._replace(pieces=()), now.place, bare
+        states = states._replace(pieces=tuple(pieces))
         walk.collected.add(states)
         for index, group in enumerate(optimizer.param_groups):
             walk.take_group(index, group, states.groups[index])
-        kept: Mapping[Any, Any] = optimizer.state
-        others = {key: v for key, v in kept.items() if not isinstance(key, torch.Tensor)}
+        live: Mapping[Any, Any] = optimizer.state
+        others = {key: v for key, v in live.items() if not isinstance(key, torch.Tensor)}
         if others:
             walk.take_unbound(others)
         return walk.collected
-
-    def _forget(self) -> None:
-        self._kept = None
 
 
 class _Group(NamedTuple):
@@ -235,7 +236,7 @@ class _Inputs(NamedTuple):
                 plain += [inner for _, inner in inner_tensors(value)]
             else:
                 plain.append(value)
-        return cls((tuple(map(weakref.ref, views)), identities, owners, names), plain)
+        return cls(([view.origin for view in views], identities, owners, names), plain)
 
 
 _WITHOUT_OWN_STATE = ("torch.optim.", "accelerate.", "bitsandbytes.", "torchao.", "transformers.")
@@ -429,13 +430,13 @@ class _Walk:
         if is_composed(value):
             for rest, inner in inner_tensors(value):
                 part = whole_layout(slot.fqn, inner, slot.replicas, slot.values)
-                yield from part.pieces(self._unit, (*path, *rest), local_part(inner).detach())
+                yield from part.pieces(self._unit, (*path, *rest), local_part(inner))
             return
         is_dtensor = isinstance(value, DTensor)
         if is_dtensor or not value.dim() or tuple(value.shape) != slot.held:
             copies = slot.values if value.numel() == 1 else slot.replicas
             slot = meshes.slot(slot.fqn, value, slot.values, copies)
-        yield from slot.pieces(self._unit, path, local_part(value).detach())
+        yield from slot.pieces(self._unit, path, local_part(value))
 
     def _take_shared(
         self,
@@ -455,9 +456,7 @@ class _Walk:
             names = (*path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = meshes.slot(".".join(map(str, names)), leaf.value, ranks)
-                self.collected.pieces += slot.pieces(
-                    self._unit, names, local_part(leaf.value).detach()
-                )
+                self.collected.pieces += slot.pieces(self._unit, names, local_part(leaf.value))
             elif ranks.own == 0:
                 self._keep(names, leaf)
 

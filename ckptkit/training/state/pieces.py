@@ -9,7 +9,6 @@ what several ranks hold, on each of them without communication.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,39 +35,23 @@ class Replicas:
         own: Which of these this rank is, from 0.
         spread: Whether any of them may write, because training keeps them equal; where it does
             not (buffers, values outside any wrapper) the first one, rank 0, always writes.
+        compared: Whether a save compares what the first one writes with what the others have.
     """
 
     count: int = 1
     own: int = 0
     spread: bool = True
+    compared: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WatchedTensor:
-    """A tensor of a frozen weight, without a strong reference to it.
-
-    Attributes:
-        alias: Has its elements and its version counter.
-        alive: A reference to an object that ends with the tensor.
-        identity: Its `id`, which another tensor may get once it has ended.
-    """
-
-    alias: torch.Tensor
-    alive: weakref.ref[torch.Tensor]
-    identity: int
-
-    def is_same(self, other: WatchedTensor) -> bool:
-        """Whether both are the same tensor, and it still exists."""
-        living = self.alive()
-        return living is not None and living is other.alive() and self.identity == other.identity
+Watched = tuple[torch.Tensor, ...]
 
 
-Watched = tuple[WatchedTensor, ...]
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True)
 class Piece:
-    """The part of one tensor that is on this rank.
+    """The part of one tensor that is on this rank, at one moment.
+
+    It holds tensors of training, so no piece outlives the call that it was made in.
 
     Attributes:
         unit: The DCP directory that it belongs to, relative to the step's; empty for the step's.
@@ -83,6 +66,7 @@ class Piece:
         aliases: Further key paths in the same unit under which the same tensor is known (ties).
         watched: Of weights that are not trained: the tensors whose version counters show whether
             the elements were changed all the same.
+        origin: The same object in pieces that differ in their tensors only.
     """
 
     unit: str
@@ -93,6 +77,16 @@ class Piece:
     replicas: Replicas = Replicas()
     aliases: tuple[KeyPath, ...] = ()
     watched: Watched = ()
+    origin: object = field(default_factory=object, init=False, repr=False, compare=False)
+
+    def holding(self, local: torch.Tensor, watched: Watched = ()) -> Piece:
+        """Returns the same piece of other tensors, which have the same forms."""
+        other = object.__new__(Piece)  # `replace` takes ten times as long
+        fields = other.__dict__
+        fields.update(self.__dict__)
+        fields["local"] = local
+        fields["watched"] = watched
+        return other
 
     @property
     def frozen(self) -> bool:
@@ -222,7 +216,8 @@ class ShardLayout:
             aliases: Further key paths of the same tensor.
             watched: As a `Piece` has them.
         """
-        local, further = tensor.detach() if tensor.requires_grad else tensor, tuple(aliases)
+        # Detached, as torch refuses to swap the content of a tensor that has views.
+        local, further = tensor.detach(), tuple(aliases)
         if self.start is not None:
             local = local.narrow(0, self.start, self.elements)
         if not self.axes:
@@ -271,8 +266,9 @@ def sampled_replicas(pieces: Sequence[Piece]) -> Iterator[int]:
     """
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
-        if piece.replicas.spread and piece.replicas.count > 1 and not piece.frozen:
-            groups[id(piece.replicas)].append(index)
+        replicas = piece.replicas
+        if (replicas.spread or replicas.compared) and replicas.count > 1 and not piece.frozen:
+            groups[id(replicas)].append(index)
     sampled = (indices[:: -(-len(indices) // _SAMPLED)] for indices in groups.values())
     held = (index for index in chain.from_iterable(sampled) if pieces[index].elements)
     yield from islice(held, _MOST_SAMPLED)

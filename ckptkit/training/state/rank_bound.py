@@ -141,7 +141,12 @@ def layouts_of(
         if state.sharded:
             tensors = [leaf for leaf in state.leaves if isinstance(leaf.value, torch.Tensor)]
             kinds = [(leaf.path, kind_of(leaf.value)) for leaf in tensors]
-            parameters[state.name] = {**part_of(state.slots), "kinds": kinds}
+            placed = [
+                (leaf.path, leaf.value.shape, list(map(repr, leaf.value.placements)))
+                for leaf in tensors
+                if isinstance(leaf.value, DTensor)
+            ]
+            parameters[state.name] = {**part_of(state.slots), "kinds": kinds, "placed": placed}
     if parameters:
         document = {"world_size": world.number, "parameters": parameters}
         key = (*path, LAYOUTS, str(world.own), next(iter(parameters)))

@@ -302,3 +302,91 @@ def test_a_model_is_moved_and_cast_between_saves_as_without_them(
 
 def storage_of(tensor: Any) -> Any:
     return tensor.to_local().untyped_storage()
+
+
+def trained(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
+    model(INPUTS).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def swap_all(state: dict[str, Any]) -> None:
+    """Swaps the content of every parameter, buffer and tensor of an optimizer's state."""
+    of_optimizer = state["optimizer"].state.values()
+    tensors = [t for values in of_optimizer for t in values.values() if torch.is_tensor(t)]
+    for tensor in (*state["model"].parameters(), *state["model"].buffers(), *tensors):
+        if isinstance(tensor, DTensor):
+            other: Any = DTensor.from_local(
+                tensor.to_local().detach().clone() + 1, tensor.device_mesh, tensor.placements
+            )
+        else:
+            other = tensor.detach().clone() + 1
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("make", [Network, by_fsdp2])
+def test_no_reference_that_torch_refuses_to_swap_survives_a_save_or_a_resume(
+    make: Callable[[], nn.Module], frozen: bool, tmp_path: Path
+) -> None:
+    model: Any = make()
+    model.first.requires_grad_(not frozen)
+    model.register_buffer("seen", torch.ones(3))
+    state = trained(model)
+    with Checkpointer(tmp_path, max_in_flight=2) as checkpointer:
+        checkpointer.prepare(state)
+        swap_all(state)
+        expected: dict[str, torch.Tensor] = {}
+        for step in (1, 2, 3):
+            expected = expected_of(model)
+            handle = checkpointer.save(step, state)
+            swap_all(state)  # while it is written
+            assert_holds(handle.result(60), expected)
+        assert checkpointer.resume(state) == 3
+        assert all(torch.equal(t, expected[n]) for n, t in expected_of(model).items())
+        swap_all(state)
+        expected = expected_of(model)
+        assert_holds(checkpointer.save(4, state).result(60), expected)
+        checkpointer.export(tmp_path / "model", state={"model": model}).result(60)
+        swap_all(state)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("make", [Network, by_fsdp2])
+def test_a_model_is_cast_and_loaded_by_swapping_after_saves_of_it(
+    make: Callable[[], nn.Module], frozen: bool, tmp_path: Path
+) -> None:
+    model: Any = make()
+    model.first.requires_grad_(not frozen)
+    state = trained(model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, state).result(60)
+            model.to(torch.float64)
+            assert_holds(checkpointer.save(2, state).result(60), expected_of(model))
+            model.load_state_dict({n: torch.zeros_like(t) for n, t in model.state_dict().items()})
+            expected = expected_of(model)
+            assert not any(tensor.any() for tensor in expected.values())
+            assert_holds(checkpointer.save(3, state).result(60), expected)
+            assert checkpointer.resume(state) == 3
+            model.to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_a_frozen_weight_that_was_replaced_at_its_address_is_written_anew(tmp_path: Path) -> None:
+    model: Any = Network()
+    model.first.requires_grad_(requires_grad=False)
+    state = trained(model)
+    memory = torch.zeros(4, 4)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 5):
+            if step > 2:
+                memory.fill_(step)
+            model.first.weight = nn.Parameter(memory, requires_grad=False)
+            assert_holds(checkpointer.save(step, state).result(60), expected_of(model))

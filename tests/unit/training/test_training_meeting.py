@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,11 +12,14 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import PeerError
-from ckptkit.training.agree import barrier
+from ckptkit.training import Checkpointer
+from ckptkit.training.agree import barrier, peers
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
+from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.training.save.saver import CommitCoordinator, Save
 
 SECONDS = 20.0
 
@@ -86,3 +91,38 @@ def test_ranks_that_count_steps_differently_are_told_both_numbers(ranks: list[Ra
     others = [rank.save(20) for rank in ranks[1:]]
     assert all(future.result(SECONDS) == first.result(SECONDS) for future in others)
     assert time.monotonic() - began < SECONDS / 2
+
+
+@pytest.mark.parametrize("attempt", ["", "another-1"])
+def test_a_rank_looks_for_the_step_before_it_says_that_a_save_failed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    attempt: str,
+) -> None:
+    """Rank 0 may leave once it has renamed the step, before the others have its answer."""
+    with Checkpointer(tmp_path) as checkpointer:
+        step = checkpointer.save(7, {"extra": {"n": 1}}).result(60)
+    name = json.loads((step / "ckptkit.json").read_text())["source"]["attempt"]
+    monkeypatch.setattr(peers, "_GRACE_SECONDS", 0.1)
+    reports: list[SaveReport] = []
+    coordinator = CommitCoordinator(
+        SaveBarrier(Peers(1, 2, LocalKeyValueStore(), "nonce")),
+        None,
+        timeout_seconds=0.1,
+        listener=reports.append,
+    )
+    handle = SaveHandle(7)
+    written = SaveAttempt(1, attempt or name, 7, tmp_path / "work", step, {})
+    with caplog.at_level(logging.INFO, logger="ckptkit"):
+        coordinator.end(Save(written, handle, time.perf_counter()))
+    if attempt:
+        assert isinstance(handle.error, PeerError)
+        assert "step 7 was not saved: rank 0 did not decide" in caplog.text
+        return
+    assert handle.result(1) == step
+    assert "not saved" not in caplog.text
+    assert "step 7 was committed, after which rank 0 did not decide" in caplog.text
+    assert [report.path for report in reports] == [step]
+    files = [path for path in step.rglob("*") if path.is_file() and path.name != "ckptkit.json"]
+    assert reports[0].total_bytes == sum(path.stat().st_size for path in files)

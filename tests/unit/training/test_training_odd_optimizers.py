@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckptkit
-from ckptkit.core.errors import ResumeError, UsageError
+from ckptkit.core.errors import ResumeError, UnsupportedError, UsageError
 from ckptkit.training import Checkpointer
 from ckptkit.training.state.collect import Layout
 from ckptkit.training.state.dtensors import inner_tensors
@@ -473,3 +473,185 @@ def test_what_only_the_state_dict_of_an_optimizer_has_is_warned_of(
     plain.step()
     assert not save(tmp_path / "c", around).lost
     assert "state_dict()" not in caplog.text
+
+
+def by_groups(*layers: int, kind: Any = torch.optim.AdamW) -> dict[str, Any]:
+    """A model with an optimizer that has a group for each of some layers, of a rate of its own."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    groups = [{"params": list(model[n].parameters()), "lr": 0.1 + n} for n in layers]
+    return {"model": model, "optimizer": kind(groups, lr=0.5)}
+
+
+def stepped(state: dict[str, Any]) -> dict[str, Any]:
+    state["model"](torch.ones(1, 3)).sum().backward()
+    state["optimizer"].step()
+    return state
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_with_more_groups_than_the_optimizer_is_refused_or_the_rest_dropped(
+    savers: dict[str, Checkpointer], layout: Layout, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = stepped(by_groups(0))
+    unfrozen = list(saved["model"][1].parameters())
+    saved["optimizer"].add_param_group({"params": unfrozen, "lr": 7.0})
+    report = save_next(savers[layout], stepped(saved))
+    fresh = by_groups(0)
+    before = [tensor.clone() for tensor in fresh["model"].parameters()]
+    with pytest.raises(ResumeError, match="a different number of parameter groups") as caught:
+        resume(report.path, fresh, layout=layout)
+    assert "the step has 2, and the optimizer 1" in str(caught.value)
+    assert "'1.weight', '1.bias'" in str(caught.value)
+    assert "missing_groups='drop'" in str(caught.value.hint)
+    assert all(map(torch.equal, before, fresh["model"].parameters()))
+    assert not fresh["optimizer"].state
+    # What the hint proposes.
+    with caplog.at_level(logging.WARNING):
+        assert resume(report.path, fresh, layout=layout, missing_groups="drop") == report.step
+    assert "the state of groups that it lacks is dropped" in caplog.text
+    assert fresh["optimizer"].state_dict()["param_groups"][0]["lr"] == pytest.approx(0.1)
+    for mine, other in zip(
+        fresh["model"][0].parameters(), saved["model"][0].parameters(), strict=True
+    ):
+        average = fresh["optimizer"].state[mine]["exp_avg"]
+        assert torch.equal(average, saved["optimizer"].state[other]["exp_avg"])
+    whole = by_groups(0)
+    whole["optimizer"].add_param_group({"params": list(whole["model"][1].parameters())})
+    assert resume(report.path, whole, layout=layout) == report.step
+    assert [group["lr"] for group in whole["optimizer"].param_groups] == [0.1, 7.0]
+
+
+def test_dropping_groups_is_an_option_of_one_resume_too(
+    savers: dict[str, Checkpointer], tmp_path: Path
+) -> None:
+    report = save_next(savers["dcp"], stepped(by_groups(0, 1)))
+    fresh = by_groups(1)
+    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
+        with pytest.raises(UsageError, match="'lose' is not among error, drop"):
+            checkpointer.resume(fresh, folder=report.path, missing_groups="lose")  # type: ignore[arg-type]
+        with pytest.raises(ResumeError, match="a different number of parameter groups"):
+            checkpointer.resume(fresh, folder=report.path)
+        resumed = checkpointer.resume(fresh, folder=report.path, missing_groups="drop")
+        assert resumed == report.step
+    assert fresh["optimizer"].param_groups[0]["lr"] == pytest.approx(1.1)
+
+
+def test_groups_in_another_order_and_more_groups_than_the_step_has(
+    savers: dict[str, Checkpointer],
+) -> None:
+    saved = stepped(by_groups(0, 1))
+    report = save_next(savers["accelerate"], saved)
+    turned = by_groups(1, 0)
+    assert resume(report.path, turned) == report.step
+    assert [group["lr"] for group in turned["optimizer"].param_groups] == [1.1, 0.1]
+    with pytest.raises(ResumeError, match="of the checkpoint's 2 has the 2 parameters of group 2"):
+        resume(report.path, by_groups(0, 1, 2))
+
+
+def test_a_group_without_parameters_counts_as_torch_counts_it(
+    savers: dict[str, Checkpointer],
+) -> None:
+    state = by_groups(0)
+    state["optimizer"].add_param_group({"params": [], "lr": 9.0})
+    report = save_next(savers["dcp"], stepped(state))
+    with pytest.raises(ResumeError, match="what it lacks has no parameters"):
+        resume(report.path, by_groups(0), layout="dcp")
+    fresh = by_groups(0)
+    fresh["optimizer"].add_param_group({"params": []})
+    assert resume(report.path, fresh, layout="dcp") == report.step
+    assert fresh["optimizer"].param_groups[1]["lr"] == 9.0
+
+
+def test_one_of_several_optimizers_lacks_a_group(savers: dict[str, Checkpointer]) -> None:
+    def several(*layers: int) -> dict[str, Any]:
+        state = by_groups(*layers)
+        last = torch.optim.SGD(state["model"][2].parameters(), lr=0.1, momentum=0.9)
+        return {"model": state["model"], "optimizer": [state["optimizer"], last]}
+
+    state = several(0, 1)
+    state["model"](torch.ones(1, 3)).sum().backward()
+    for optimizer in state["optimizer"]:
+        optimizer.step()
+    report = save_next(savers["dcp"], state)
+    with pytest.raises(ResumeError, match=r"optimizer\[0\]: .*number of parameter groups"):
+        resume(report.path, several(0), layout="dcp")
+    kept = several(1)
+    assert resume(report.path, kept, layout="dcp", missing_groups="drop") == report.step
+    assert len(kept["optimizer"][1].state) == 2
+
+
+def test_a_flattened_state_of_parameters_that_no_group_has_is_refused(tmp_path: Path) -> None:
+    state = stepped(by_groups(0, 1))
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(state["model"], state["optimizer"], options=flat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every save outside a process group
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "step")
+    with pytest.raises(ResumeError, match=r"a state of 2 parameters more: '1\.bias', '1\.weight'"):
+        resume(tmp_path / "step", by_groups(0), layout="dcp")
+    assert resume(tmp_path / "step", by_groups(0), layout="dcp", missing_groups="drop") == 0
+
+
+class Wrapped(torch.Tensor):
+    """Wraps a tensor, and perhaps another one beside it, as quantised weights do."""
+
+    @staticmethod
+    def __new__(cls: Any, inner: torch.Tensor, beside: torch.Tensor | None = None) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: torch.Tensor, beside: torch.Tensor | None = None) -> None:
+        self.held, self.beside = inner, beside
+
+    def __tensor_flatten__(self) -> Any:
+        return ["held"] if self.beside is None else ["held", "beside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Any:
+        return Wrapped(*inner.values())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held, args[0].beside)
+        plain = torch.utils._pytree.tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+def with_wrapped(beside: torch.Tensor | None = None) -> dict[str, Any]:
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False))
+    model[0].weight = nn.Parameter(Wrapped(torch.randn(3, 3), beside))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), foreach=False)}
+
+
+def test_a_weight_that_wraps_one_tensor_of_its_shape_and_type_is_that_tensor(
+    tmp_path: Path,
+) -> None:
+    state, fresh = with_wrapped(), with_wrapped()
+    weight, other = state["model"][0].weight, fresh["model"][0].weight
+    weight.grad = torch.ones(3, 3)
+    state["optimizer"].step()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        weight.held.add_(1)
+        step = checkpointer.save(2, state).result(60)
+        assert checkpointer.resume(fresh) == 2
+    assert torch.equal(other.held, weight.held)
+    average = fresh["optimizer"].state[other]["exp_avg"]
+    assert type(average) is torch.Tensor
+    assert torch.equal(average, state["optimizer"].state[weight]["exp_avg"])
+    with ckptkit.open(step) as stored:
+        assert torch.equal(stored["0.weight"], weight.held)
+
+
+def test_a_weight_of_several_tensors_is_refused_by_its_name(tmp_path: Path) -> None:
+    state = with_wrapped(torch.ones(3, 3))
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(UnsupportedError, match=r"0\.weight: a Wrapped was found, which consist"),
+    ):
+        checkpointer.prepare({"model": state["model"]})

@@ -459,3 +459,80 @@ def test_a_compressed_save_of_torch_is_resumed_from(tmp_path: Path) -> None:
     assert new["optimizer"].param_groups[0]["lr"] == old["optimizer"].param_groups[0]["lr"]
     for one, other in zip(new["model"].parameters(), old["model"].parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def loader_state(seed: int, *, yielded: int = 4) -> dict[str, Any]:
+    """What a StatefulDataLoader with workers has, cut to what matters."""
+    main = {"_num_workers": 1, "_sampler_iter_yielded": yielded, "_base_seed": seed}
+    workers = {"worker_0": {"worker_id": 0, "dataset_state": {"seen": [yielded]}}}
+    return {"_snapshot": {"_main_snapshot": main, "_worker_snapshots": workers}, "position": 4}
+
+
+@pytest.mark.parametrize("with_digests", [False, True])
+@pytest.mark.parametrize("yielded", [4, 5])
+def test_loaders_that_differ_in_the_seeds_of_their_workers_are_at_one_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, yielded: int, *, with_digests: bool
+) -> None:
+    folder = tmp_path / "checkpoint-3"
+    save(folder, trained(), world_size=2)
+    states = [loader_state(7), loader_state(8, yielded=yielded)]
+    for rank, state in enumerate(states):
+        (folder / f"ckptkit/dataloader_0_rank_{rank}.bin").write_bytes(serialised(state))
+    finish(folder, 2)
+    if with_digests:
+        document = json.loads((folder / "ckptkit.json").read_text())
+        for path, record in document["files"].items():
+            if "dataloader" in path:
+                record["digest"] = f"crc32:{zlib.crc32((folder / path).read_bytes()):08x}"
+        document.pop("checksum", None)
+        (folder / "ckptkit.json").write_text(json.dumps(document))
+    board, loaders = LocalKeyValueStore(), [state_of() for _ in range(3)]
+    taken: dict[int, Any] = {}
+
+    def on(rank: int) -> None:
+        loaders[rank]["loader"].load_state_dict = lambda given: taken.update({rank: given})
+        state = bind(loaders[rank], layout="accelerate", rank=rank, world_size=3)
+        resume(state, tmp_path, Peers(rank, 3, board, ""), timeout_seconds=20)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(on, range(3)))
+    if yielded == 4:  # all go on there, with the seeds that ranks had
+        assert taken == {0: states[0], 1: states[1], 2: states[0]}
+    else:
+        assert not taken
+    assert ("the dataloader starts afresh" in caplog.text) == (yielded != 4)
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "dcp", "trainer"])
+def test_generators_of_torch_go_on_where_they_were(tmp_path: Path, layout: Any) -> None:
+    first, *several = (torch.Generator().manual_seed(seed) for seed in (1, 2, 3))
+    model = nn.Linear(1, 1)
+    state = {"model": model, "generator": first, "more": several, "extra": {"n": 1}}
+    torch.rand(5, generator=first)
+    with Checkpointer(tmp_path, layout=layout) as checkpointer:
+        step = checkpointer.save(1, state).result(60)
+        expected = [torch.rand(3, generator=one) for one in (first, *several)]
+        assert checkpointer.resume(state) == 1
+        assert all(
+            torch.equal(torch.rand(3, generator=one), before)
+            for one, before in zip((first, *several), expected, strict=True)
+        )
+    kinds = {
+        e["key"]: e["kind"] for e in json.loads((step / "ckptkit/run.json").read_text())["entries"]
+    }
+    assert kinds["generator"] == kinds["more"] == "generator"
+
+
+def test_a_generator_inside_of_a_dict_is_refused_with_what_to_save_of_it(tmp_path: Path) -> None:
+    generator = torch.Generator()
+    state: dict[str, Any] = {"model": nn.Linear(1, 1), "extra": {"generator": generator}}
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(UsageError, match=r"\['generator'\]") as caught:
+            checkpointer.save(1, state)
+        assert "save its get_state(), which set_state() takes" in str(caught.value.hint)
+        state["extra"]["generator"] = generator.get_state()
+        checkpointer.save(2, state).result(60)
+        expected = torch.rand(2, generator=generator)
+        assert checkpointer.resume(state) == 2
+        generator.set_state(state["extra"]["generator"])
+    assert torch.equal(torch.rand(2, generator=generator), expected)

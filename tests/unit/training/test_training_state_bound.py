@@ -24,6 +24,7 @@ from ckptkit.training.save.file_layout import plan_save
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import kind_of, leaves
 from ckptkit.training.state.collect import BoundState, Layout, bind
+from ckptkit.training.state.dtensors import memory_layout
 from ckptkit.training.state.pieces import Holdings, select_owned
 
 
@@ -181,11 +182,13 @@ def test_later_changes_do_not_reach_files() -> None:
     assert "777" not in str([value for value in values if "random_state" not in str(value)])
 
 
-def test_a_walk_that_finds_all_tensors_in_place_gives_the_same_pieces() -> None:
+def test_a_walk_that_finds_all_tensors_in_place_gives_pieces_of_the_same_origin() -> None:
     state = whole_state()
     bound = bind(state, layout="accelerate", rank=0, world_size=1)
     first, second = bound.holdings(1), bound.holdings(2)
-    assert all(one is two for one, two in zip(first.pieces, second.pieces, strict=True))
+    for one, two in zip(first.pieces, second.pieces, strict=True):
+        assert one.origin is two.origin
+        assert memory_layout(one.local) == memory_layout(two.local)
 
 
 def test_a_tensor_that_moved_is_found_where_it_is_now() -> None:
@@ -440,3 +443,14 @@ def _saved(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def test_buffers_of_one_memory_of_which_one_is_conjugated_stay_apart() -> None:
+    model: Any = nn.Linear(1, 1)
+    model.register_buffer("plain", torch.tensor([1 + 2j, 3 - 1j]))
+    model.register_buffer("turned", model.plain.conj())
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    for step in (1, 2, 3):
+        found = {piece.key_path[-1]: piece.local.tolist() for piece in bound.holdings(step).pieces}
+        assert found["plain"] == [1 + 2j, 3 - 1j]
+        assert found["turned"] == [1 - 2j, 3 + 1j]
