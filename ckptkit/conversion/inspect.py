@@ -123,6 +123,8 @@ class Inspection(Displayed):
     dict is not consolidated. `framework` is the one whose names the model has, empty for those of
     Transformers; `map` is what a name map makes of them, and `map_refusal` the error where a
     conversion would have none, as `--json` shows errors. `shards` is set where it was asked for.
+    `steps` and `finals` are what else the folder holds: the steps of the run, the newest last, and
+    the models beside them, by what `--select` takes each by, with what it lacks.
     """
 
     path: str
@@ -155,6 +157,8 @@ class Inspection(Displayed):
     map: MapReport | None = None
     map_refusal: Mapping[str, Any] | None = None
     shards: ShardMap | None = field(default=None, repr=False)
+    steps: tuple[str, ...] = ()
+    finals: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
@@ -300,11 +304,13 @@ def _report(
     keys, read = {entry.key for entry in entries}, {file.path for file in index.files}
     problems = list(find_problems_by_key(index, entries))
     inside = [path for path in checkpoint.paths if not base or path.startswith(f"{base}/")]
+    others = [step for step in checkpoint.steps if step != base]
     consumer = find_consumer(config or None, [path.removeprefix(f"{base}/") for path in inside])
     ignored = [
         path
         for path in inside
         if path not in read
+        and not any(path == step or path.startswith(f"{step}/") for step in others)
         and not _describes(path, base)
         and not consumer.has_companion(path.removeprefix(f"{base}/"))
     ]
@@ -335,6 +341,8 @@ def _report(
         version=index.run.version,
         ignored=group_files(ignored, base=base, recognised=read),
         shards=_map_shards(index, entries, [key for key, _ in problems]) if shards else None,
+        steps=tuple(checkpoint.steps),
+        finals=dict(checkpoint.finals),
     )
 
 
