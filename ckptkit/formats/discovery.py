@@ -560,7 +560,7 @@ class _Resolver:
         self, steps: _Steps, units: Sequence[CheckpointUnit], base: str, select: str
     ) -> ResolvedSource | None:
         """Follows a selection that names a step, a run or a unit; None if it names none."""
-        if posixpath.basename(select) == ITSELF:  # a model in the folder comes before its run
+        if steps and posixpath.basename(select) == ITSELF:  # a model in the folder comes before its run
             home = posixpath.join(base, posixpath.dirname(select))
             own = tuple(
                 unit
@@ -618,8 +618,10 @@ class _Resolver:
                 rest += inside
             else:
                 numbers[home], files[home] = number, inside
-        # Beside the model in a step, files with its number are parts of the step.
-        is_part = self._is_within_step(base) or any(map(_is_state_of_training, files))
+        # Beside the model in a step, files with its number are parts of the step; a lone file with
+        # a number is what the model was made of, but for those of Lightning.
+        is_lone = len(files) == 1 and not min(files).endswith(".ckpt")
+        is_part = self._is_within_step(base) or any(map(_is_state_of_training, files)) or is_lone
         if is_part and any(map(_is_primary, rest)):
             return folders, others
         self.numbers |= numbers

@@ -67,6 +67,7 @@ _PEFT = [path.replace("model.", "adapter_model.") for path in _TRAINER]
         (_VERL, ["model.safetensors"], "."),
         (_LIGHTNING, ["model.safetensors"], "."),
         (_LIGHTNING, ["final/model.safetensors"], "final"),
+        (["checkpoint_2.pt", "checkpoint_10.pt"], ["model.safetensors"], "."),
         (_DEEPSPEED, ["model.safetensors"], "."),
         (_DEEPSPEED, ["final/model.safetensors"], "final"),
         ([f"checkpoints/{path}" for path in _FSDP], ["model.safetensors"], "."),
