@@ -560,7 +560,9 @@ class _Resolver:
         self, steps: _Steps, units: Sequence[CheckpointUnit], base: str, select: str
     ) -> ResolvedSource | None:
         """Follows a selection that names a step, a run or a unit; None if it names none."""
-        if steps and posixpath.basename(select) == ITSELF:  # a model in the folder comes before its run
+        if (
+            steps and posixpath.basename(select) == ITSELF
+        ):  # a model in the folder comes before its run
             home = posixpath.join(base, posixpath.dirname(select))
             own = tuple(
                 unit
