@@ -199,8 +199,8 @@ WATCH = Advice(
     strip="pass --strip-prefix {prefix} to push the names without it",
     config="use the config.json of the model that was trained, in the step or with --base",
     shapes=False,
-    merged="pass --as merged for the merged model of each step, with --base MODEL unless the steps"
-    " hold the base too",
+    merged="pass --as merged for the model that `ckptkit adapter merge` makes of each step, with"
+    " --base MODEL unless the steps hold the base too",
 )
 PUSH_OF_TRAINING = Advice(
     anyway="push the steps with `ckptkit watch RUN --push REPO --names live`, which pushes the"
