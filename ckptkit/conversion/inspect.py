@@ -18,8 +18,10 @@ from ckptkit.consumers.table import find_consumer, name_model
 from ckptkit.conversion.source.adapters import (
     AdapterFacts,
     PeftFinding,
+    Role,
     describe_adapters,
     find_peft,
+    find_roles,
     read_config,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
@@ -65,6 +67,7 @@ class TensorLine:
     shape: Shape
     chunks: int
     size_bytes: int
+    role: Role = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,7 @@ class Inspection(Displayed):
                 "shape": list(line.shape),
                 "chunks": line.chunks,
                 "bytes": line.size_bytes,
+                "role": line.role,
             }
             for line in self.tensors
         ]
@@ -296,7 +300,7 @@ def _report(
     entries = list(index.tensors.values())
     if checkpoint.select is not None:
         entries = [entry for entry in entries if entry.tree == checkpoint.select]
-    totals = _add_up_ranks(entries)
+    totals, roles = _add_up_ranks(entries), find_roles(checkpoint)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
         architectures = []
@@ -327,7 +331,7 @@ def _report(
         model_type=name_model(config) or None,
         architectures=tuple(architectures),
         trees=tuple(_trees(entries)),
-        tensors=tuple(map(_line, entries)),
+        tensors=tuple(_line(entry, roles.get(entry.key, "")) for entry in entries),
         objects=tuple(".".join(map(str, path)) for path in index.values),
         tied=tied,
         problems=(
@@ -364,7 +368,7 @@ def _map_shards(
     return map_shards(index, entries, frozenset(unreadable))
 
 
-def _line(entry: TensorEntry) -> TensorLine:
+def _line(entry: TensorEntry, role: Role) -> TensorLine:
     return TensorLine(
         name=entry.name,
         tree=entry.tree,
@@ -373,6 +377,7 @@ def _line(entry: TensorEntry) -> TensorLine:
         shape=entry.shape,
         chunks=len(entry.chunks),
         size_bytes=entry.size_bytes,
+        role=role,
     )
 
 
