@@ -445,8 +445,9 @@ def diff(
         map: The name map, see `Options`; it converts the names of each side that it is for.
         base: A folder with the configuration of the model. A side without one takes this, or else
             that of the other side.
-        select: Which model or checkpoint to take where there are several: of both sides, or a list
-            of that of `a` and that of `b`. Of an adapter and its base, both are compared.
+        select: Which model or checkpoint to take where there are several: of each side that has
+            it, or a list with that of `a` and that of `b`. Of an adapter and its base, both are
+            compared.
         numeric: Whether values are compared, whatever their types, instead of bits; `numeric` of
             the result then has the largest absolute and relative difference, the cosine and the
             norms of each tensor.

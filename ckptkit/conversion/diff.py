@@ -19,7 +19,7 @@ from ckptkit.conversion.source.read import leaf_span, report_notes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.display import Displayed, Facts
-from ckptkit.core.errors import AmbiguousSourceError, UsageError
+from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import counted
 from ckptkit.core.threads import usable_cores
@@ -37,8 +37,8 @@ _NAMES_DIFFER = (
     " compare the two, consolidate it first and compare the output"
 )
 _ONE_OF_SEVERAL = (
-    "choose one with --select, given once for both sides or twice: for A, then for B; or give the"
-    " path of one"
+    "give the path of one of them, or the name of one with --select: once for the sides that have"
+    " it, or twice, for A and then for B"
 )
 _SIDES = 2
 
@@ -223,6 +223,11 @@ class _Side:
     def entries(self) -> dict[Fqn, TensorEntry]:
         return {Fqn(name): entry for name, entry in self._selected[0].items()}
 
+    def check_selected(self) -> None:
+        """Refuses a selection that names no model."""
+        with _hinted():
+            select_with_base(self.checkpoint, ConsolidateRequest())
+
     @property
     def roles(self) -> Mapping[str, Role]:
         return self._selected[1]
@@ -278,7 +283,7 @@ def run_diff(
         b: The second one.
         choice: The map of names, for each side that it is for.
         base: A folder with the configuration, where neither side has one.
-        select: What to take of several: of both sides, or first of `a` and then of `b`.
+        select: What to take of several: of the sides that have it, or first of `a`, then of `b`.
         tolerance: Compares values instead of bits, whatever their types, if it is not None.
         measures: Whether to measure how far values are apart where bits are compared, too.
         listener: Receives progress events, from several threads.
@@ -292,9 +297,8 @@ def run_diff(
             where="--select",
             hint="pass it once for both, or twice: for A, then for B",
         )
-    of_a, of_b = (select[0], select[-1]) if select else (None, None)
     with ExitStack() as stack:
-        sides = _Side(stack, a, "a", of_a, listener), _Side(stack, b, "b", of_b, listener)
+        sides = _open_sides(stack, (a, b), select, listener)
         note = _convert_names(sides, choice, base)
         first, second = sides[0].with_ties_of(sides[1]), sides[1].with_ties_of(sides[0])
         common = [name for name in first if name in second]
@@ -322,6 +326,34 @@ def run_diff(
             numeric=comparison.numeric(),
             roles=_count_roles(sides, unequal),
         )
+
+
+def _open_sides(
+    stack: ExitStack,
+    places: tuple[PathLike, PathLike],
+    select: Sequence[str],
+    listener: Listener | None,
+) -> tuple[_Side, _Side]:
+    """Opens both sides; a selection for both is that of one alone where the other lacks it."""
+    if len(select) != 1:
+        of_a, of_b = select or (None, None)
+        return (
+            _Side(stack, places[0], "a", of_a, listener),
+            _Side(stack, places[1], "b", of_b, listener),
+        )
+    sides: list[_Side] = []
+    lacking: list[CannotPlanError] = []
+    for place, name in zip(places, ("a", "b"), strict=True):
+        try:
+            side = _Side(stack, place, name, select[0], listener)
+            side.check_selected()
+        except CannotPlanError as error:
+            if lacking:
+                raise lacking[0] from error
+            lacking.append(error)
+            side = _Side(stack, place, name, None, listener)
+        sides.append(side)
+    return sides[0], sides[1]
 
 
 def _count_roles(

@@ -532,11 +532,13 @@ class _Resolver:
         runs = {relative_path(posixpath.dirname(folder), base) for folder in steps}
         finals = self._find_finals(steps, units, base)
         if select is not None:
-            chosen = self._select(all_steps, _units(others, base), base, select)
+            named = _units(others, base)
+            chosen = self._select_final(named, base, select) if finals else None
+            chosen = chosen or self._select(all_steps, named, base, select)
             if chosen is not None:
                 return replace(chosen, **self._list_run(steps, finals)) if finals else chosen
-        if finals and select is None:
-            return self._choose_newest(steps, None, finals)
+        if finals:  # a selection may name a part of the newest step
+            return self._choose_newest(steps, select, finals)
         if len(runs) + bool(units) > 1:
             here = [step for step in steps if posixpath.dirname(step) == base]
             newest = max(here, key=self._sort_key, default="")
@@ -556,21 +558,27 @@ class _Resolver:
         notes = (f"left alone beside the model: {names}",) if ignored else ()
         return ResolvedSource(base, units, select, notes)
 
+    def _select_final(
+        self, units: Sequence[CheckpointUnit], base: str, select: str
+    ) -> ResolvedSource | None:
+        """Follows a selection of the model in the folder of a run itself; None for others."""
+        if posixpath.basename(select) != ITSELF:
+            return None
+        home = posixpath.join(base, posixpath.dirname(select))
+        kept = drop_companions([unit.candidate for unit in units])
+        own = tuple(
+            unit
+            for unit in units
+            if unit.candidate in kept
+            and _is_in_run(unit.candidate, home)
+            and _is_final(unit.candidate, home)
+        )
+        return ResolvedSource(base, own) if own else None
+
     def _select(
         self, steps: _Steps, units: Sequence[CheckpointUnit], base: str, select: str
     ) -> ResolvedSource | None:
         """Follows a selection that names a step, a run or a unit; None if it names none."""
-        if (
-            steps and posixpath.basename(select) == ITSELF
-        ):  # a model in the folder comes before its run
-            home = posixpath.join(base, posixpath.dirname(select))
-            own = tuple(
-                unit
-                for unit in _units_kept(units)
-                if _is_in_run(unit.candidate, home) and _is_final(unit.candidate, home)
-            )
-            if own:
-                return ResolvedSource(base, own)
         for folder, inside in steps.items():
             rest = _rest(select, relative_path(folder, base))
             if rest is not None:
@@ -839,11 +847,6 @@ def _is_in_run(candidate: Candidate, base: str) -> bool:
     return candidate.folder == base or (
         above == base and _SHARDED_MODEL.fullmatch(name) is not None
     )
-
-
-def _units_kept(units: Sequence[CheckpointUnit]) -> list[CheckpointUnit]:
-    kept = drop_companions([unit.candidate for unit in units])
-    return [unit for unit in units if unit.candidate in kept]
 
 
 def _describe_finals(taken: str, finals: Mapping[str, str]) -> list[str]:

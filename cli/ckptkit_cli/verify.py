@@ -139,8 +139,8 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
     MAP,
     replace(
         SELECT,
-        help="Model or checkpoint to take where there are several: of both, or given twice, of A"
-        " and then of B. Of an adapter and its base, both are compared.",
+        help="Model or checkpoint to take where there are several: of each side that has it, or"
+        " given twice, of A and then of B. Of an adapter and its base, both are compared.",
         repeated=True,
     ),
     Option(

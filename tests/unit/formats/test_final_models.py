@@ -45,6 +45,7 @@ _DEEPSPEED = [
         "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
     )
 ]
+_OF_PEFT = ("pytorch_model_fsdp_0", "base_model_0")
 _PEFT = [path.replace("model.", "adapter_model.") for path in _TRAINER]
 
 
@@ -108,6 +109,15 @@ def test_several_final_models_are_all_named() -> None:
     assert chosen.folder == "checkpoint-10"
     assert set(chosen.finals) == {".", "final"}
     assert any("'final'" in note for note in chosen.notes)
+
+
+def test_steps_and_their_parts_are_selected_beside_a_final_model_as_without_one() -> None:
+    paths = [*_TRAINER, "final/model.safetensors"]
+    assert _choose(paths, select="checkpoint-2").folder == "checkpoint-2"
+    of_peft = [f"checkpoint-{n}/{part}/.metadata" for n in (2, 10) for part in _OF_PEFT]
+    chosen = _choose([*of_peft, "adapter_model.safetensors"], select="base_model_0")
+    assert chosen.folder == "checkpoint-10"
+    assert [unit.label for unit in chosen.units] == ["base_model_0"]
 
 
 def test_a_final_model_that_is_not_whole_is_named_and_not_proposed() -> None:
