@@ -32,6 +32,7 @@ _COMPANIONS = (
         ),
     ),
 )
+FOUR_BIT = "4-bit"
 _BASE_LAYER = ".base_layer."
 _STATE = "quant_state.bitsandbytes__"
 
@@ -85,12 +86,12 @@ def _describe(name: str, shape: Shape, dtype: str, group: Mapping[str, Shape]) -
         return StoredWeight(elements * _WORD_BITS // bits if bits else elements, _bits_text(bits))
     is_eight_bit = any(other.endswith("SCB") for other in group)
     if any(_STATE in other for other in group) or (not is_eight_bit and _is_column(name, shape)):
-        return StoredWeight(2 * elements * dtype_named(dtype).itemsize, _bits_text(4))
+        return StoredWeight(2 * elements * dtype_named(dtype).itemsize, FOUR_BIT)
     is_paired = (
         name.endswith(("_blocks", "weight_packed")) or f"{name}_scale_2" in group
     ) and "scales" in labels
     if is_paired and dtype == "uint8":
-        return StoredWeight(2 * elements, _bits_text(4))
+        return StoredWeight(2 * elements, FOUR_BIT)
     if name.endswith("weight_packed"):  # of how many bits, the configuration says alone
         return StoredWeight(elements, "packed")
     if "scales" in labels and dtype in {"int8", "uint8"}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from ckptkit.engine.values import Measures, combine, describe_not_finite, finite
 from ckptkit.options import ConsolidateRequest, NotFinite
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.optimizer_states import OPTIMIZER
-from ckptkit.plan.parameter_counts import describe_stored
+from ckptkit.plan.parameter_counts import FOUR_BIT, describe_stored
 from ckptkit.plan.plan import SOURCE
 from ckptkit.storage.places import PathLike
 
@@ -42,7 +42,7 @@ class TensorStatistics:
         name: The tensor.
         dtype: Its element type.
         shape: Its shape.
-        elements: How many elements it has.
+        elements: How many elements it has; of a 4-bit weight, which is measured so, its bytes.
         norm: The Euclidean norm of those that are finite.
         minimum: The smallest of them; None for complex numbers.
         maximum: The largest of them; None for complex numbers.
@@ -203,13 +203,14 @@ def run_stats(
         )
         report_notes(checkpoint, listener or ignore)
         named, roles = _choose_entries(checkpoint, request)
-        measured = _Measuring(named).run(checkpoint, listener or ignore)
-        whole = combine(list(measured.values()))
         stored = describe_stored(
             (name, entry.shape, entry.dtype.name)
             for name, entry in named.items()
             if entry.part == "model"
         )
+        packed = {named[name].key for name, found in stored.items() if found.label == FOUR_BIT}
+        measured = _Measuring(named, packed).run(checkpoint, listener or ignore)
+        whole = combine(list(measured.values()))
         by_role = {role: [measured[n] for n in named if roles.get(n) == role] for role in ROLES}
         return Statistics(
             path=checkpoint.path,
@@ -262,8 +263,15 @@ def _describe(entry: TensorEntry, name: str, measures: Measures) -> TensorStatis
 class _Measuring:
     """Reads tensors leaf by leaf, and keeps the measures of each leaf."""
 
-    def __init__(self, named: dict[str, TensorEntry]) -> None:
+    def __init__(self, named: dict[str, TensorEntry], packed: Collection[Key]) -> None:
+        """Stores the arguments.
+
+        Args:
+            named: The tensors, by their names in the result.
+            packed: Those that are measured as bytes: as floats, codes of 4 bits may be NaN.
+        """
         self._named = named
+        self._packed = packed
         self._lock = threading.Lock()
         self._leaves: dict[Key, dict[int, Measures]] = defaultdict(dict)
 
@@ -278,7 +286,8 @@ class _Measuring:
         return {name: self._whole(entry) for name, entry in self._named.items()}
 
     def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
-        measures = measure(np.frombuffer(view, numpy_dtype(entry.dtype)))
+        dtype = np.dtype(np.uint8) if entry.key in self._packed else numpy_dtype(entry.dtype)
+        measures = measure(np.frombuffer(view, dtype))
         with self._lock:
             self._leaves[entry.key][leaf] = measures
 
