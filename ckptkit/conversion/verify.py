@@ -16,6 +16,7 @@ from ckptkit.core.checksums import digest_like
 from ckptkit.core.crc import crc32
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import (
+    CannotPlanError,
     ChecksumError,
     CkptkitError,
     IncompleteCheckpointError,
@@ -225,6 +226,13 @@ def _verify_source(
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
             entries = [entry for entry in entries if entry.tree == checkpoint.select]
+            if not entries:
+                trees = dict.fromkeys(entry.tree for entry in index.tensors.values())
+                raise CannotPlanError(
+                    f"holds no {checkpoint.select!r}; found {', '.join(map(repr, trees))}",
+                    where=checkpoint.path,
+                    hint="leave --select out, or see `ckptkit inspect` for the names",
+                )
         problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]
         origin = Origin(SOURCE, checkpoint.source, index)

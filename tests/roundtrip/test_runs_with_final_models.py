@@ -16,6 +16,7 @@ from ckptkit.core.errors import CannotPlanError, NotACheckpointError
 from ckptkit.training import load_into
 from ckptkit_cli.main import main
 from tests.distributed.tiny_trainers import model, rows, tokenizer
+from tests.object_store import ObjectStore
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -137,6 +138,19 @@ def test_verify_says_which_models_it_verified(run: Path) -> None:
         "verified with the step: the model beside the steps (.)",
         "not verified: 1 other step",
     )
+
+
+def test_a_selection_that_names_nothing_is_never_verified(run: Path) -> None:
+    with pytest.raises(CannotPlanError, match="holds no 'nowhere'"):
+        ckptkit.verify(run, select="nowhere")
+
+
+def test_a_run_in_a_store_is_its_steps_too(run: Path, object_store: ObjectStore) -> None:
+    url = object_store.bucket("finals").put_tree(run, "run")
+    options = object_store.options
+    found = ckptkit.inspect(url, src_options=options)
+    assert (found.step, found.finals) == (4, {".": ""})
+    assert ckptkit.verify(url, src_options=options).tensors == ckptkit.verify(run).tensors
 
 
 @pytest.mark.parametrize("damaged", ["step", "final"])
