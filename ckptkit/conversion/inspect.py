@@ -194,8 +194,8 @@ class Inspection(Displayed):
                 "shape": list(line.shape),
                 "chunks": line.chunks,
                 "bytes": line.size_bytes,
-                "role": line.role,
             }
+            | ({"role": line.role} if line.role else {})
             for line in self.tensors
         ]
         return document

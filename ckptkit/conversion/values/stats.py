@@ -81,7 +81,13 @@ class TensorStatistics:
         return self.nan if kind == "nan" else self.infinite
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"zero_share": self.zero_share}
+        """Returns the numbers; what a plain tensor of a plain model has not is left out."""
+        plain = asdict(self) | {"zero_share": self.zero_share}
+        if not self.label:
+            del plain["label"], plain["parameters"]
+        if not self.role:
+            del plain["role"]
+        return plain
 
 
 @dataclass(frozen=True, slots=True, repr=False)
