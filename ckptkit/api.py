@@ -435,6 +435,7 @@ def diff(
     *,
     map: PathLike = "auto",  # noqa: A002
     base: PathLike | None = None,
+    select: str | Sequence[str] = (),
     numeric: bool = False,
     src_options: Mapping[str, Any] | None = None,
     listener: Listener | None = None,
@@ -449,6 +450,9 @@ def diff(
         map: The name map, see `Options`; it converts the names of each side that it is for.
         base: A folder with the configuration of the model. A side without one takes this, or else
             that of the other side.
+        select: Which model or checkpoint to take where there are several: of each side that has
+            it, or a list with that of `a` and that of `b`. Of an adapter and its base, both are
+            compared.
         numeric: Whether values are compared, whatever their types, instead of bits; `numeric` of
             the result then has the largest absolute and relative difference, the cosine and the
             norms of each tensor.
@@ -474,6 +478,7 @@ def diff(
             sources.place(b),
             choice=os.fspath(map),
             base=sources.optional(base),
+            select=[select] if isinstance(select, str) else select,
             tolerance=make_tolerance(
                 numeric=numeric, rtol=tolerance.get("rtol"), atol=tolerance.get("atol")
             ),

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ckptkit.conversion.source.adapters import read_config
+from ckptkit.conversion.source.adapters import ROLES, Role, read_config, select_with_base
 from ckptkit.conversion.source.open import open_checkpoint, read_config_in
 from ckptkit.conversion.source.read import leaf_span, report_notes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.display import Displayed, Facts
-from ckptkit.core.errors import AmbiguousSourceError, UsageError
+from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import counted
 from ckptkit.core.threads import usable_cores
@@ -29,7 +29,6 @@ from ckptkit.engine.values import Gaps, combine_gaps, finite, measure_gaps
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
-from ckptkit.plan.selection import select_model
 from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.storage.places import PathLike
 
@@ -38,9 +37,10 @@ _NAMES_DIFFER = (
     " compare the two, consolidate it first and compare the output"
 )
 _ONE_OF_SEVERAL = (
-    "give the path of one of them; of several models in one checkpoint, write one with `ckptkit"
-    " consolidate --select`, and compare the output"
+    "give the path of one of them, or the name of one with --select: once for the sides that have"
+    " it, or twice, for A and then for B"
 )
+_SIDES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,8 @@ class Difference(Displayed):
             and `changed` count elements that are apart further, and `reshaped` compares no dtypes.
         numeric: The differences of all tensors with the same shape, if they were so compared, or
             measured.
+        roles: Where PEFT trained a model of either side: of the adapter and of its base, how many
+            tensors are equal, and how many there are.
     """
 
     a: str
@@ -156,6 +158,7 @@ class Difference(Displayed):
     note: str = ""
     tolerance: Tolerance | None = None
     numeric: tuple[NumericDifference, ...] = ()
+    roles: Mapping[Role, tuple[int, int]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.same
@@ -198,10 +201,15 @@ class _Side:
     """
 
     def __init__(
-        self, stack: ExitStack, path: PathLike, name: str, listener: Listener | None = None
+        self,
+        stack: ExitStack,
+        path: PathLike,
+        name: str,
+        select: str | None = None,
+        listener: Listener | None = None,
     ) -> None:
         with _hinted():
-            self.checkpoint = stack.enter_context(open_checkpoint(path))
+            self.checkpoint = stack.enter_context(open_checkpoint(path, select=select))
         report_notes(self.checkpoint, listener or ignore)
         self.name = name
         folders = SideFolders(stack, self.checkpoint, None)
@@ -213,12 +221,23 @@ class _Side:
 
     @cached_property
     def entries(self) -> dict[Fqn, TensorEntry]:
-        index, path = self.checkpoint.index, self.checkpoint.path
-        request = ConsolidateRequest(select=self.checkpoint.select)
+        return {Fqn(name): entry for name, entry in self._selected[0].items()}
+
+    def check_selected(self) -> None:
+        """Refuses a selection that names no model."""
         with _hinted():
-            entries = select_model(index, request, location=path)
-        refuse_problems(index, entries, path)
-        return {entry.name: entry for entry in entries}
+            select_with_base(self.checkpoint, ConsolidateRequest())
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        return self._selected[1]
+
+    @cached_property
+    def _selected(self) -> tuple[Mapping[str, TensorEntry], Mapping[str, Role]]:
+        with _hinted():
+            entries, roles = select_with_base(self.checkpoint, ConsolidateRequest())
+        refuse_problems(self.checkpoint.index, list(entries.values()), self.checkpoint.path)
+        return entries, roles
 
     def convert(self, choice: str, config: Mapping[str, Any] | None) -> None:
         """Converts the names, if a map is for them."""
@@ -252,6 +271,7 @@ def run_diff(
     *,
     choice: str = "auto",
     base: PathLike | None = None,
+    select: Sequence[str] = (),
     tolerance: Tolerance | None = None,
     measures: bool = False,
     listener: Listener | None = None,
@@ -263,6 +283,7 @@ def run_diff(
         b: The second one.
         choice: The map of names, for each side that it is for.
         base: A folder with the configuration, where neither side has one.
+        select: What to take of several: of the sides that have it, or first of `a`, then of `b`.
         tolerance: Compares values instead of bits, whatever their types, if it is not None.
         measures: Whether to measure how far values are apart where bits are compared, too.
         listener: Receives progress events, from several threads.
@@ -270,8 +291,14 @@ def run_diff(
     Returns:
         How they differ.
     """
+    if len(select) > _SIDES:
+        raise UsageError(
+            f"was given {len(select)} times",
+            where="--select",
+            hint="pass it once for both, or twice: for A, then for B",
+        )
     with ExitStack() as stack:
-        sides = _Side(stack, a, "a", listener), _Side(stack, b, "b", listener)
+        sides = _open_sides(stack, (a, b), select, listener)
         note = _convert_names(sides, choice, base)
         first, second = sides[0].with_ties_of(sides[1]), sides[1].with_ties_of(sides[0])
         common = [name for name in first if name in second]
@@ -284,6 +311,8 @@ def run_diff(
         changed = comparison.run(sides[0].origin, listener or ignore)
         only_in_a = tuple(name for name in first if name not in second)
         only_in_b = tuple(name for name in second if name not in first)
+        changes = {change.name for change in changed}
+        unequal = changes | {*map(str, (*only_in_a, *only_in_b)), *reshaped}
         return Difference(
             a=sides[0].checkpoint.path,
             b=sides[1].checkpoint.path,
@@ -295,7 +324,48 @@ def run_diff(
             note=note or (_explain_names(sides) if only_in_a and only_in_b else ""),
             tolerance=tolerance,
             numeric=comparison.numeric(),
+            roles=_count_roles(sides, unequal),
         )
+
+
+def _open_sides(
+    stack: ExitStack,
+    places: tuple[PathLike, PathLike],
+    select: Sequence[str],
+    listener: Listener | None,
+) -> tuple[_Side, _Side]:
+    """Opens both sides; a selection for both is that of one alone where the other lacks it."""
+    if len(select) != 1:
+        of_a, of_b = select or (None, None)
+        return (
+            _Side(stack, places[0], "a", of_a, listener),
+            _Side(stack, places[1], "b", of_b, listener),
+        )
+    sides: list[_Side] = []
+    lacking: list[CannotPlanError] = []
+    for place, name in zip(places, ("a", "b"), strict=True):
+        try:
+            side = _Side(stack, place, name, select[0], listener)
+            side.check_selected()
+        except CannotPlanError as error:
+            if lacking:
+                raise lacking[0] from error
+            lacking.append(error)
+            side = _Side(stack, place, name, None, listener)
+        sides.append(side)
+    return sides[0], sides[1]
+
+
+def _count_roles(
+    sides: tuple[_Side, _Side], unequal: Collection[str]
+) -> dict[Role, tuple[int, int]]:
+    roles = {**sides[1].roles, **sides[0].roles}
+    found: dict[Role, tuple[int, int]] = {}
+    for role in ROLES:
+        own = [name for name, its in roles.items() if its == role]
+        if own:
+            found[role] = sum(name not in unequal for name in own), len(own)
+    return found
 
 
 def _explain_names(sides: tuple[_Side, _Side]) -> str:

@@ -18,8 +18,10 @@ from ckptkit.consumers.table import find_consumer, name_model
 from ckptkit.conversion.source.adapters import (
     AdapterFacts,
     PeftFinding,
+    Role,
     describe_adapters,
     find_peft,
+    find_roles,
     read_config,
 )
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
@@ -65,6 +67,7 @@ class TensorLine:
     shape: Shape
     chunks: int
     size_bytes: int
+    role: Role = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,8 @@ class Inspection(Displayed):
     dict is not consolidated. `framework` is the one whose names the model has, empty for those of
     Transformers; `map` is what a name map makes of them, and `map_refusal` the error where a
     conversion would have none, as `--json` shows errors. `shards` is set where it was asked for.
+    `steps` and `finals` are what else the folder holds: the steps of the run, the newest last, and
+    the models beside them, by what `--select` takes each by, with what it lacks.
     """
 
     path: str
@@ -155,6 +160,8 @@ class Inspection(Displayed):
     map: MapReport | None = None
     map_refusal: Mapping[str, Any] | None = None
     shards: ShardMap | None = field(default=None, repr=False)
+    steps: tuple[str, ...] = ()
+    finals: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
@@ -188,6 +195,7 @@ class Inspection(Displayed):
                 "chunks": line.chunks,
                 "bytes": line.size_bytes,
             }
+            | ({"role": line.role} if line.role else {})
             for line in self.tensors
         ]
         return document
@@ -292,7 +300,7 @@ def _report(
     entries = list(index.tensors.values())
     if checkpoint.select is not None:
         entries = [entry for entry in entries if entry.tree == checkpoint.select]
-    totals = _add_up_ranks(entries)
+    totals, roles = _add_up_ranks(entries), find_roles(checkpoint)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
         architectures = []
@@ -300,11 +308,13 @@ def _report(
     keys, read = {entry.key for entry in entries}, {file.path for file in index.files}
     problems = list(find_problems_by_key(index, entries))
     inside = [path for path in checkpoint.paths if not base or path.startswith(f"{base}/")]
+    others = [step for step in checkpoint.steps if step != base]
     consumer = find_consumer(config or None, [path.removeprefix(f"{base}/") for path in inside])
     ignored = [
         path
         for path in inside
         if path not in read
+        and not any(path == step or path.startswith(f"{step}/") for step in others)
         and not _describes(path, base)
         and not consumer.has_companion(path.removeprefix(f"{base}/"))
     ]
@@ -321,7 +331,7 @@ def _report(
         model_type=name_model(config) or None,
         architectures=tuple(architectures),
         trees=tuple(_trees(entries)),
-        tensors=tuple(map(_line, entries)),
+        tensors=tuple(_line(entry, roles.get(entry.key, "")) for entry in entries),
         objects=tuple(".".join(map(str, path)) for path in index.values),
         tied=tied,
         problems=(
@@ -335,6 +345,8 @@ def _report(
         version=index.run.version,
         ignored=group_files(ignored, base=base, recognised=read),
         shards=_map_shards(index, entries, [key for key, _ in problems]) if shards else None,
+        steps=tuple(checkpoint.steps),
+        finals=dict(checkpoint.finals),
     )
 
 
@@ -356,7 +368,7 @@ def _map_shards(
     return map_shards(index, entries, frozenset(unreadable))
 
 
-def _line(entry: TensorEntry) -> TensorLine:
+def _line(entry: TensorEntry, role: Role) -> TensorLine:
     return TensorLine(
         name=entry.name,
         tree=entry.tree,
@@ -365,6 +377,7 @@ def _line(entry: TensorEntry) -> TensorLine:
         shape=entry.shape,
         chunks=len(entry.chunks),
         size_bytes=entry.size_bytes,
+        role=role,
     )
 
 

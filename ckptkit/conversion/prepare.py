@@ -283,12 +283,15 @@ def _refuse_adapters(
 def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders) -> str:
     """Returns the commands that take an adapter of LoRA; empty where none does."""
     facts = describe_adapters(checkpoint, folders)
-    out = "OUT" if job.out is None else os.fspath(job.out)
+    is_hidden = job.out is None or bool(job.advice.merged)  # of a watch, which makes and removes it
+    out = "OUT" if is_hidden else os.fspath(job.destination)
     if facts is None:
         step = find_step_of_base(checkpoint)
         merge = shlex.join(["ckptkit", "adapter", "merge", step, out])
         of_base = "this is the base that training left as it was; for the trained model run"
         return f"{of_base} `{merge}`" if step else ""
+    if job.advice.merged:
+        return job.advice.merged
     chosen = build_selection_options(job.request.select, job.also)
     source = os.fspath(job.src) if chosen else checkpoint.path
     extract = facts.extract(source, out, chosen=chosen)

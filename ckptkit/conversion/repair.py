@@ -25,6 +25,7 @@ from ckptkit.core.index import ChunkTable, Problem, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
 from ckptkit.engine.locate import Located, Locator
 from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.formats.discovery import ITSELF
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.runs.step_manifests import file_problems, list_files
 from ckptkit.runs.stored_proofs import digest_problems, prove_index
@@ -183,8 +184,11 @@ def _check_folder(path: PathLike) -> Path:
 
 
 def _verify(folder: Path, listener: Listener) -> tuple[Verification | None, tuple[Problem, ...]]:
+    own = None  # of an output, what is beside it in the folder of a run is not verified
+    with open_source(folder) as source, suppress(InputError):
+        own = ITSELF if read_manifest(source).tensors else None
     try:
-        report = run_verification(folder, listener=listener)
+        report = run_verification(folder, select=own, listener=listener)
     except InputError as error:
         return None, (Problem(error.code, error.where, error.message),)
     if Path(report.path).resolve() != folder and not (folder / MANIFEST_NAME).exists():

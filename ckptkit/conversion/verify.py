@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,8 +16,10 @@ from ckptkit.core.checksums import digest_like
 from ckptkit.core.crc import crc32
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import (
+    CannotPlanError,
     ChecksumError,
     CkptkitError,
+    IncompleteCheckpointError,
     InputError,
     MissingFileError,
     NotACheckpointError,
@@ -32,6 +34,7 @@ from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
+from ckptkit.formats.discovery import ITSELF, find_step, step_of_files
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.pickle.zip_directory import data_start
 from ckptkit.formats.registry import read_index, recognise
@@ -39,9 +42,9 @@ from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer_states import OPTIMIZER
 from ckptkit.plan.plan import SOURCE, StackedPart
-from ckptkit.runs.step_manifests import file_problems, step_folder
+from ckptkit.runs.step_manifests import file_problems, list_files, step_folder
 from ckptkit.runs.stored_proofs import digest_problems
-from ckptkit.storage.base import Source
+from ckptkit.storage.base import Folder, Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
@@ -157,7 +160,7 @@ def run_verification(
     """Reads everything at a path and checks it against what was stored for it.
 
     An output of ckptkit is checked against the digests of its manifest, anything else against the
-    checksums of its own format.
+    checksums of its own format. Of a run, the newest step is, and the models beside its steps.
     """
     listener = listener or ignore
     place = place_of(path)
@@ -167,19 +170,69 @@ def run_verification(
             with suppress(MissingFileError):
                 manifest = read_manifest(source)
             if manifest is not None and manifest.tensors:
-                return _Output(source, manifest, str(place)).verify(listener)
-    return _verify_source(path, select, also, listener)
+                is_chosen = select == ITSELF or not _has_steps(source, manifest)
+                if is_chosen:
+                    return _Output(source, manifest, str(place)).verify(listener)
+    found, finals, others = _verify_source(path, select, also, listener)
+    if select is not None or not finals:
+        return found
+    for label, lack in finals.items():
+        if lack:
+            problem = Problem(IncompleteCheckpointError.code, label, lack)
+            found = replace(found, problems=(*found.problems, problem))
+            continue
+        folder, own = (
+            posixpath.split(label) if posixpath.basename(label) == ITSELF else (label, None)
+        )
+        home = place.beside(posixpath.join(place, folder)) if folder else place
+        if not also and (is_url(home) or local_path(home).is_dir()):
+            # Where ckptkit wrote it, it has a manifest of its own.
+            final = run_verification(home, select=own, listener=listener)
+        else:
+            final = run_verification(path, select=label, also=also, listener=listener)
+        found = replace(
+            found,
+            problems=(
+                *found.problems,
+                *(replace(p, where=f"{label}: {p.where}") for p in final.problems),
+            ),
+            tensors=found.tensors + final.tensors,
+            size_bytes=found.size_bytes + final.size_bytes,
+            unverified=(*found.unverified, *final.unverified),
+        )
+    beside = ", ".join(label for label, lack in finals.items() if not lack)
+    proven = [f"verified with the step: the model beside the steps ({beside})"] if beside else []
+    if others:
+        proven.append(f"not verified: {counted(others, 'other step')}")
+    return replace(found, proven=(*found.proven, *proven))
+
+
+def _has_steps(source: Folder, manifest: Manifest) -> bool:
+    """Returns whether there are steps of a run beside an output."""
+    return any(
+        find_step(candidate.folder) is not None or step_of_files(candidate) is not None
+        for candidate in recognise(list_files(source))
+        if not manifest.files.keys() & set(candidate.files)
+    )
 
 
 def _verify_source(
     path: PathLike, select: str | None, also: Sequence[PathLike], listener: Listener
-) -> Verification:
+) -> tuple[Verification, Mapping[str, str], int]:
+    """Returns what was found, the models beside the steps, and how many steps were not read."""
     with open_checkpoint(path, select=select, also=also) as checkpoint:
         report_notes(checkpoint, listener)
         index, manifest = checkpoint.index, checkpoint.manifest
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
             entries = [entry for entry in entries if entry.tree == checkpoint.select]
+            if not entries:
+                trees = dict.fromkeys(entry.tree for entry in index.tensors.values())
+                raise CannotPlanError(
+                    f"holds no {checkpoint.select!r}; found {', '.join(map(repr, trees))}",
+                    where=checkpoint.path,
+                    hint="leave --select out, or see `ckptkit inspect` for the names",
+                )
         problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]
         origin = Origin(SOURCE, checkpoint.source, index)
@@ -221,7 +274,7 @@ def _verify_source(
                     f"files that have their size in the manifest: {len(records):,}; that have their"
                     f" CRC-32: {summed:,}"
                 )
-        return Verification(
+        found = Verification(
             path=checkpoint.path,
             kind="source",
             problems=(*passed, *problems.values(), *failed, *damaged, *files),
@@ -230,6 +283,7 @@ def _verify_source(
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),
             proven=tuple(proven),
         )
+        return found, checkpoint.finals, len(checkpoint.steps) - 1
 
 
 def _problem_of(error: CkptkitError, where: str) -> Problem:

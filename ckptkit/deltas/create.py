@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Self, get_args
+from typing import Any, Protocol, Self, get_args
 
 import numpy as np
 import xxhash
@@ -151,12 +151,27 @@ def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> Conver
         options: By their names in `ckptkit.delta_api`.
     """
     values = {"base": None, **options, "also": (), "resume": False}
-    return ConversionJob.from_options(resolve_places(src, out, values), "hf")
+    job = ConversionJob.from_options(resolve_places(src, out, values), "hf")
+    return replace(job, advice=DELTA_CREATE)
+
+
+class ModelJob(Protocol):
+    """What plans the model on one side of a delta: a conversion, or a merge."""
+
+    @property
+    def destination(self) -> PathLike: ...
+
+    @property
+    def overwrite(self) -> bool: ...
+
+    def check_places(self) -> None: ...
+
+    def plan_output(self) -> AbstractContextManager[PlannedOutput]: ...
 
 
 def create_delta(
-    base: ConversionJob,
-    new: ConversionJob,
+    base: ModelJob,
+    new: ModelJob,
     request: DeltaRequest,
     listener: Listener = ignore,
     facts: Mapping[str, Any] | None = None,
@@ -184,8 +199,8 @@ def create_delta(
     target = open_target(new.destination, overwrite=new.overwrite)
     with (
         _DeltaStrategy(target, head, request.max_file_bytes, listener) as strategy,
-        replace(base, advice=DELTA_CREATE).plan_output() as before,
-        replace(new, advice=DELTA_CREATE).plan_output() as after,
+        base.plan_output() as before,
+        new.plan_output() as after,
     ):
         strategy.take(before, after, published)
         planned = replace(

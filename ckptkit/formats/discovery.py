@@ -18,6 +18,8 @@ import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -53,6 +55,16 @@ _OF_RANKS = RankFilesReader.name
 _COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
 _COPY_OF_BRIDGE = "hf"  # Megatron-Bridge's, below the step
 _COPY_OF_DCP = "hf_ckpt"  # VeOmni's, below the step
+_MODEL_FORMATS = {"safetensors", "torch", _SHARDS}  # which `save_model` of a framework writes
+_FINAL = re.compile(r"final", re.IGNORECASE)
+_SHARDED_MODEL = re.compile(
+    r"pytorch_model_fsdp_\d+|pytorch_model(_\d+)?"
+)  # of Trainer, accelerate
+# Folders in that of a run, in which its steps are: of accelerate, Lightning, NeMo and others.
+_IN_A_RUN = re.compile(r"checkpoints?|ckpts?|weights|lightning_logs|version_\d+")
+_OF_STATES = re.compile(
+    r"(^|[-_])(optim|sched|scheduler|lr|rng|random|scaler|sampler|state)", re.IGNORECASE
+)
 # The states of optimizers and generators, as LeRobot saves them.
 _STATE_FILE = re.compile(
     r"(optim\w*|(lr_)?scheduler|rng|random|scaler|sampler)(_states?)?\.safetensors"
@@ -127,6 +139,10 @@ def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
         return candidate.folder not in safe if _is_model(candidate) else not has_better
 
     return [candidate for candidate in candidates if is_kept(candidate)]
+
+
+def _is_state_of_training(path: str) -> bool:
+    return _OF_STATES.search(posixpath.basename(path)) is not None
 
 
 def _is_below(folder: str, above: str) -> bool:
@@ -301,7 +317,8 @@ _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
 UNFINISHED = "the save was not finished"  # in what a step lacks, which then is not damaged
 RELEASE = "release"  # the folder of weights that no training of the run has changed
-_HERE = "."  # the name of the run in the root itself, also for --select
+ITSELF = "."
+"""What selects the model in the folder of a run itself; where there is none, the run in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +346,9 @@ class ResolvedSource:
         select: The rest of the selection, for a state dict inside the units, or None.
         notes: What was passed over, and why.
         damaged: Steps that were passed over though their saves had ended: what each lacks.
+        steps: All steps of the run, the newest last; relative to the source's root.
+        finals: Models that are beside the steps and no part of one: what `--select` takes each by,
+            with what it lacks, which is empty if it is whole.
     """
 
     folder: str
@@ -336,6 +356,8 @@ class ResolvedSource:
     select: str | None = None
     notes: tuple[str, ...] = ()
     damaged: Mapping[str, str] = field(default_factory=dict)
+    steps: tuple[str, ...] = ()
+    finals: Mapping[str, str] = field(default_factory=dict)
 
 
 DescribeMissing = Callable[[Candidate], str]
@@ -505,17 +527,18 @@ class _Resolver:
         all_steps, others = self._split_steps(candidates, base)
         kept = drop_companions(others)
         units, steps = _units(kept, base), all_steps
-        if any(map(_is_primary, kept)):
-            steps = {
-                folder: inside
-                for folder, inside in steps.items()
-                if not {candidate.format for candidate in inside} <= _SECONDARY
-            }
+        if any(_is_primary(one) and one.folder == base for one in kept):
+            steps = _drop_parts(steps, is_step=self._is_within_step(base))
         runs = {relative_path(posixpath.dirname(folder), base) for folder in steps}
+        finals = self._find_finals(steps, units, base)
         if select is not None:
-            chosen = self._select(all_steps, _units(others, base), base, select)
+            named = _units(others, base)
+            chosen = self._select_final(named, base, select) if finals else None
+            chosen = chosen or self._select(all_steps, named, base, select)
             if chosen is not None:
-                return chosen
+                return replace(chosen, **self._list_run(steps, finals)) if finals else chosen
+        if finals:  # a selection may name a part of the newest step
+            return self._choose_newest(steps, select, finals)
         if len(runs) + bool(units) > 1:
             here = [step for step in steps if posixpath.dirname(step) == base]
             newest = max(here, key=self._sort_key, default="")
@@ -534,6 +557,23 @@ class _Resolver:
         names = ", ".join(candidate.files[0] for candidate in ignored)
         notes = (f"left alone beside the model: {names}",) if ignored else ()
         return ResolvedSource(base, units, select, notes)
+
+    def _select_final(
+        self, units: Sequence[CheckpointUnit], base: str, select: str
+    ) -> ResolvedSource | None:
+        """Follows a selection of the model in the folder of a run itself; None for others."""
+        if posixpath.basename(select) != ITSELF:
+            return None
+        home = posixpath.join(base, posixpath.dirname(select))
+        kept = drop_companions([unit.candidate for unit in units])
+        own = tuple(
+            unit
+            for unit in units
+            if unit.candidate in kept
+            and _is_in_run(unit.candidate, home)
+            and _is_final(unit.candidate, home)
+        )
+        return ResolvedSource(base, own) if own else None
 
     def _select(
         self, steps: _Steps, units: Sequence[CheckpointUnit], base: str, select: str
@@ -588,10 +628,55 @@ class _Resolver:
                 rest += inside
             else:
                 numbers[home], files[home] = number, inside
-        if any(map(_is_primary, rest)):
+        # Beside the model in a step, files with its number are parts of the step; a lone file with
+        # a number is what the model was made of, but for those of Lightning.
+        is_lone = len(files) == 1 and not min(files).endswith(".ckpt")
+        is_part = self._is_within_step(base) or any(map(_is_state_of_training, files)) or is_lone
+        if is_part and any(map(_is_primary, rest)):
             return folders, others
         self.numbers |= numbers
         return folders | files, rest
+
+    def _is_within_step(self, base: str) -> bool:
+        """Returns whether a folder, or the location itself, is a step or in one."""
+        name = posixpath.basename(self.location.rstrip("/"))
+        return bool(base) or (parse_step(name) is not None and not name.isdigit())
+
+    def _find_finals(
+        self, steps: _Steps, units: Sequence[CheckpointUnit], base: str
+    ) -> dict[str, str]:
+        """Returns the models that training left beside the steps of one run, with what they lack.
+
+        Nothing is returned where the units may be another run, or a step without a number.
+        """
+        runs = {posixpath.dirname(folder) for folder in steps}
+        if len(runs) != 1 or not units or self._is_within_step(base):
+            return {}
+        run = runs.pop()
+        homes = {posixpath.dirname(run)} if _IN_A_RUN.fullmatch(posixpath.basename(run)) else set()
+        while homes and _IN_A_RUN.fullmatch(posixpath.basename(min(homes, key=len))):
+            homes.add(posixpath.dirname(min(homes, key=len)))
+        homes.add(run)
+        finals: dict[str, str] = {}
+        for unit in units:
+            folder = unit.candidate.folder
+            is_beside = any(_is_below(folder, home) for home in homes) or _is_below(run, folder)
+            is_final = any(_is_final(unit.candidate, home) for home in (base, run))
+            if not (is_beside and is_final):
+                return {}
+            label = next(
+                (
+                    posixpath.join(home.removeprefix(base).strip("/"), ITSELF)
+                    for home in (base, run)
+                    if _is_in_run(unit.candidate, home)
+                ),
+                unit.label,
+            )
+            finals[label] = finals.get(label) or self.describe_missing(unit.candidate)
+        return finals
+
+    def _list_run(self, steps: _Steps, finals: Mapping[str, str]) -> dict[str, Any]:
+        return {"steps": tuple(sorted(steps, key=self._sort_key)), "finals": finals}
 
     def _split_step_folders(
         self, candidates: Sequence[Candidate], base: str
@@ -600,7 +685,7 @@ class _Resolver:
         steps: _Steps = {}
         others: list[Candidate] = []
         for candidate in candidates:
-            parts = [p for p in relative_path(candidate.folder, base).split("/") if p != _HERE]
+            parts = [p for p in relative_path(candidate.folder, base).split("/") if p != ITSELF]
             folders = [posixpath.join(base, *parts[: at + 1]) for at in range(len(parts))]
             step = next(filter(self._is_step, folders), None)
             if step is None:
@@ -620,7 +705,9 @@ class _Resolver:
         number = self.numbers.get(step, parse_step(step) or 0)
         return number, not is_called_last(step), step
 
-    def _choose_newest(self, steps: _Steps, select: str | None) -> ResolvedSource:
+    def _choose_newest(
+        self, steps: _Steps, select: str | None, finals: Mapping[str, str] = MappingProxyType({})
+    ) -> ResolvedSource:
         rolled_back: Collection[str] = frozenset()  # only complete steps count
         if self.records.find_rolled_back(list(steps)):
             inside = {folder: self._resolve_step(steps[folder], folder, select) for folder in steps}
@@ -634,20 +721,24 @@ class _Resolver:
         for at, folder in enumerate(ordered):
             resolved, missing = self._resolve_step(steps[folder], folder, select)
             # The reader's own error is more precise, so that of an only step is left to it.
-            if resolved is not None and (not missing or len(ordered) == 1):
+            if resolved is not None and (not missing or (len(ordered) == 1 and not finals)):
                 rest = set(ordered[at + 1 :])
                 gone = self._describe_rest(folder, rest, rolled_back, is_named=folder in named)
                 is_choice = folder in self.numbers and len(ordered) > 1
                 taken = [Aside(f"{folder} was taken")] if is_choice else []
-                notes = (*taken, *passed, *gone, *resolved.notes)
-                return replace(resolved, notes=notes, damaged=damaged)
+                beside = _describe_finals(folder, finals)
+                notes = (*taken, *passed, *gone, *beside, *resolved.notes)
+                run = self._list_run(steps, finals)
+                return replace(resolved, notes=notes, damaged=damaged, **run)
             if UNFINISHED not in missing:
                 damaged[folder] = missing
             passed.append(f"{folder} was passed over: {missing}")
+        whole = next((label for label, lack in finals.items() if not lack), "")
+        take = f"take the model beside the steps with --select {whole}; " if whole else ""
         raise NotACheckpointError(
             f"none of {len(ordered)} steps is complete; {passed[0]}",
             where=self.location,
-            hint=f"see `ckptkit inspect {posixpath.join(self.location, ordered[0])}`",
+            hint=f"{take}see `ckptkit inspect {posixpath.join(self.location, ordered[0])}`",
         )
 
     def _follow_tracker(self, steps: _Steps) -> tuple[Collection[str], list[str]]:
@@ -710,9 +801,9 @@ class _Resolver:
         self, labels: Sequence[str], whole: Sequence[str], select: str | None, step: str
     ) -> AmbiguousSourceError | CannotPlanError:
         """Returns the error for several checkpoints; what is not whole is not proposed."""
-        shown = (f"'.' with step {step!r}" if label == _HERE else repr(label) for label in labels)
+        shown = (f"'.' with step {step!r}" if label == ITSELF else repr(label) for label in labels)
         names = ", ".join(shown)
-        newest = f", or --select {_HERE} for the newest step" if _HERE in whole[1:] else ""
+        newest = f", or --select {ITSELF} for the newest step" if ITSELF in whole[1:] else ""
         hint = f"choose one with --select {whole[0]}{newest}, or give its path" if whole else ""
         hint = hint or "none of them is whole; see why with `ckptkit inspect` and the path of one"
         if select is None:
@@ -723,6 +814,52 @@ class _Resolver:
 
 
 _Steps = dict[str, list[Candidate]]
+
+
+def _drop_parts(steps: _Steps, *, is_step: bool) -> _Steps:
+    """Drops what is named like steps of DeepSpeed, and a part of the step that holds a model.
+
+    Several are a run of their own, beside whose steps a model was saved, unless the folder is
+    known as a step.
+    """
+    parts = {f for f, own in steps.items() if {one.format for one in own} <= _SECONDARY}
+    is_run = len(parts) > 1 and not is_step
+    return {f: own for f, own in steps.items() if is_run or f not in parts}
+
+
+def _is_final(candidate: Candidate, base: str) -> bool:
+    """Returns whether a candidate beside steps is a model, and not the state of a training.
+
+    Such a state, as `best` or `last` without a number, may be newer than all steps. FSDP's
+    `save_model` writes its shards into the folder of a unit.
+    """
+    name = posixpath.basename(candidate.folder)
+    if any(map(is_called_last, (candidate.files[0], *filter(None, [name])))):
+        return False
+    if candidate.format in _MODEL_FORMATS:
+        return candidate.format != "torch" or _is_model(candidate)
+    return _is_in_run(candidate, base) or _FINAL.match(name) is not None
+
+
+def _is_in_run(candidate: Candidate, base: str) -> bool:
+    """Returns whether a candidate is in a folder itself, or in that of a unit of it."""
+    above, name = posixpath.split(candidate.folder)
+    return candidate.folder == base or (
+        above == base and _SHARDED_MODEL.fullmatch(name) is not None
+    )
+
+
+def _describe_finals(taken: str, finals: Mapping[str, str]) -> list[str]:
+    """Returns notes about the models beside the steps, of which one was taken."""
+    notes: list[str] = []
+    whole = [label for label, lack in finals.items() if not lack]
+    if whole:
+        names = ", ".join("that of the run's own folder" if n == ITSELF else repr(n) for n in whole)
+        models = f"the final {'model' if len(whole) == 1 else 'models'}, {names}"
+        takes = f"--select {whole[0]} takes {'it' if len(whole) == 1 else 'the first'}"
+        notes.append(Aside(f"{taken} was taken; left alone: {models} ({takes})"))
+    notes += [f"{label!r} beside the steps is not whole: {k}" for label, k in finals.items() if k]
+    return notes
 
 
 def _find_last(candidate: Candidate, base: str) -> str:
@@ -751,7 +888,7 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, 
         home = above if name == _OF_VERL and above not in (*folders, base) else candidate.folder
         relative = relative_path(home, base)
         is_optimizer = is_optimizer_candidate(candidate)
-        label = "" if relative == _HERE else relative
+        label = "" if relative == ITSELF else relative
         if not label or is_optimizer or folders.count(candidate.folder) > 1:
             label = posixpath.join(label, relative_path(_main_path(candidate), candidate.folder))
         is_optimizer = is_optimizer or is_optimizer_folder(posixpath.basename(candidate.folder))

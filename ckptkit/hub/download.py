@@ -30,6 +30,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
 from ckptkit.engine.progress import report_to
+from ckptkit.formats.discovery import ITSELF
 from ckptkit.hub.client import Hub, commit_of, list_files, quiet_client
 from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
@@ -357,7 +358,7 @@ class _Pull:
         with LocalSource(self._partial.files) as source:
             missing = [p for p in file_problems(source, "", manifest) if p.where.endswith(_WEIGHTS)]
         if manifest.kind == _TORCH:
-            report = run_verification(self._partial.files)
+            report = run_verification(self._partial.files, select=ITSELF)
             missing += [problem for problem in report.problems if "tensor" in problem.where]
         for problem in missing:
             raise VerificationError(

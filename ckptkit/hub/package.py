@@ -17,6 +17,7 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import AccessError, VerificationError
 from ckptkit.core.index import FileRef, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.formats.discovery import ITSELF
 from ckptkit.formats.parsing import INDEX_ENDING
 from ckptkit.hub.contents import (
     LoadedFile,
@@ -291,7 +292,7 @@ def _large(
     """Returns the large files; outputs whose bytes are not in order are verified as a whole."""
     in_order = manifest is None or manifest.kind != "torch"
     if not in_order:
-        for problem in run_verification(folder.location).problems:
+        for problem in run_verification(folder.location, select=ITSELF).problems:
             hint = "write the folder again, then push it"
             raise VerificationError(problem.message, where=problem.where, hint=hint)
     return tuple(large_file(folder, path, manifest, check=in_order) for path in paths)

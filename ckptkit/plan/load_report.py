@@ -158,6 +158,7 @@ class Advice:
         rules: The rules of the name map that made the names, by the templates of these.
         again: The command that is run again with a configuration, if it is not `consolidate`.
         fills: Whether the command takes tensors that are missing from another model.
+        merged: How to have the merged model of an adapter; empty for `ckptkit adapter merge`.
     """
 
     anyway: str = "pass --names live to write the tensors as they are"
@@ -169,6 +170,7 @@ class Advice:
     rules: Mapping[str, str] = field(default_factory=dict)
     again: str = ""
     fills: bool = True
+    merged: str = ""
 
 
 _AGAIN = "write {what} again with `ckptkit consolidate {source} OUT --strip-prefix {{prefix}}`"
@@ -197,6 +199,8 @@ WATCH = Advice(
     strip="pass --strip-prefix {prefix} to push the names without it",
     config="use the config.json of the model that was trained, in the step or with --base",
     shapes=False,
+    merged="pass --as merged for the model that `ckptkit adapter merge` makes of each step, with"
+    " --base MODEL unless the steps hold the base too",
 )
 PUSH_OF_TRAINING = Advice(
     anyway="push the steps with `ckptkit watch RUN --push REPO --names live`, which pushes the"
@@ -207,6 +211,7 @@ PUSH_OF_TRAINING = Advice(
     " with `ckptkit watch RUN --push REPO --base DIR_OR_REPO`",
     shapes=False,
     fills=False,
+    merged="push merged models with `ckptkit watch RUN --push REPO --as merged --base MODEL`",
 )
 EXPORT = Advice(
     anyway='pass names="live" to write the tensors as training holds them',

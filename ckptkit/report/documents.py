@@ -16,12 +16,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import make_printable, size_text, without_url_secrets
+from ckptkit.plan.parameter_counts import describe_stored
 from ckptkit.runs.steps import RunStep
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference, NumericDifference
-    from ckptkit.conversion.inspect import Inspection
+    from ckptkit.conversion.inspect import Inspection, TensorLine
     from ckptkit.conversion.values.stats import Statistics
     from ckptkit.core.index import Problem
     from ckptkit.plan.shard_map import Shares
@@ -100,6 +101,7 @@ def plan_inspection_report(
         "shape": shapes.numbers,
         "bytes": [line.size_bytes for line in lines],
         "chunks": [line.chunks for line in lines],
+        **_label(inspection, order),
         "ranks": list(inspection.bytes_per_rank),
     }
     if inspection.shards is not None:
@@ -324,6 +326,32 @@ def _measure(
     return {
         name: [None if t is None else rounded(getattr(t, name)) for t in found] for name in columns
     }
+
+
+def _label(inspection: Inspection, order: Sequence[int]) -> dict[str, Any]:
+    """Returns what tensors are, and how many parameters they hold, by their positions."""
+    is_apart = len({line.role for line in inspection.tensors if line.role}) > 1
+    trees: dict[str, list[TensorLine]] = {}
+    for line in inspection.tensors:
+        if line.part == "model":
+            trees.setdefault(line.tree, []).append(line)
+    stored = {
+        tree: describe_stored((line.name, line.shape, line.dtype) for line in own)
+        for tree, own in trees.items()
+    }
+    labels: dict[int, str] = {}
+    parameters: dict[int, int] = {}
+    for position, number in enumerate(order):
+        line = inspection.tensors[number]
+        if line.part != "model":
+            continue
+        found = stored[line.tree][line.name]
+        if found.parameters != math.prod(line.shape):
+            parameters[position] = found.parameters
+        label = ", ".join(filter(None, [line.role if is_apart else "", found.label]))
+        if label:
+            labels[position] = label
+    return {"labels": labels, "parameters": parameters}
 
 
 def _describe_run(run: RunListing, inspection: Inspection) -> dict[str, Any]:

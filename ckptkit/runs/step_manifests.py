@@ -22,7 +22,7 @@ from ckptkit.core.manifest import (
     Manifest,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import UNFINISHED, is_unit_folder
+from ckptkit.formats.discovery import UNFINISHED, is_unit_folder, parse_step
 from ckptkit.formats.registry import list_paths, read_index, recognise
 from ckptkit.runs.stored_proofs import prove_index
 from ckptkit.storage.base import Source, distant, is_there, prefetch
@@ -96,7 +96,8 @@ class StepManifests:
     def lacks(self, candidate: Candidate) -> str:
         """Returns why a candidate's step is unfinished; empty if it is not.
 
-        In a run that ckptkit saves, every step without a manifest is unfinished.
+        In a run that ckptkit saves, every step without a manifest is unfinished; a model beside the
+        steps, which others may have written, needs none.
         """
         folder = step_folder(candidate.folder)
         manifest = self._manifests.get(folder)
@@ -107,7 +108,8 @@ class StepManifests:
             isinstance(other, Manifest) and posixpath.dirname(step) == run
             for step, other in self._manifests.items()
         )
-        return _UNFINISHED if manifest is None and ours else ""
+        is_step = parse_step(folder) is not None
+        return _UNFINISHED if manifest is None and ours and is_step else ""
 
     def facts(self, folder: str, named: RunFacts) -> RunFacts:
         """Returns the facts of the run: from the manifest, else from file names (`named`)."""

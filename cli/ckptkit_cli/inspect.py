@@ -327,6 +327,7 @@ _LARGEST = 5
 _PROBLEMS = 10
 _NAMED_OBJECTS = 4
 _LISTED_RANKS = 8
+_LISTED_STEPS = 8
 _LISTED_TIES = 5
 _LABEL = 11
 _TENSOR_HEADER = ("SIZE", "DTYPE", "SHAPE", "CHUNKS", "NAME")
@@ -421,6 +422,14 @@ class _Page:
             named += ", ..." if len(tops) > _NAMED_OBJECTS else ""
             text = f"{counted(len(objects), 'value')} besides the tensors ({escaped(named)})"
             yield from self._fact("also", text)
+        if inspection.finals:  # else the notes have the steps that were left alone
+            steps = first_of([escaped(step) for step in inspection.steps[::-1]], _LISTED_STEPS)
+            yield from self._fact("steps", ", ".join(steps))
+            models = [
+                f"{escaped(label)}{f' (not whole: {escaped(lack)})' if lack else ''}"
+                for label, lack in inspection.finals.items()
+            ]
+            yield from self._fact("beside", f"{', '.join(models)}; --select takes one")
         yield from self._fact("ignored", escaped(", ".join(map(str, inspection.ignored))))
         if inspection.problems:
             text = counted(len(fold_problems(inspection.problems)), "problem")

@@ -137,6 +137,12 @@ def _verification_page(output: Output, report: Verification) -> Iterator[str]:
         " of the other side.",
     ),
     MAP,
+    replace(
+        SELECT,
+        help="Model or checkpoint to take where there are several: of each side that has it, or"
+        " given twice, of A and then of B. Of an adapter and its base, both are compared.",
+        repeated=True,
+    ),
     Option(
         "--numeric",
         COMPARED,
@@ -168,6 +174,7 @@ def diff(
     b: str,
     base: str | None,
     map: str,  # noqa: A002
+    select: Sequence[str],
     src_option: Mapping[str, Any],
     html: str | None,
     overwrite: bool,
@@ -194,6 +201,7 @@ def diff(
             sources.place(b),
             choice=map,
             base=sources.optional(base),
+            select=select,
             tolerance=make_tolerance(**tolerances),
             measures=html is not None,
             listener=progress.listen,
@@ -219,9 +227,11 @@ def _diff_page(output: Output, difference: Difference) -> Iterator[str]:
     equal = f"{counted(difference.equal, 'tensor')} {how}"
     if difference.same:
         yield f"{output.styled('same', 'green')}: {paths}: {equal}"
+        yield from _roles_lines(difference)
         yield from _gaps_tables(output, difference)
         return
     yield f"{output.styled('different', 'red')}: {paths}: {equal}"
+    yield from _roles_lines(difference)
     yield from _group(output, f"only in {escaped(difference.a)}", difference.only_in_a)
     yield from _group(output, f"only in {escaped(difference.b)}", difference.only_in_b)
     reshaped = [f"{name}: {a} against {b}" for name, (a, b) in difference.reshaped.items()]
@@ -233,6 +243,12 @@ def _diff_page(output: Output, difference: Difference) -> Iterator[str]:
     yield from _gaps_tables(output, difference)
     if difference.note:
         yield from wrapped(f"note: {difference.note}", width=output.width, first="  ", rest="    ")
+
+
+def _roles_lines(difference: Difference) -> Iterator[str]:
+    """Shows an adapter and its base apart."""
+    for role, (equal, count) in difference.roles.items():
+        yield f"  {role}: {equal:,} of {counted(count, 'tensor')} equal"
 
 
 def _group(output: Output, title: str, items: Sequence[str]) -> Iterator[str]:
@@ -382,19 +398,31 @@ def _statistics_page(
     """Yields a line for each tensor, or for the first so many, and one for all together."""
     step = "" if statistics.step is None else f", step {statistics.step:,}"
     listed = f"{counted(len(tensors), 'tensor')}, {counted(statistics.elements, 'element')}"
+    if any(tensor.label and tensor.parameters != tensor.elements for tensor in tensors):
+        listed += f", {counted(statistics.parameters, 'parameter')} of the model"
     yield f"{escaped(statistics.path)}: {statistics.format}{step}: {listed}"
     rows: list[tuple[str, ...]] = [_HEADER]
+    is_apart = len(statistics.norms) > 1
+    if is_apart:  # stable: each of both parts stays in its order
+        tensors = sorted(tensors, key=lambda tensor: tensor.role != "adapter")
     for tensor in tensors[:limit]:
         numbers = (tensor.norm, tensor.minimum, tensor.maximum, tensor.mean)
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         share = f"{tensor.zero_share:.2%}"
         counts = (share, f"{tensor.nan:,}", f"{tensor.infinite:,}")
+        shape = f"{shape} ({tensor.label})" if tensor.label else shape
         rows.append((escaped(tensor.name), tensor.dtype, shape, *map(_short, numbers), *counts))
-    zeros = statistics.zeros / statistics.elements if statistics.elements else 0.0
-    last = (f"{zeros:.2%}", f"{statistics.nan:,}", f"{statistics.infinite:,}")
-    rows.append(("total", "", "", _short(statistics.norm), "", "", "", *last))
+    totals = [(str(role), norm) for role, norm in statistics.norms.items()] if is_apart else []
+    for role, norm in [*totals, ("", statistics.norm)]:
+        own = [tensor for tensor in statistics.tensors if role in {"", tensor.role}]
+        zeros, elements = sum(t.zeros for t in own), sum(t.elements for t in own)
+        share = f"{zeros / elements if elements else 0:.2%}"
+        broken = f"{sum(t.nan for t in own):,}", f"{sum(t.infinite for t in own):,}"
+        title = f"total of the {role}" if role else "total"
+        rows.append((title, "", "", _short(norm), "", "", "", share, *broken))
     lines = table(rows, width=output.width, right=set(range(3, 10)))
-    yield from lines[:-1]
+    ends = len(lines) - len(totals) - 1
+    yield from lines[:ends]
     if limit is not None and len(tensors) > limit:
         yield f"  ... and {len(tensors) - limit:,} more (--all)"
-    yield lines[-1]
+    yield from lines[ends:]

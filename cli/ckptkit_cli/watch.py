@@ -25,6 +25,7 @@ from ckptkit.hub.watch.events import MetricsServer, WatchEvent, WatchMetrics
 from ckptkit.hub.watch.versions import VersionSettings
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings, run_watch
 from ckptkit.hub.watch.watched_steps import BranchSettings
+from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Resources, positive_number
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
 from ckptkit.runs.run_paths import find_run
@@ -133,7 +134,8 @@ _OPTIONS = (
     Option(
         "--as",
         WRITTEN,
-        "What to make of a step. 'auto' takes the adapter if PEFT trained one.",
+        "What to make of a step. 'auto' takes the adapter if PEFT trained one, 'merged' makes the"
+        " model that `ckptkit adapter merge` makes, with --base if the step lacks the base.",
         choices=get_args(PushKind),
         default="auto",
         keyword="make",
@@ -166,6 +168,11 @@ _OPTIONS = (
     options.NAMES,
     options.MAP,
     options.STRIP_PREFIX,
+    options.ALLOW_UNTRAINED,
+    options.ALLOW_OTHER_BASE,
+    options.MATCH_PEFT,
+    options.QLORA_BASE,
+    options.DOUBLE_QUANT,
     Option("--once", _TIMING, "Push the steps that exist, then end; for cron."),
     Option(
         "--until-eof",
@@ -324,7 +331,10 @@ def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
                 hint="pass --into DIR instead of --push, or leave it out",
             )
         return None
-    other = next((name for name in _OF_THE_HUB if values[name] is not None), None)
+    is_merged = values["make"] == "merged"
+    fitting = ("adapter", "adapter_config") if is_merged else ()
+    refused = (name for name in _OF_THE_HUB if name not in fitting)
+    other = next((name for name in refused if values[name] is not None), None)
     if other is None and values["make"] == "adapter":
         other = "as"
     if other is not None:
@@ -345,11 +355,30 @@ _OF_REQUEST = (
 )
 
 
+_OF_MERGES = ("allow_other_base", "match_peft", "qlora_base", "double_quant")
+_NOT_OF_MERGES = ("config", "tokenizer", "strip_prefix", "fill_from", "fill_from_base", "into_base")
+_UNSET: tuple[Any, ...] = (None, False, (), [])
+
+
 def _make_output(values: Mapping[str, Any]) -> BuildSettings:
+    is_merged = values["make"] == "merged"
+    for name in _NOT_OF_MERGES if is_merged else _OF_MERGES:
+        if values[name] not in _UNSET:
+            fault = "cannot be combined with" if is_merged else "needs"
+            raise UsageError(
+                f"{fault} --as merged",
+                where=f"--{name.replace('_', '-')}",
+                hint="leave it out",
+            )
     return BuildSettings(
         kind=values["make"],
         request=ConsolidateRequest.from_options({name: values[name] for name in _OF_REQUEST}),
-        adapter=AdapterRequest(adapter=values["adapter"], config=values["adapter_config"]),
+        adapter=AdapterRequest(
+            adapter=values["adapter"],
+            config=values["adapter_config"],
+            allow_untrained=values["allow_untrained"],
+        ),
+        merge=MergeRequest.from_options(values) if is_merged else MergeRequest(),
         base=values["base"],
         side=SideChoice(values["config"], values["tokenizer"], values["tokenizer_from"]),
         needs_config=not values["weights_only"],

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptkit.adapters.merge.base_model import (
     BaseSource,
@@ -105,6 +105,49 @@ def run_merge(
     ):
         manifest = write_output(merge.prepared, strategy, listener)
         return MergedModel(manifest, merge.layers, merge.prepared.plan.notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeJob:
+    """A merge as values, which is planned where a `ConversionJob` is.
+
+    Attributes:
+        adapters: The adapters, in the order in which they are merged.
+        destination: The place of the output.
+        request: The options of the merge.
+        base: The base model; None where the first adapter's checkpoint holds it.
+        overwrite: Whether to replace an output that holds something.
+        resources: Limits of the execution.
+    """
+
+    adapters: Sequence[AdapterChoice]
+    destination: PathLike
+    request: MergeRequest = MergeRequest()  # noqa: RUF009  frozen
+    base: PathLike | None = None
+    overwrite: bool = False
+    resources: Resources = field(default_factory=Resources)
+
+    @property
+    def src(self) -> PathLike:
+        return self.adapters[0].path
+
+    def check_places(self) -> None:
+        """Refuses an output that could not be written, before any work is done."""
+        check_merge_destination(
+            self.adapters, self.destination, self.base, overwrite=self.overwrite
+        )
+
+    @contextmanager
+    def plan_output(self) -> Iterator[PlannedOutput]:
+        """Plans the output; see `prepare_merge`."""
+        with prepare_merge(
+            self.adapters,
+            self.destination,
+            self.request,
+            base=self.base,
+            resources=self.resources,
+        ) as merge:
+            yield merge.prepared
 
 
 def list_choices(

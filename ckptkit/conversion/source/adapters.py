@@ -6,10 +6,11 @@ import os
 import posixpath
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import ADAPTER_CONFIG
@@ -32,7 +33,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     RefusedError,
 )
-from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.index import Fqn, Key, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.core.model_configs import parse_json_object
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
@@ -50,6 +51,8 @@ from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entri
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
 from ckptkit.lora.layers import build_table
 from ckptkit.lora.pipeline_names import SETTINGS, WRITER
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.selection import model_trees, select_model
 from ckptkit.plan.weight_kinds import (
     LORA,
     PEFT,
@@ -112,6 +115,72 @@ def list_trees(checkpoint: OpenedCheckpoint) -> dict[str, list[TensorEntry]]:
             )
         by_tree = {checkpoint.select: by_tree[checkpoint.select]}
     return by_tree
+
+
+Role = Literal["", "adapter", "base"]
+"""What a tensor of a model that PEFT trained belongs to; empty in other models."""
+ROLES: tuple[Role, ...] = ("adapter", "base")
+
+
+def find_roles(checkpoint: OpenedCheckpoint) -> dict[Key, Role]:
+    """Returns which tensors are an adapter's, and which its base's; none where PEFT is not known.
+
+    Nothing is returned where one of the models is neither of an adapter nor the base of one, as
+    where a framework writes the merged model beside the adapter.
+    """
+    if find_adapter(str(entry.name) for entry in checkpoint.index.of_part("model")) is None:
+        return {}
+    try:
+        trees = sort_trees(checkpoint)
+    except CkptkitError:  # a method of PEFT that is not modelled
+        return {}
+    holders = {tree for tree, tensors in trees.items() if tensors.holds_adapter}
+    bases = {tree.replace(_MODEL, _BASE_UNIT, 1) for tree in holders if tree.startswith(_MODEL)}
+    if not holders or not (holders | bases).issuperset(trees):
+        return {}
+    copies = set(find_copies(checkpoint).values())
+    rest = {entry.key for tensors in trees.values() for entry in tensors.rest.values()}
+    return {
+        entry.key: "base" if entry.key in rest else "adapter"
+        for tree, entries in list_trees(checkpoint).items()
+        for entry in entries
+        if tree not in copies
+    }
+
+
+def select_with_base(
+    checkpoint: OpenedCheckpoint, request: ConsolidateRequest
+) -> tuple[dict[str, TensorEntry], dict[str, Role]]:
+    """Returns the tensors of the selected model; of an adapter with its base, those of both.
+
+    Args:
+        checkpoint: The checkpoint.
+        request: The patterns; what is selected is that of the checkpoint.
+
+    Returns:
+        The tensors by their names, and what each belongs to, if PEFT trained the model. A name
+        that is in several state dicts begins with that of its own.
+    """
+    chosen = replace(request, select=checkpoint.select)
+    roles = find_roles(checkpoint)
+    trees = model_trees(checkpoint.index) if checkpoint.select is None and roles else []
+    both = [
+        entry
+        for tree in trees
+        for entry in select_model(
+            checkpoint.index,
+            replace(chosen, select=tree),
+            location=checkpoint.path,
+            everything=True,
+        )
+        if entry.key in roles and request.wants(entry.name, *entry.stored_names)
+    ]
+    # Of one state dict, and where patterns leave nothing, as of any model.
+    is_pair = len(trees) > 1 and both
+    entries = both if is_pair else select_model(checkpoint.index, chosen, location=checkpoint.path)
+    counts = Counter(str(entry.name) for entry in entries)
+    named = {str(e.name) if counts[str(e.name)] == 1 else f"{e.tree}/{e.name}": e for e in entries}
+    return named, {n: roles[e.key] for n, e in named.items() if e.key in roles}
 
 
 _GATHERED = "lora_adapter"

@@ -114,6 +114,8 @@ class OpenedCheckpoint:
         select: The rest of the user's selection: a state dict within the index, or None.
         notes: What was ignored, and why.
         damaged: Steps that were passed over, by their folders: what each lacks.
+        steps: All steps of the run, the newest last, relative to the source's root.
+        finals: Models beside the steps: what `--select` takes each by, with what it lacks.
         manifest: The manifest of a step that ckptkit saved, else None.
         paths: All files of the source, relative to its root.
         maps: The map that converted the names of the model, if there is one, with its digest.
@@ -128,6 +130,8 @@ class OpenedCheckpoint:
     select: str | None
     notes: tuple[str, ...]
     damaged: Mapping[str, str] = field(default_factory=dict)
+    steps: Sequence[str] = ()
+    finals: Mapping[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
     paths: Sequence[str] = ()
     maps: Mapping[str, str] = field(default_factory=dict)
@@ -361,6 +365,8 @@ class _Search:
             select=found.select,
             notes=(*left_alone, *found.notes, *run.warnings, *list_plug_in_problems()),
             damaged=found.damaged,
+            steps=found.steps,
+            finals=found.finals,
             manifest=self._steps.manifest(saved),
             paths=paths,
         )

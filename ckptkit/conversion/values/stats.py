@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from ckptkit.conversion.source.adapters import ROLES, Role, select_with_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.read import open_with_names, report_notes, scan
 from ckptkit.core.arguments import ambiguous_truth
@@ -26,8 +27,8 @@ from ckptkit.engine.values import Measures, combine, describe_not_finite, finite
 from ckptkit.options import ConsolidateRequest, NotFinite
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.optimizer_states import OPTIMIZER
+from ckptkit.plan.parameter_counts import FOUR_BIT, describe_stored
 from ckptkit.plan.plan import SOURCE
-from ckptkit.plan.selection import select_model
 from ckptkit.storage.places import PathLike
 
 _LISTED = 3
@@ -41,7 +42,7 @@ class TensorStatistics:
         name: The tensor.
         dtype: Its element type.
         shape: Its shape.
-        elements: How many elements it has.
+        elements: How many elements it has; of a 4-bit weight, which is measured so, its bytes.
         norm: The Euclidean norm of those that are finite.
         minimum: The smallest of them; None for complex numbers.
         maximum: The largest of them; None for complex numbers.
@@ -49,6 +50,10 @@ class TensorStatistics:
         zeros: How many elements are zero, of either sign.
         nan: How many are not a number.
         infinite: How many are infinite.
+        parameters: How many parameters of the model it holds: two for each byte of a 4-bit weight,
+            none for its scales.
+        label: What it is, such as `4-bit`, `scales` or `rank 8`; empty for a plain tensor.
+        role: Whether it is of the adapter, or of its base, where PEFT trained the model.
     """
 
     name: str
@@ -62,6 +67,9 @@ class TensorStatistics:
     zeros: int
     nan: int
     infinite: int
+    parameters: int = 0
+    label: str = ""
+    role: Role = ""
 
     @property
     def zero_share(self) -> float:
@@ -73,7 +81,13 @@ class TensorStatistics:
         return self.nan if kind == "nan" else self.infinite
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"zero_share": self.zero_share}
+        """Returns the numbers; what a plain tensor of a plain model has not is left out."""
+        plain = asdict(self) | {"zero_share": self.zero_share}
+        if not self.label:
+            del plain["label"], plain["parameters"]
+        if not self.role:
+            del plain["role"]
+        return plain
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -86,6 +100,7 @@ class Statistics(Displayed):
         step: Its step, or None.
         tensors: The numbers of each tensor, in the order of the checkpoint.
         norm: The Euclidean norm of all finite elements together.
+        norms: The same of the adapter and of its base, where PEFT trained the model.
     """
 
     path: str
@@ -93,6 +108,7 @@ class Statistics(Displayed):
     step: int | None
     tensors: tuple[TensorStatistics, ...]
     norm: float | None
+    norms: Mapping[Role, float | None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "statistics.nan, or statistics.find_refusal('nan')")
@@ -100,6 +116,10 @@ class Statistics(Displayed):
     @property
     def elements(self) -> int:
         return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.parameters for tensor in self.tensors)
 
     @property
     def zeros(self) -> int:
@@ -152,7 +172,9 @@ class Statistics(Displayed):
             "format": self.format,
             "step": self.step,
             "elements": self.elements,
+            "parameters": self.parameters,
             "norm": self.norm,
+            "norms": dict(self.norms),
             "zeros": self.zeros,
             "nan": self.nan,
             "infinite": self.infinite,
@@ -186,31 +208,46 @@ def run_stats(
             stack, path, select=request.select, also=also, choice=request.map, base=base
         )
         report_notes(checkpoint, listener or ignore)
-        named = _choose_entries(checkpoint, request)
-        measured = _Measuring(named).run(checkpoint, listener or ignore)
+        named, roles = _choose_entries(checkpoint, request)
+        stored = describe_stored(
+            (name, entry.shape, entry.dtype.name)
+            for name, entry in named.items()
+            if entry.part == "model"
+        )
+        packed = {named[name].key for name, found in stored.items() if found.label == FOUR_BIT}
+        measured = _Measuring(named, packed).run(checkpoint, listener or ignore)
         whole = combine(list(measured.values()))
+        by_role = {role: [measured[n] for n in named if roles.get(n) == role] for role in ROLES}
         return Statistics(
             path=checkpoint.path,
             format=checkpoint.index.format,
             step=checkpoint.index.run.step,
-            tensors=tuple(_describe(e, name, measured[name]) for name, e in named.items()),
+            tensors=tuple(
+                replace(
+                    _describe(entry, name, measured[name]),
+                    parameters=stored[name].parameters if name in stored else 0,
+                    label=stored[name].label if name in stored else "",
+                    role=roles.get(name, ""),
+                )
+                for name, entry in named.items()
+            ),
             norm=finite(whole.norm),
+            norms={role: finite(combine(own).norm) for role, own in by_role.items() if own},
         )
 
 
 def _choose_entries(
     checkpoint: OpenedCheckpoint, request: ConsolidateRequest
-) -> dict[str, TensorEntry]:
-    """Returns the tensors to measure, by the names in the result."""
-    index, chosen = checkpoint.index, replace(request, select=checkpoint.select)
-    entries = select_model(index, chosen, location=checkpoint.path)
-    named = {str(entry.name): entry for entry in entries}
+) -> tuple[dict[str, TensorEntry], Mapping[str, Role]]:
+    """Returns the tensors to measure, by the names in the result, and what each belongs to."""
+    index = checkpoint.index
+    named, roles = select_with_base(checkpoint, request)
     for entry in index.of_part("optimizer") if request.optimizer else ():
         name = f"{OPTIMIZER}.{entry.name}"
         if request.wants(name, entry.name):
             named[name] = entry
     refuse_problems(index, list(named.values()), checkpoint.path)
-    return named
+    return named, roles
 
 
 def _describe(entry: TensorEntry, name: str, measures: Measures) -> TensorStatistics:
@@ -232,8 +269,15 @@ def _describe(entry: TensorEntry, name: str, measures: Measures) -> TensorStatis
 class _Measuring:
     """Reads tensors leaf by leaf, and keeps the measures of each leaf."""
 
-    def __init__(self, named: dict[str, TensorEntry]) -> None:
+    def __init__(self, named: dict[str, TensorEntry], packed: Collection[Key]) -> None:
+        """Stores the arguments.
+
+        Args:
+            named: The tensors, by their names in the result.
+            packed: Those that are measured as bytes: as floats, codes of 4 bits may be NaN.
+        """
         self._named = named
+        self._packed = packed
         self._lock = threading.Lock()
         self._leaves: dict[Key, dict[int, Measures]] = defaultdict(dict)
 
@@ -248,7 +292,8 @@ class _Measuring:
         return {name: self._whole(entry) for name, entry in self._named.items()}
 
     def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
-        measures = measure(np.frombuffer(view, numpy_dtype(entry.dtype)))
+        dtype = np.dtype(np.uint8) if entry.key in self._packed else numpy_dtype(entry.dtype)
+        measures = measure(np.frombuffer(view, dtype))
         with self._lock:
             self._leaves[entry.key][leaf] = measures
 

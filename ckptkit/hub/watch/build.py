@@ -9,28 +9,33 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from ckptkit.adapters.extract import run_extraction
+from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergeJob
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.consumers.table import CONFIG
-from ckptkit.conversion.job import run_job
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import describe_adapters
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.side_folders import SideChoice, SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
+from ckptkit.conversion.write import SingleProcess, write_output
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError, VerificationError
+from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Listener, Planned
+from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit.plan.load_report import WATCH, Advice
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.save_order import BestMode
 from ckptkit.runs.steps import RunStep, abandoned
-from ckptkit.storage.places import PathLike, is_url, open_source
+from ckptkit.storage.places import PathLike, is_url, open_source, open_target
 
-PushKind = Literal["auto", "model", "adapter"]
-"""What is built from a step: `auto` is the adapter if PEFT trained one, else the model."""
+PushKind = Literal["auto", "model", "adapter", "merged"]
+"""What is built from a step: `auto` is the adapter if PEFT trained one, else the model; `merged` is
+the base with the adapter of the step in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +145,7 @@ class BuildSettings:
         kind: Model or adapter.
         request: Of a model.
         adapter: Of an adapter.
+        merge: Of a merged model.
         base: A model folder with the files that the step lacks, or None.
         side: Where configuration and tokenizer come from before all other folders.
         resources: Threads and memory.
@@ -152,6 +158,7 @@ class BuildSettings:
     kind: PushKind = "auto"
     request: ConsolidateRequest = field(default_factory=ConsolidateRequest)
     adapter: AdapterRequest = field(default_factory=AdapterRequest)
+    merge: MergeRequest = field(default_factory=MergeRequest)
     base: str | None = None
     side: SideChoice = field(default_factory=SideChoice)
     resources: Resources = field(default_factory=Resources)
@@ -162,6 +169,60 @@ class BuildSettings:
     def whole_folder(self, step: int) -> str:
         """Returns the name of the subfolder for the step itself; empty for none."""
         return self.state_folder.replace("{step}", str(step))
+
+    def make_job(
+        self, src: PathLike, out: PathLike, *, overwrite: bool = False
+    ) -> ConversionJob | MergeJob:
+        """Returns what writes the model of a step: a conversion, or the merge of its adapter."""
+        if self.kind == "merged":
+            choice = AdapterChoice(path=src, request=replace(self.adapter, base=self.base))
+            return MergeJob(
+                adapters=(choice,),
+                destination=out,
+                request=self.merge,
+                base=self.base,
+                overwrite=overwrite,
+                resources=self.resources,
+            )
+        return ConversionJob(
+            src,
+            out,
+            self.request,
+            self.base,
+            self.side,
+            overwrite=overwrite,
+            resources=self.resources,
+            advice=self.advice,
+        )
+
+
+def write_model(
+    job: ConversionJob | MergeJob,
+    settings: BuildSettings,
+    listener: Listener,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+) -> Manifest:
+    """Writes the model of a step, whole or not at all.
+
+    Args:
+        job: Of `settings.make_job`.
+        settings: How it is built.
+        listener: Receives progress events.
+        facts: Further entries of the manifest's `source`.
+    """
+    job.check_places()
+    target = open_target(job.destination, overwrite=job.overwrite)
+    with SingleProcess(target, listener) as strategy, job.plan_output() as planned:
+        has_config = CONFIG in {file.path for file in planned.plan.files}
+        if settings.needs_config and planned.kind == "model" and not has_config:
+            raise RefusedError(
+                "neither the step nor a base has a config.json, without which the model does not"
+                " load",
+                where=os.fspath(job.src),
+                hint="pass --base DIR_OR_REPO of the model that was trained, or --weights-only",
+            )
+        own = {**planned.facts, **facts}
+        return write_output(replace(planned, facts=own), strategy, listener)
 
 
 def build_folder(
@@ -188,25 +249,9 @@ def build_folder(
         kind = "model" if adapter is None else "adapter"
     if kind == "adapter":
         request = replace(settings.adapter, base=settings.base)
-        manifest = run_extraction(src, out, request, resources=resources, listener=listen).manifest
+        run_extraction(src, out, request, resources=resources, listener=listen)
     else:
-        advice = settings.advice
-        job = ConversionJob(
-            src,
-            out,
-            settings.request,
-            settings.base,
-            settings.side,
-            resources=resources,
-            advice=advice,
-        )
-        manifest = run_job(job, listen).whole
-    if settings.needs_config and manifest.kind == "model" and not (out / CONFIG).is_file():
-        raise RefusedError(
-            "neither the step nor a base has a config.json, without which the model does not load",
-            where=os.fspath(src),
-            hint="pass --base DIR_OR_REPO of the model that was trained, or --weights-only",
-        )
+        write_model(settings.make_job(src, out), settings, listen)
     _check(run_verification(out, listener=listener), VerificationError)
     if settings.state_folder:
         _check(run_verification(src, listener=listener), InputError)

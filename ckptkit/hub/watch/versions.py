@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.consumers.table import CONFIG
+from ckptkit.adapters.merge.merge_adapters import MergeJob
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.write import SingleProcess, write_output
 from ckptkit.core.errors import (
     CkptkitError,
     InputError,
@@ -35,7 +34,7 @@ from ckptkit.deltas.create import DeltaRequest, create_delta
 from ckptkit.deltas.form import DELTA, name_version, version_of_folder
 from ckptkit.deltas.pairs import PublishedBase
 from ckptkit.engine.outcome import Listener
-from ckptkit.hub.watch.build import BuildSettings
+from ckptkit.hub.watch.build import BuildSettings, write_model
 from ckptkit.hub.watch.watched_steps import OF_NO_STEP, TAG_PREFIX, StepCommit, WatchedRun
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.steps import RunStep
@@ -44,7 +43,7 @@ from ckptkit.storage.local.workdir import sweep_work_folders
 from ckptkit.storage.locations import WORK_INFIX, is_work_folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
-from ckptkit.storage.places import PathLike, is_url, local_path, open_source, open_target, place_of
+from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
 _PUBLISHED = "published"
 """In the source of a version's manifest: the run and the step that it was made from."""
@@ -185,7 +184,7 @@ class PublishedVersions:
     def _write(self, step: RunStep, number: int, versions: list[PublishedVersion]) -> Manifest:
         overwrite = self._is_unfinished(number)
         job = self._job(step, number, overwrite=overwrite)
-        facts = {
+        facts: dict[str, Any] = {
             _PUBLISHED: {"run": self._identity, "step": step.step, "digest": step.digest},
         }
         base = self._find_base(versions)
@@ -206,7 +205,8 @@ class PublishedVersions:
                 # Of the step before, too: it may be damaged, or gone by now.
                 text = f"published as a whole model, since no delta is possible: {error}"
                 self._warn(step.step, text)
-        return self._write_whole(job, number, facts)
+        facts[DELTA] = {"version": number}
+        return write_model(job, self._build, self._listener, facts)
 
     def _is_unfinished(self, number: int) -> bool:
         """Returns whether a watch was killed while a store made the files of a version visible."""
@@ -240,33 +240,9 @@ class PublishedVersions:
                 return step
         return None
 
-    def _write_whole(self, job: ConversionJob, number: int, facts: Mapping[str, Any]) -> Manifest:
-        job.check_places()
-        target = open_target(job.destination, overwrite=job.overwrite)
-        with SingleProcess(target, self._listener) as strategy, job.plan_output() as planned:
-            files = {file.path for file in planned.plan.files}
-            if self._build.needs_config and CONFIG not in files:
-                raise RefusedError(
-                    "neither the step nor a base has a config.json, without which no engine loads"
-                    " the model",
-                    where=os.fspath(job.src),
-                    hint="pass --base DIR_OR_REPO of the model that was trained, or --weights-only",
-                )
-            own = {**planned.facts, **facts, DELTA: {"version": number}}
-            return write_output(replace(planned, facts=own), strategy, self._listener)
-
-    def _job(self, step: RunStep, number: int, *, overwrite: bool) -> ConversionJob:
-        build = self._build
-        return ConversionJob(
-            self._run.place_of(step),
-            self._place.beside(self._location(number)),
-            build.request,
-            build.base,
-            build.side,
-            overwrite=overwrite,
-            resources=build.resources,
-            advice=build.advice,
-        )
+    def _job(self, step: RunStep, number: int, *, overwrite: bool) -> ConversionJob | MergeJob:
+        place = self._place.beside(self._location(number))
+        return self._build.make_job(self._run.place_of(step), place, overwrite=overwrite)
 
     def _hold(self, step: RunStep) -> None:
         """Protects the step that the next delta is made from."""

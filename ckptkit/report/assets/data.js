@@ -39,6 +39,12 @@ function shareText(share) {
 function shapeText(shape) { return shape.length ? shape.join(" × ") : "scalar"; }
 function product(shape) { return shape.reduce((all, size) => all * size, 1); }
 
+// How many parameters a tensor holds: more than its elements where they are packed.
+function parametersOf(i) {
+  const known = R.parameters && R.parameters[i];
+  return known === undefined ? product(R.shapes[R.shape[i]]) : known;
+}
+
 // The same type has the same colour in every report.
 function typeColour(name) {
   if (name.startsWith("float8")) return "--c-float8";

@@ -41,7 +41,7 @@ function overviewSection() {
   for (let i = 0; i < R.count; i++) {
     const [tree, part] = R.trees[R.tree[i]];
     sizes.set(R.dtype[i], (sizes.get(R.dtype[i]) || 0) + R.bytes[i]);
-    elements[part] += product(R.shapes[R.shape[i]]);
+    elements[part] += parametersOf(i);
     bytes += R.bytes[i];
   }
   const pairs = [["tensors", countText(R.count)], ["bytes", sizeText(bytes)]];
@@ -78,6 +78,9 @@ function inspectionPage() {
     { key: "shape", title: "shape", width: 9, long: true, value: (i) => product(shapeOf(i)), text: (i) => shapeText(shapeOf(i)) },
     { key: "chunks", title: "chunks", number: true, width: 5.4, value: (i) => R.chunks[i], text: (i) => countText(R.chunks[i]) },
   ];
+  const labelOf = (i) => R.labels[i] || "";
+  if (Object.keys(R.labels).length) columns.push({ key: "label", title: "kind", width: 8, long: true, value: labelOf, text: labelOf });
+  if (Object.keys(R.parameters).length) columns.push({ key: "parameters", title: "parameters", number: true, width: 7, value: parametersOf, text: (i) => countText(parametersOf(i)) });
   if (R.trees.length > 1) columns.push({ key: "tree", title: "state dict", width: 8, long: true, value: treeOf, text: treeOf });
   if (R.stats) {
     const s = R.stats, positive = (column) => (i) => column[i] > 0;
@@ -87,6 +90,10 @@ function inspectionPage() {
   }
   const filters = [["all", "all tensors", () => true]];
   if (R.trees.length > 1) R.trees.forEach(([tree, part], number) => filters.push([`tree${number}`, tree ? `${tree} (${part})` : part, (i) => R.tree[i] === number]));
+  for (const role of ["adapter", "base"]) {
+    const isOf = (i) => labelOf(i).split(", ")[0] === role;
+    if (Object.values(R.labels).some((label) => label.split(", ")[0] === role)) filters.push([role, role, isOf]);
+  }
   if (R.bad.size) filters.push(["bad", "cannot be read whole", (i) => R.bad.has(i)]);
   if (R.stats && R.stats.nan.some((count, i) => count > 0 || R.stats.infinite[i] > 0)) filters.push(["nan", "NaN or infinite", isBroken]);
   const table = tensorTable(columns, {

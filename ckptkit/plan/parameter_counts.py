@@ -1,0 +1,121 @@
+"""How many parameters a stored tensor stands for, and what it is where its name and shape say so.
+
+Source: bitsandbytes 0.50, `functional.py` (two codes of 4 bits in a byte, in a column of any
+element type); AutoGPTQ and AutoAWQ, whose `qweight` and `qzeros` pack as many numbers into 32 bits;
+compressed-tensors, `nvfp4-pack-quantized` (two in a byte); openai/gpt-oss, MXFP4 (`_blocks`); peft,
+`tuners/lora/layer.py` (A has the rank first, B second).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.index import Shape
+from ckptkit.plan.weight_kinds import find_dense_name, looks_packed
+
+_FACTOR = re.compile(r"(?:^|\.)lora_(?:embedding_)?([AB])(?:\.|$)")
+_MATRIX = 2
+_WORD_BITS = 32
+_BITS = (2, 3, 4, 8)
+# What is stored with a packed weight, by the ending of its name.
+_COMPANIONS = (
+    ("scales", re.compile(r"(\.(nested_)?absmax|\.SCB|[._]scales?(_inv|_2)?)$")),
+    ("zero points", re.compile(r"(\.qzeros|_zero_point)$")),
+    (
+        "settings",
+        re.compile(
+            r"(\.(nested_)?quant_map|\.quant_state\.bitsandbytes__\w+|_shape|g_idx|\.weight_format)$"
+        ),
+    ),
+)
+FOUR_BIT = "4-bit"
+_BASE_LAYER = ".base_layer."
+_STATE = "quant_state.bitsandbytes__"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """What a stored tensor is.
+
+    Attributes:
+        parameters: How many parameters of the model it holds; none for scales.
+        label: Such as `4-bit`, `scales` or `rank 8`; empty for a plain tensor.
+    """
+
+    parameters: int
+    label: str = ""
+
+
+def describe_stored(tensors: Iterable[tuple[str, Shape, str]]) -> dict[str, StoredWeight]:
+    """Describes the tensors of one model.
+
+    Args:
+        tensors: Names, shapes and element types.
+
+    >>> found = describe_stored([("q_proj.weight", (8, 1), "uint8"), ("q_proj.lora_A", (4, 3), "")])
+    >>> found["q_proj.weight"], found["q_proj.lora_A"]
+    (StoredWeight(parameters=16, label='4-bit'), StoredWeight(parameters=12, label='rank 4'))
+    """
+    rows = list(tensors)
+    groups: dict[str, dict[str, Shape]] = {}
+    for name, shape, _ in rows:
+        groups.setdefault(find_dense_name(name), {})[name] = shape
+    return {
+        name: _describe(name, shape, dtype, groups[find_dense_name(name)])
+        for name, shape, dtype in rows
+    }
+
+
+def _describe(name: str, shape: Shape, dtype: str, group: Mapping[str, Shape]) -> StoredWeight:
+    """Describes a tensor; `group` has the shapes of all that are stored for its weight."""
+    elements = math.prod(shape)
+    factor = _FACTOR.search(name)
+    if factor is not None and len(shape) >= _MATRIX:
+        return StoredWeight(elements, f"rank {shape[0 if factor[1] == 'A' else 1]:,}")
+    if len(group) > 1:
+        for label, ending in _COMPANIONS:
+            if ending.search(name):
+                return StoredWeight(0, label)
+    labels = {label for label, ending in _COMPANIONS if any(map(ending.search, group))}
+    if name.endswith(".qweight"):
+        bits = _find_bits(name.removesuffix("qweight"), group)
+        return StoredWeight(elements * _WORD_BITS // bits if bits else elements, _bits_text(bits))
+    is_eight_bit = any(other.endswith("SCB") for other in group)
+    if any(_STATE in other for other in group) or (not is_eight_bit and _is_column(name, shape)):
+        return StoredWeight(2 * elements * dtype_named(dtype).itemsize, FOUR_BIT)
+    is_paired = (
+        name.endswith(("_blocks", "weight_packed")) or f"{name}_scale_2" in group
+    ) and "scales" in labels
+    if is_paired and dtype == "uint8":
+        return StoredWeight(2 * elements, FOUR_BIT)
+    if name.endswith("weight_packed"):  # of how many bits, the configuration says alone
+        return StoredWeight(elements, "packed")
+    if "scales" in labels and dtype in {"int8", "uint8"}:
+        return StoredWeight(elements, _bits_text(8))
+    return StoredWeight(elements)
+
+
+def _bits_text(bits: int) -> str:
+    return f"{bits}-bit" if bits else "packed"
+
+
+def _is_column(name: str, shape: Shape) -> bool:
+    """Returns whether a weight is packed by its shape, also where PEFT has it as `base_layer`."""
+    if shape[1:] != (1,):
+        return False
+    return looks_packed(name.replace(_BASE_LAYER, "."), shape) or (
+        _BASE_LAYER in name and name.endswith(".weight") and shape[0] > 1
+    )
+
+
+def _find_bits(stem: str, group: Mapping[str, Shape]) -> int:
+    """Returns the bits of a number of GPTQ or AWQ; 0 if its zero points do not show them."""
+    zeros, scales = group.get(f"{stem}qzeros", ()), group.get(f"{stem}scales", ())
+    if len(zeros) != _MATRIX or len(scales) != _MATRIX or not scales[1]:
+        return 0
+    bits = _WORD_BITS * zeros[1] // scales[1]
+    return bits if bits in _BITS and bits * scales[1] == _WORD_BITS * zeros[1] else 0
