@@ -35,6 +35,7 @@ from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
+from ckptkit.formats.safetensors.reader import UNPROVEN_WHOLE
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.hub_names.known_models import is_made_by_model
 from ckptkit.hub_names.outlines_table import BASE_PREFIXES
@@ -187,9 +188,10 @@ def check_reach(
     Returns:
         Notes for the user where there is no model to compare with.
     """
-    if all(unit.candidate.format != HfShardsReader.name for unit in checkpoint.units):
+    notes = [n for n in checkpoint.index.run.notes if n in {UNPROVEN, UNPROVEN_WHOLE}]
+    is_of_shards = any(unit.candidate.format == HfShardsReader.name for unit in checkpoint.units)
+    if not is_of_shards and not notes:
         return ()
-    notes = [note for note in checkpoint.index.run.notes if note == UNPROVEN]
     for option, folder in models.items():
         shapes = {}
         try:

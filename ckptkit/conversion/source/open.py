@@ -64,7 +64,6 @@ from ckptkit.formats.registry import (
     list_plug_in_problems,
     recognise,
 )
-from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.selection import model_trees, propose_trees
@@ -345,7 +344,7 @@ class _Search:
         index = join_indexes(found.units, [self._index(unit.candidate) for unit in found.units])
         index, chosen, averaged = _choose_average(index, found.select, self._location)
         found = replace(found, select=chosen, notes=(*found.notes, *averaged))
-        index = name_states(index, in_order=index.format == TorchFileReader.name)
+        index = name_states(index, self._source)
         step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=step if index.run.step is None else index.run.step)

@@ -382,7 +382,9 @@ class _Assembly:
                     " while others belong to two tensors",
                     where=self.where,
                 )
-        tensors = list(self.metadata.tensors.values())
+        # Ranks wrote them in an order of their own; paths are in that of the state dict.
+        stored, order = self.metadata.tensors, self.metadata.planner_data or ()
+        tensors = list({key: stored[key] for key in (*order, *stored) if key in stored}.values())
         memberships = classify(
             [self._key_path(t.key) for t in tensors],
             where=self.where,
