@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -192,6 +193,7 @@ def _verify_source(
         lacking = checkpoint.damaged.items()
         passed = (Problem(_DAMAGED, step, f"{lack}; {instead}") for step, lack in lacking)
         proven = []
+        is_summed = False  # a file of the step, as a whole
         # What the optimizer keeps in a form that is not read is no damage.
         unread = {
             key
@@ -208,6 +210,7 @@ def _verify_source(
         for unit in checkpoint.units:
             matching, differing = check_integrity(checkpoint.source, unit.candidate.files)
             files += differing
+            is_summed = is_summed or bool(matching)
             if matching:
                 proven.append(f"files that have their SHA-256 of '{INTEGRITY}': {matching:,}")
         if manifest is not None:  # of a step that ckptkit saved
@@ -217,14 +220,23 @@ def _verify_source(
             if not files:
                 records = manifest.files.values()
                 summed = sum(1 for record in records if record.digest)
+                is_summed = is_summed or bool(summed)
                 proven.append(
                     f"files that have their size in the manifest: {len(records):,}; that have their"
                     f" CRC-32: {summed:,}"
                 )
+        all_problems = (*passed, *problems.values(), *failed, *damaged, *files)
+        if not (whole or match or is_summed or all_problems):
+            raise NotACheckpointError(
+                "nothing was verified: there is no tensor that is read"
+                + (", nor anything else that has a checksum" if select is None else ""),
+                where=checkpoint.path if select is None else f"--select {select}",
+                hint=f"see what is there: `ckptkit inspect {shlex.quote(checkpoint.path)}`",
+            )
         return Verification(
             path=checkpoint.path,
             kind="source",
-            problems=(*passed, *problems.values(), *failed, *damaged, *files),
+            problems=all_problems,
             tensors=len(whole),
             size_bytes=sum(entry.size_bytes for entry in whole),
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),

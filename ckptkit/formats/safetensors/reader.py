@@ -257,8 +257,8 @@ def check_size(held_bytes: int, index: Mapping[str, object], *, where: str) -> b
         return False
     if held_bytes < total:
         raise IncompleteCheckpointError(
-            f"the files hold {held_bytes:,} bytes of tensors against {total:,} by the index: several"
-            " ranks wrote the same file, and the parts of one are left",
+            f"the files hold {held_bytes:,} bytes of tensors against {total:,} by the index:"
+            " several ranks wrote the same file, and the parts of one are left",
             where=where,
             hint="save again with `HuggingFaceStorageWriter(path, save_distributed=True)`, which"
             " keeps a file for each rank; the parts of the others are lost here",
