@@ -17,6 +17,7 @@ from ckptkit.core.checksums import digest_like
 from ckptkit.core.crc import crc32
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import (
+    CannotPlanError,
     ChecksumError,
     CkptkitError,
     InputError,
@@ -40,6 +41,7 @@ from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer_states import OPTIMIZER
 from ckptkit.plan.plan import SOURCE, StackedPart
+from ckptkit.plan.selection import propose_trees
 from ckptkit.runs.step_manifests import file_problems, step_folder
 from ckptkit.runs.stored_proofs import digest_problems
 from ckptkit.storage.base import Source
@@ -180,7 +182,14 @@ def _verify_source(
         index, manifest = checkpoint.index, checkpoint.manifest
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
+            trees = list(dict.fromkeys(entry.tree for entry in entries))
             entries = [entry for entry in entries if entry.tree == checkpoint.select]
+            if not entries:
+                raise CannotPlanError(
+                    f"holds no state dict {checkpoint.select!r}",
+                    where=checkpoint.path,
+                    hint=f"pass {propose_trees(trees)}",
+                )
         problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]
         origin = Origin(SOURCE, checkpoint.source, index)
@@ -228,9 +237,9 @@ def _verify_source(
         all_problems = (*passed, *problems.values(), *failed, *damaged, *files)
         if not (whole or match or is_summed or all_problems):
             raise NotACheckpointError(
-                "nothing was verified: there is no tensor that is read"
-                + (", nor anything else that has a checksum" if select is None else ""),
-                where=checkpoint.path if select is None else f"--select {select}",
+                "nothing was verified: there is no tensor that is read, nor anything else that has"
+                " a checksum",
+                where=checkpoint.path,
                 hint=f"see what is there: `ckptkit inspect {shlex.quote(checkpoint.path)}`",
             )
         return Verification(

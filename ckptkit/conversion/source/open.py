@@ -66,7 +66,8 @@ from ckptkit.formats.registry import (
 )
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
-from ckptkit.plan.selection import model_trees, propose_trees
+from ckptkit.plan.selection import model_trees, plain_trees, propose_trees
+from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE, MERGED_BESIDE
 from ckptkit.runs.run_paths import (
     absent_folder,
     check_closed,
@@ -348,6 +349,13 @@ class _Search:
         step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=step if index.run.step is None else index.run.step)
+        is_beside = select is None and 0 < len(plain_trees(index)) < len(model_trees(index))
+        if is_beside and any(
+            ADAPTER_OF_TORCHTUNE.fullmatch(posixpath.basename(path))
+            and posixpath.dirname(path) == found.folder
+            for path in self._paths
+        ):
+            run = replace(run, warnings=(*run.warnings, Aside(MERGED_BESIDE)))
         saved = step_folder(found.units[0].candidate.folder)
         run = self._steps.facts(saved, replace(run, writer=writer))
         problems = (*index.problems, *self._steps.problems(saved))
