@@ -40,7 +40,8 @@ from ckptkit.formats.parsing import (
     refuse_mixed_sizes,
     stat_or_missing,
 )
-from ckptkit.formats.pickle.objects import describe_objects, is_object
+from ckptkit.formats.pickle.objects import describe_objects, is_holder, is_object
+from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.ranks.fairscale import find_fairscale_shards
 from ckptkit.formats.ranks.flat import (
     SLICES,
@@ -72,7 +73,7 @@ from ckptkit.formats.ranks.rank_tensors import (
     find_unproven_ranks,
     is_of_optimizer,
 )
-from ckptkit.formats.ranks.sharded_values import ShardedTensorRef
+from ckptkit.formats.ranks.sharded_values import DTensorRef, ShardedTensorRef
 from ckptkit.formats.trees import (
     EXTRA_STATE,
     classify,
@@ -93,6 +94,7 @@ _PREFIXES: dict[Kind, KeyPath] = {
 # Every rank computes these from its own data; frameworks save those of rank 0.
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _EXTRA: KeyPath = ("extra_state",)
+_TENSORS = (TensorRef, DTensorRef, ShardedTensorRef)
 _LISTED_NAMES = 3
 _WRITERS = {
     VERL: "verl, one file a rank",
@@ -328,7 +330,9 @@ class RankAssembly:
             version=framework.version,
             mesh=() if largest is None else tuple(zip(names, largest.sizes, strict=True)),
             notes=tuple(self.notes),
-            warnings=describe_objects({p: v for p, v in values.items() if is_object(v)}),
+            warnings=describe_objects(
+                {p: v for p, v in values.items() if is_object(v) or is_holder(v, _TENSORS)}
+            ),
         )
 
 

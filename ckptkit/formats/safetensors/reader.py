@@ -62,6 +62,10 @@ _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _KNOWN_VERSIONS = {"1.0"}
 _OFFSETS = "saved_offsets"
+_SAVE_APART = (
+    "save again with `HuggingFaceStorageWriter(path, save_distributed=True)`, which keeps a file for"
+    " each rank; the parts of the others are lost here"
+)
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -137,6 +141,9 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
         raise FormatError(
             f"{size_bytes - expected:,} bytes after byte {expected:,} belong to no tensor",
             where=where,
+            hint=f"several ranks may have written it at once: {_SAVE_APART}"
+            if _INFO in metadata
+            else "",
         )
     return Header(tuple(tensors), metadata)
 
@@ -260,8 +267,7 @@ def check_size(held_bytes: int, index: Mapping[str, object], *, where: str) -> b
             f"the files hold {held_bytes:,} bytes of tensors against {total:,} by the index:"
             " several ranks wrote the same file, and the parts of one are left",
             where=where,
-            hint="save again with `HuggingFaceStorageWriter(path, save_distributed=True)`, which"
-            " keeps a file for each rank; the parts of the others are lost here",
+            hint=_SAVE_APART,
         )
     return held_bytes == total
 
@@ -284,7 +290,8 @@ def check_whole(header: Header, *, where: str) -> None:
                 f"holds the shard of tensor {name!r} from {list(offsets)} on, not the whole tensor",
                 where=where,
                 hint="it is the shard of one rank under another name: give the directory that"
-                " holds the shards of all ranks, named as torch named them",
+                " holds the shards of all ranks, named as torch named them; if all ranks wrote"
+                f" this file, {_SAVE_APART}",
             )
 
 
