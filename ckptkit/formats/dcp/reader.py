@@ -327,7 +327,7 @@ def _with_parts_in_objects(
     for (path, tensor), member in zip(tensors.items(), found, strict=True):
         if member.part == "other" or tensor.dtype is None:
             if "DTensor" in tensor.kind:
-                others[path] = replace(tensor, kind=f"{tensor.kind}: one rank wrote its own part")
+                others[path] = replace(tensor, kind=f"one rank's part of {tensor.kind}")
             continue
         chunks = ChunkTable.of([], len(tensor.shape))
         entry = member.entry(path, tensor.dtype, tensor.shape, chunks)

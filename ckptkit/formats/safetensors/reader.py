@@ -63,8 +63,8 @@ _VERSION = "DCP_VERSION"
 _KNOWN_VERSIONS = {"1.0"}
 _OFFSETS = "saved_offsets"
 _SAVE_APART = (
-    "save again with `HuggingFaceStorageWriter(path, save_distributed=True)`, which keeps a file for"
-    " each rank; the parts of the others are lost here"
+    "save again with `HuggingFaceStorageWriter(path, save_distributed=True)`, which keeps a file"
+    " for each rank; the parts of the others are lost here"
 )
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
