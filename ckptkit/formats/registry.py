@@ -24,7 +24,7 @@ from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.formats.discovery import is_certain
 from ckptkit.formats.megatron.reader import MegatronReader
-from ckptkit.formats.others.fairseq2 import Fairseq2Reader
+from ckptkit.formats.others.fairseq2 import Fairseq2Reader, find_deep_steps
 from ckptkit.formats.others.meta import MetaReader
 from ckptkit.formats.others.nanotron import NanotronReader, find_deep_folders
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
@@ -246,7 +246,8 @@ def list_paths(source: Source) -> list[str]:
     models that are being pushed, is not among them.
     """
     paths = list(_walk(source, SEARCH_DEPTH))
-    deep = tuple(f"{folder}/" if folder else "" for folder in find_deep_folders(paths))
+    folders = (*find_deep_folders(paths), *find_deep_steps(paths))
+    deep = tuple(f"{folder}/" if folder else "" for folder in folders)
     if not deep:
         return paths
     return sorted({*paths, *(path for path in _walk(source, _DEEPEST) if path.startswith(deep))})

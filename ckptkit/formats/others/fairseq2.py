@@ -46,7 +46,7 @@ _PART = re.compile(
 _LONE = re.compile(r"(?:.*/)?sdp_\d{2,7}\.pt")
 _MODEL, _OPTIMIZER = "model", "optimizer"
 # What else a step has: the states of trainers and of readers of data.
-_BESIDE = re.compile(r"(?:trainer/rank|data_reader/dp)_\d{2,7}\.pt")
+_BESIDE = re.compile(r"(?:^|/)(?:trainer/rank|data_reader/dp)_\d{2,7}\.pt$")
 _JOIN = (
     "load it with fairseq2 in one process, which joins the parts, and save the model's"
     " `state_dict()` with torch.save"
@@ -60,6 +60,12 @@ HINT_AT_PARTS = (
     "name with --like a folder that has safetensors with these names and shapes, such as the model"
     f" that the run was started from; or {_JOIN}"
 )
+
+
+def find_deep_steps(paths: Sequence[str]) -> set[str]:
+    """Returns the folders of steps, whose models are deeper than checkpoints are searched for."""
+    beside = (path for path in paths if _BESIDE.search(path))
+    return {posixpath.dirname(posixpath.dirname(path)) for path in beside}
 
 
 class Fairseq2Reader:
@@ -80,7 +86,7 @@ class Fairseq2Reader:
         beside: dict[str, list[str]] = defaultdict(list)
         for path in paths if homes else ():
             folder = posixpath.dirname(posixpath.dirname(path))
-            if folder in homes and _BESIDE.fullmatch(posixpath.relpath(path, folder or ".")):
+            if folder in homes and _BESIDE.search(path):
                 beside[folder].append(path)
         return [
             Candidate(
