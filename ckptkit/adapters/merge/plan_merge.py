@@ -339,6 +339,7 @@ class MergePreparation:
         }
         shared = share_changes(combined, pairs, tying)
         if self._request.match_peft:
+            _refuse_tied_in_peft(combined, pairs)
             _refuse_lost_in_peft(shared)
         return shared
 
@@ -450,6 +451,23 @@ class MergePreparation:
 def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[TiedPair]:
     specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
     return find_tied_pairs(config, specs)
+
+
+def _refuse_tied_in_peft(changes: Changes, pairs: Sequence[TiedPair]) -> None:
+    """Refuses a LoRA of a tied embedding or head, which PEFT adds to the one tensor of both.
+
+    Source: peft 0.21, tuners/lora/layer.py (`merge`, which changes the parameter in place) and
+    tuners/tuners_utils.py: with `ensure_weight_tying` both layers have the update, and add it.
+    """
+    for name in (name for pair in pairs for name in (pair.source, pair.target)):
+        low_rank = next((c for c in changes.get(name, ()) if isinstance(c, LowRankChange)), None)
+        if low_rank is not None:
+            raise RefusedError(
+                f"{name!r} is tied, and PEFT's merge_and_unload adds its LoRA to the tensor of both"
+                " layers, or twice",
+                where=low_rank.source.where,
+                hint="merge without --match-peft, which writes what was trained",
+            )
 
 
 def _refuse_lost_in_peft(changes: Changes) -> None:
