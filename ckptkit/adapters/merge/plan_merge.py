@@ -335,12 +335,12 @@ class MergePreparation:
         tying = {
             source.source.position
             for source in self._adapters
-            if source.found.adapter.settings.ensure_weight_tying
+            if source.found.adapter.settings.shares_with_tied
         }
         shared = share_changes(combined, pairs, tying)
         if self._request.match_peft:
-            _refuse_tied_in_peft(combined, pairs)
             _refuse_lost_in_peft(shared)
+            _refuse_tied_in_peft(combined, shared, pairs)
         return shared
 
     # --- what is written ---
@@ -453,21 +453,25 @@ def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor])
     return find_tied_pairs(config, specs)
 
 
-def _refuse_tied_in_peft(changes: Changes, pairs: Sequence[TiedPair]) -> None:
-    """Refuses a LoRA of a tied embedding or head, which PEFT adds to the one tensor of both.
+def _refuse_tied_in_peft(changes: Changes, shared: Changes, pairs: Sequence[TiedPair]) -> None:
+    """Refuses a LoRA or tokens of one of two tied modules, whose tensor PEFT changes for both.
 
     Source: peft 0.21, tuners/lora/layer.py (`merge`, which changes the parameter in place) and
     tuners/tuners_utils.py: with `ensure_weight_tying` both layers have the update, and add it.
     """
-    for name in (name for pair in pairs for name in (pair.source, pair.target)):
-        low_rank = next((c for c in changes.get(name, ()) if isinstance(c, LowRankChange)), None)
-        if low_rank is not None:
-            raise RefusedError(
-                f"{name!r} is tied, and PEFT's merge_and_unload adds its LoRA to the tensor of both"
-                " layers, or twice",
-                where=low_rank.source.where,
-                hint="merge without --match-peft, which writes what was trained",
-            )
+    for pair in pairs:
+        both = [shared.get(name, ()) for name in (pair.source, pair.target)]
+        rows = [any(isinstance(c, TokenRowsChange) for c in own) for own in both]
+        kinds = (LowRankChange,) if rows[0] == rows[1] else (LowRankChange, TokenRowsChange)
+        for name in (pair.source, pair.target):
+            found = next((c for c in changes.get(name, ()) if isinstance(c, kinds)), None)
+            if found is not None:
+                raise RefusedError(
+                    f"{name!r} is tied, and PEFT's merge_and_unload changes the tensor of both"
+                    " layers, or changes it twice",
+                    where=found.source.where,
+                    hint="merge without --match-peft, which writes what was trained",
+                )
 
 
 def _refuse_lost_in_peft(changes: Changes) -> None:
