@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckptkit
@@ -146,6 +150,18 @@ def test_one_process_of_fairseq2_has_whole_tensors(tmp_path: Path) -> None:
     step = write_parts(tmp_path / "step_5", [truth], 1)
     ckptkit.consolidate(step, tmp_path / "out")
     assert same(weights(tmp_path / "out"), truth)
+
+
+@given(st.binary(max_size=200), st.integers(0, 8000))
+def test_any_bytes_in_a_part_end_in_an_error_or_are_seen(junk: bytes, at: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        step = write_parts(Path(folder) / "step_5", [{"a.weight": torch.ones(4, 2)}], 2)
+        path = step / "model" / "pp_00" / "tp_00" / "sdp_01.pt"
+        stored = path.read_bytes()
+        path.write_bytes(stored[:at] + junk + stored[at + len(junk) :])
+        with suppress(CkptkitError):
+            ckptkit.inspect(step)
+            ckptkit.verify(step)
 
 
 # Safetensors that torch's writer made without an index
