@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,7 @@ from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer_states import OPTIMIZER
 from ckptkit.plan.plan import SOURCE, StackedPart
+from ckptkit.plan.selection import propose_trees
 from ckptkit.runs.step_manifests import file_problems, list_files, step_folder
 from ckptkit.runs.stored_proofs import digest_problems
 from ckptkit.storage.base import Folder, Source
@@ -225,13 +227,13 @@ def _verify_source(
         index, manifest = checkpoint.index, checkpoint.manifest
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
+            trees = list(dict.fromkeys(entry.tree for entry in entries))
             entries = [entry for entry in entries if entry.tree == checkpoint.select]
             if not entries:
-                trees = dict.fromkeys(entry.tree for entry in index.tensors.values())
                 raise CannotPlanError(
-                    f"holds no {checkpoint.select!r}; found {', '.join(map(repr, trees))}",
+                    f"holds no state dict {checkpoint.select!r}",
                     where=checkpoint.path,
-                    hint="leave --select out, or see `ckptkit inspect` for the names",
+                    hint=f"pass {propose_trees(trees)}",
                 )
         problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]
@@ -245,6 +247,7 @@ def _verify_source(
         lacking = checkpoint.damaged.items()
         passed = (Problem(_DAMAGED, step, f"{lack}; {instead}") for step, lack in lacking)
         proven = []
+        is_summed = False  # a file of the step, as a whole
         # What the optimizer keeps in a form that is not read is no damage.
         unread = {
             key
@@ -261,6 +264,7 @@ def _verify_source(
         for unit in checkpoint.units:
             matching, differing = check_integrity(checkpoint.source, unit.candidate.files)
             files += differing
+            is_summed = is_summed or bool(matching)
             if matching:
                 proven.append(f"files that have their SHA-256 of '{INTEGRITY}': {matching:,}")
         if manifest is not None:  # of a step that ckptkit saved
@@ -270,14 +274,23 @@ def _verify_source(
             if not files:
                 records = manifest.files.values()
                 summed = sum(1 for record in records if record.digest)
+                is_summed = is_summed or bool(summed)
                 proven.append(
                     f"files that have their size in the manifest: {len(records):,}; that have their"
                     f" CRC-32: {summed:,}"
                 )
+        all_problems = (*passed, *problems.values(), *failed, *damaged, *files)
+        if not (whole or match or is_summed or all_problems):
+            raise NotACheckpointError(
+                "nothing was verified: there is no tensor that is read, nor anything else that has"
+                " a checksum",
+                where=checkpoint.path,
+                hint=f"see what is there: `ckptkit inspect {shlex.quote(checkpoint.path)}`",
+            )
         found = Verification(
             path=checkpoint.path,
             kind="source",
-            problems=(*passed, *problems.values(), *failed, *damaged, *files),
+            problems=all_problems,
             tensors=len(whole),
             size_bytes=sum(entry.size_bytes for entry in whole),
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),

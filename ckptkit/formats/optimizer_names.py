@@ -2,43 +2,54 @@
 
 `Optimizer.state_dict` numbers parameters in the order in which they were passed to the optimizer.
 Since torch 2.6 the groups have `param_names`, if the optimizer was given names. Otherwise the order
-of the model's state dict gives the names, if all parameters are in one group and every state has
-the shape of its parameter, in only one possible way. Torch can also flatten states into keys such
-as `state.layer.weight.exp_avg`.
+of the model's state dict gives the names, if the shapes of the states fit it in one way only: each
+group has its parameters in the order of the model, and may lack frozen ones. Torch can also flatten
+states into keys such as `state.layer.weight.exp_avg`.
 
 Source: torch/optim/optimizer.py (`state_dict`), torch/nn/modules/module.py (`state_dict`),
-torch/distributed/checkpoint/state_dict.py (`_flatten_optim_state_dict`), torch 2.1 to 2.13.
+torch/distributed/checkpoint/state_dict.py (`_flatten_optim_state_dict`), torch 2.1 to 2.13;
+torch/distributed/checkpoint/_traverse.py, which makes the numbers texts on the way into a DCP
+checkpoint, and default_planner.py, whose `planner_data` has the order of the state dict.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import FormatError
+from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
+from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.parsing import is_count
-from ckptkit.formats.ranks.rank_tensors import AssembledTensor
+from ckptkit.formats.pickle.torch_values import parse_values
+from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.trees import classify, join_path
+from ckptkit.storage.base import Source
 
 _STATE, _GROUPS, _MEMBERS, _NAMES = "state", "param_groups", "params", "param_names"
 # Buffers of torch.nn, which a state dict has among its parameters.
 _BUFFERS = (".running_mean", ".running_var", ".num_batches_tracked")
+_IN_ORDER = frozenset(
+    {"torch", "rank-files", "dcp"}
+)  # their tensors are as the state dict has them
 _MAX_OPTIMIZERS = 64  # each takes a walk over all tensors
+_MAX_GROUPS = 64  # of which members are read from a DCP checkpoint
+_MAX_MEMBERS_BYTES = 16 << 20
 NUMBERED = "numbers its parameters; they are named in the order of the model, whose shapes agree"
 
 
-def name_states(index: TensorIndex, *, in_order: bool) -> TensorIndex:
+def name_states(index: TensorIndex, source: Source) -> TensorIndex:
     """Replaces numbers of parameters in the states of optimizers by the parameters' names.
 
     Args:
         index: All state dicts of a checkpoint.
-        in_order: Whether the tensors of models are in the order of the models' state dicts.
+        source: Its files; the members of groups are objects in a DCP checkpoint.
 
     Returns:
-        The index; optimizers whose parameters cannot be identified are unchanged.
+        The index; parameters of optimizers that cannot be identified keep numbers, as integers.
     """
     index = _unflatten(index)
     numbered: dict[KeyPath, list[TensorEntry]] = defaultdict(list)
@@ -48,21 +59,23 @@ def name_states(index: TensorIndex, *, in_order: bool) -> TensorIndex:
             numbered[container].append(entry)
     if len(numbered) > _MAX_OPTIMIZERS:
         return index
-    models = _models(index) if in_order else []
+    models = _models(index) if index.format in _IN_ORDER else []
     for container, states in numbered.items():
-        groups = _find_groups(index.values, container)
+        values = _read_members(index.values, container, source)
+        groups = _find_groups(values, container)
         notes = index.run.notes
         names = _read_names(groups)
+        if not names and _has_names(groups, states, index):
+            continue
         if not names:
             fitting = [fit for model in models if (fit := _names_by_order(groups, states, model))]
-            if len(fitting) != 1:
-                continue
-            names = fitting[0]
-            notes = (*notes, f"{join_path(container) or 'the optimizer'} {NUMBERED}")
+            if fitting and all(fit == fitting[0] for fit in fitting):
+                names = fitting[0]
+                notes = (*notes, f"{join_path(container) or 'the optimizer'} {NUMBERED}")
         index = replace(
             index,
             tensors={key: _rename(entry, container, names) for key, entry in index.tensors.items()},
-            values=rename_values(index.values, container, names),
+            values=_rename_values(values, container, names),
             run=replace(index.run, notes=notes),
         )
     return index
@@ -80,12 +93,31 @@ def _unflatten(index: TensorIndex) -> TensorIndex:
     return replace(index, tensors={**index.tensors, **flat}) if flat else index
 
 
+def _number(key: object) -> int | None:
+    """Returns the number of a parameter; None if the key is a name."""
+    if isinstance(key, str) and key.isascii() and key.isdecimal() and str(int(key)) == key:
+        return int(key)
+    return key if isinstance(key, int) else None
+
+
 def _container(path: KeyPath) -> KeyPath | None:
     """Returns the keys above `state` if parameters are numbered below it, else None."""
     for depth in range(len(path) - 2):
-        if path[depth] == _STATE and isinstance(path[depth + 1], int):
+        if path[depth] == _STATE and _number(path[depth + 1]) is not None:
             return path[:depth]
     return None
+
+
+def _has_names(
+    groups: Mapping[int, Mapping[str, Any]], states: Sequence[TensorEntry], index: TensorIndex
+) -> bool:
+    """Returns whether the numbers are names, such as those of an `nn.ParameterList`."""
+    members = [group[_MEMBERS] for group in groups.values() if group.get(_MEMBERS)]
+    if members:
+        return not any(_list_of(int, own) for own in members)
+    names = {str(entry.name) for entry in index.of_part("model")}
+    texts = {key for entry in states for key in entry.key_path if isinstance(key, str)}
+    return any(key in names for key in texts if _number(key) is not None)
 
 
 def _models(index: TensorIndex) -> list[list[TensorEntry]]:
@@ -100,6 +132,34 @@ def _models(index: TensorIndex) -> list[list[TensorEntry]]:
     return list(models.values())
 
 
+def _read_members(
+    values: Mapping[KeyPath, Any], container: KeyPath, source: Source
+) -> dict[KeyPath, Any]:
+    """Reads which parameters the groups of an optimizer have, where these are objects of DCP."""
+    read = dict(values)
+    objects = {
+        path: value
+        for path, value in values.items()
+        if isinstance(value, BlobRef) and _group_setting(path, container) in {_MEMBERS, _NAMES}
+    }
+    if len(objects) > 2 * _MAX_GROUPS:
+        return read
+    for path, blob in objects.items():
+        where = f"{blob.path}, object {join_path(path)!r}"
+        if blob.stop - blob.start <= _MAX_MEMBERS_BYTES:
+            with suppress(CkptkitError):  # whoever needs it, and `verify`, report it
+                archive = open_archive(*open_blob(source, blob, where=where), where=where)
+                read[path] = parse_values(archive.pickle(), where=where)
+    return read
+
+
+def _group_setting(path: KeyPath, container: KeyPath) -> str | None:
+    """Returns the key of a setting of a group; None for other paths."""
+    start = (*container, _GROUPS)
+    is_setting = path[: len(start)] == start and len(path) == len(start) + 2
+    return str(path[-1]) if is_setting and isinstance(path[-2], int) else None
+
+
 def _find_groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
     """Returns the members of each group: their numbers, and possibly their names.
 
@@ -107,15 +167,12 @@ def _find_groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int,
         values: The values that are not tensors, by path.
         container: The keys above `param_groups`.
     """
-    start = (*container, _GROUPS)
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     for path, value in values.items():
-        if path[: len(start)] != start or len(path) != len(start) + 2:
-            continue
-        number, kind = path[-2:]
-        if isinstance(number, int) and kind in {_MEMBERS, _NAMES}:
-            groups[number][str(kind)] = value
-    return groups
+        kind = _group_setting(path, container)
+        if kind in {_MEMBERS, _NAMES}:
+            groups[int(path[-2])][str(kind)] = value
+    return dict(sorted(groups.items()))
 
 
 def _read_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
@@ -148,114 +205,37 @@ def _names_by_order(
     states: Sequence[TensorEntry],
     model: Sequence[TensorEntry],
 ) -> dict[int, Fqn]:
-    """Returns the names of a model's parameters, if the states fit all of them in order."""
+    """Returns the names of an optimizer's parameters, if only one choice of a model's fits.
+
+    The first and the last choice with fitting shapes are equal only if there is no other one.
+    Groups choose apart from each other, which is a proof where no two have a shape in common.
+    """
     members = [_list_of(int, group.get(_MEMBERS)) for group in groups.values()]
-    if members != [list(range(len(model)))]:
+    members = [own for own in members if own]
+    count = sum(map(len, members))
+    if [number for own in members for number in own] != list(range(count)):
         return {}
-    shapes: dict[int, set[Shape]] = defaultdict(set)
+    expected: dict[int, Shape] = {}  # by states of more than one element
     for entry in states:
-        number = entry.key_path[-2]
-        if not is_count(number, len(model) - 1):
+        number = _number(entry.key_path[-2])
+        if not is_count(number, count - 1):
             return {}
-        if entry.shape:  # counters such as `step` have none
-            shapes[number].add(entry.shape)
-    if any(of_states != {model[number].shape} for number, of_states in shapes.items()):
-        return {}
-    return {number: entry.name for number, entry in enumerate(model)} if shapes else {}
-
-
-def _rename(entry: TensorEntry, container: KeyPath, names: Mapping[int, Fqn]) -> TensorEntry:
-    path = rename_path(entry.key_path, container, names)
-    if entry.part != "optimizer" or path == entry.key_path:
-        return entry
-    return replace(entry, key_path=path, name=Fqn(join_path(path[len(container) :])))
-
-
-def rename_path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPath:
-    """Returns a path with the number of a parameter replaced by its name."""
-    at = len(container) + 1
-    if path[:at] != (*container, _STATE) or len(path) == at:
-        return path
-    number = path[at]
-    name = names.get(number) if isinstance(number, int) else None
-    return path if name is None else (*path[:at], name, *path[at + 1 :])
-
-
-def rename_values(
-    values: Mapping[KeyPath, Any], container: KeyPath, names: Mapping[int, Fqn]
-) -> dict[KeyPath, Any]:
-    """Returns values with the numbers of parameters replaced by their names, in groups too."""
-    if not names:
-        return dict(values)
-    start = (*container, _GROUPS)
-    renamed: dict[KeyPath, Any] = {}
-    for path, value in values.items():
-        is_group = path[: len(start)] == start and len(path) == len(start) + 2
-        if is_group and path[-1] == _NAMES:
-            continue
-        if is_group and path[-1] == _MEMBERS:
-            renamed[path] = [names.get(number, number) for number in _list_of(int, value)]
-        else:
-            renamed[rename_path(path, container, names)] = value
-    return renamed
-
-
-OPTIMIZER: KeyPath = ("optimizer",)
-_NUMBERED_STATE: KeyPath = (*OPTIMIZER, "state")
-_STATE_PATH = len(_NUMBERED_STATE) + 1
-
-
-def find_state_names(
-    tensors: Mapping[KeyPath, AssembledTensor], values: Mapping[KeyPath, Any]
-) -> tuple[dict[int, Fqn], bool]:
-    """Returns the names of numbered parameters, if they can be proven.
-
-    Args:
-        tensors: The tensors of model and optimizer.
-        values: Their values that are not tensors.
-
-    Returns:
-        The names by number, empty if there is doubt, and whether they follow from the order.
-    """
-    numbers = [
-        path[2] for path in tensors if path[:2] == _NUMBERED_STATE and len(path) >= _STATE_PATH
-    ]
-    if not numbers or not all(isinstance(number, int) for number in numbers):
-        return {}, False
-    groups = _find_groups(values, OPTIMIZER)
-    names = _read_names(groups)
-    if names:
-        return names, False
-    names = _match_shapes(tensors, [group.get("params") for group in groups.values()])
-    return names, bool(names)
-
-
-def _match_shapes(
-    tensors: Mapping[KeyPath, AssembledTensor], groups: Sequence[object]
-) -> dict[int, Fqn]:
-    """Returns the names of the model's parameters in order, if only one choice of them fits.
-
-    An optimizer may lack frozen parameters. The first and the last choice of parameters with
-    fitting shapes are equal only if there is no other one.
-    """
-    members = groups[0] if len(groups) == 1 else None
-    if not isinstance(members, list) or members != list(range(len(members))):
-        return {}
-    expected: list[Shape | None] = [None] * len(members)  # by states of more than one element
-    for path, tensor in tensors.items():
-        if path[:2] != _NUMBERED_STATE or len(path) <= _STATE_PATH or not tensor.shape:
-            continue
-        number = path[2]
-        if not is_count(number, len(members) - 1) or expected[number] not in {None, tensor.shape}:
+        if entry.shape and expected.setdefault(number, entry.shape) != entry.shape:
             return {}
-        expected[number] = tensor.shape
-    parameters = _parameters(tensors)
-    shapes = [tensors[path].shape for path in parameters]
-    first = _choose_first(expected, shapes)
-    last = _choose_first(expected[::-1], shapes[::-1])
-    if first is None or last is None or first != [len(shapes) - 1 - at for at in reversed(last)]:
-        return {}
-    return dict(enumerate(_without_wrappers([join_path(parameters[at][1:]) for at in first])))
+    seen: set[Shape | None] = set()
+    names: dict[int, Fqn] = {}
+    shapes = [entry.shape for entry in model]
+    for own in members:
+        wanted = [expected.get(number) for number in own]
+        if len(members) > 1 and (None in wanted or not seen.isdisjoint(wanted)):
+            return {}
+        seen.update(wanted)
+        first = _choose_first(wanted, shapes)
+        last = _choose_first(wanted[::-1], shapes[::-1])
+        if first is None or last is None or first != [len(model) - 1 - at for at in last[::-1]]:
+            return {}
+        names.update(zip(own, (model[at].name for at in first), strict=True))
+    return names if expected else {}
 
 
 def _choose_first(expected: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
@@ -271,15 +251,31 @@ def _choose_first(expected: Sequence[Shape | None], shapes: Sequence[Shape]) -> 
     return positions
 
 
-def _parameters(tensors: Mapping[KeyPath, AssembledTensor]) -> list[KeyPath]:
-    """Returns the paths of the model's distributed tensors, tied parameters once."""
-    seen: set[tuple[object, ...]] = set()
-    paths = []
-    for path, tensor in tensors.items():
-        if path[:1] != ("model",) or tensor.is_plain:
-            continue
-        chunks = tuple((s.chunk.record, s.chunk.byte_offset) for s in tensor.stored)
-        if chunks not in seen or not chunks:
-            paths.append(path)
-        seen.add(chunks)
-    return paths
+def _rename(entry: TensorEntry, container: KeyPath, names: Mapping[int, Fqn]) -> TensorEntry:
+    path = _rename_path(entry.key_path, container, names)
+    if entry.part != "optimizer" or path == entry.key_path:
+        return entry
+    return replace(entry, key_path=path, name=Fqn(join_path(path[len(container) :])))
+
+
+def _rename_path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPath:
+    """Returns a path with the number of a parameter replaced by its name."""
+    at = len(container) + 1
+    if path[:at] != (*container, _STATE) or len(path) == at:
+        return path
+    number = _number(path[at])
+    return path if number is None else (*path[:at], names.get(number, number), *path[at + 1 :])
+
+
+def _rename_values(
+    values: Mapping[KeyPath, Any], container: KeyPath, names: Mapping[int, Fqn]
+) -> dict[KeyPath, Any]:
+    """Returns values with the numbers of parameters replaced by their names, in groups too."""
+    renamed: dict[KeyPath, Any] = {}
+    for path, value in values.items():
+        kind = _group_setting(path, container) if names else None
+        if kind == _MEMBERS:
+            renamed[path] = [names.get(number, number) for number in _list_of(int, value)]
+        elif kind != _NAMES:
+            renamed[_rename_path(path, container, names)] = value
+    return renamed

@@ -24,6 +24,7 @@ from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.formats.discovery import is_certain
 from ckptkit.formats.megatron.reader import MegatronReader
+from ckptkit.formats.others.fairseq2 import Fairseq2Reader, find_deep_steps
 from ckptkit.formats.others.meta import MetaReader
 from ckptkit.formats.others.nanotron import NanotronReader, find_deep_folders
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
@@ -55,6 +56,7 @@ READERS: tuple[CheckpointReader, ...] = (
     TorchCheckpointingReader(),
     MegatronReader(),
     MetaReader(),
+    Fairseq2Reader(),
     RankFilesReader(),  # before readers that would take a rank's file for a model
     ForeignReader(),  # its files are kept from the others, which would misread them
     UniversalReader(),  # before ZeRO, whose files of weights it contains
@@ -73,6 +75,7 @@ EXPECTED: Mapping[str, str] = {
     "torchsnapshot": "'.snapshot_metadata'",
     "nanotron": "'checkpoint_metadata.json' beside a folder 'model' with a file per parameter",
     "torch-checkpointing": "'model_0.pt' beside 'model_1.pt', or beside 'metadata.pkl'",
+    "fairseq2": "'pp_00/tp_00/sdp_00.pt'",
     "meta": "'consolidated.00.pth' beside 'params.json'",
     "dcp-hf": "'shard-00001-model-00001-of-00001.safetensors'",
     "rank-files": "'model_world_size_2_rank_0.pt', 'pytorch_model_fsdp_0_rank0.bin' or 'rank_0.pt'",
@@ -243,7 +246,8 @@ def list_paths(source: Source) -> list[str]:
     models that are being pushed, is not among them.
     """
     paths = list(_walk(source, SEARCH_DEPTH))
-    deep = tuple(f"{folder}/" if folder else "" for folder in find_deep_folders(paths))
+    folders = (*find_deep_folders(paths), *find_deep_steps(paths))
+    deep = tuple(f"{folder}/" if folder else "" for folder in folders)
     if not deep:
         return paths
     return sorted({*paths, *(path for path in _walk(source, _DEEPEST) if path.startswith(deep))})

@@ -33,7 +33,8 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _PREDICTING = ("nextn", "mtp")  # keys of layers that predict further tokens
 _MATRIX = 2
 Shapes = Mapping[str, Shape | None]
-_KNOWN = CONVERTED | PREFIXED | UNCONVERTED
+KNOWN_TYPES = CONVERTED | PREFIXED | UNCONVERTED
+"""The model types of the Transformers that the tables were made with."""
 
 
 def find_doubled_prefix(names: Collection[str]) -> str:
@@ -159,7 +160,7 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
     """
     config, names = request.config, list(request.tensors)
     model_type = config.get("model_type")
-    is_known = isinstance(model_type, str) and model_type in _KNOWN
+    is_known = isinstance(model_type, str) and model_type in KNOWN_TYPES
     if not is_known or not names:
         return None
     model = f"the {model_type} model of config.json"

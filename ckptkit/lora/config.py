@@ -175,6 +175,9 @@ _NOT_MODELLED = (
 )
 
 
+_EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's `EMBEDDING_LAYER_NAMES`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
     """The configuration of a LoRA adapter, as `adapter_config.json` holds it.
@@ -230,6 +233,22 @@ class LoraSettings:
     task_type: str | None
     peft_version: str | None
     document: Mapping[str, Any]
+
+    @property
+    def shares_with_tied(self) -> bool:
+        """Whether modules that are tied to the embedding have the update of that, too.
+
+        PEFT looks at the names in the settings, so that GPT-2's `wte` shares nothing.
+
+        Source: peft 0.21, tuners/tuners_utils.py (`_check_tied_modules`), utils/constants.py.
+        """
+        targets = self.target_modules
+        if isinstance(targets, str):
+            is_named = any(match_expression(targets, name) for name in _EMBEDDINGS)
+        else:
+            is_named = any(target.rpartition(".")[2] in _EMBEDDINGS for target in targets or ())
+        is_saved = any(name.rpartition(".")[2] in _EMBEDDINGS for name in self.modules_to_save)
+        return self.ensure_weight_tying and (is_named or is_saved)
 
     @classmethod
     def parse(cls, document: Mapping[str, Any], *, where: str = "") -> LoraSettings:

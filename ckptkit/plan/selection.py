@@ -23,6 +23,7 @@ from ckptkit.plan.load_report import order_of_copy
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
 from ckptkit.plan.weight_kinds import (
     LORA,
+    MERGED_BESIDE,
     explain_lost_adapter,
     find_adapter,
     is_quantized,
@@ -65,6 +66,8 @@ def select_model(
             hint=explain_lost_adapter(index.tensors)
             or "the run saved nothing but other state here; see `ckptkit inspect`",
         )
+    if request.select is None and MERGED_BESIDE in index.run.warnings:
+        trees = plain_trees(index) or trees
     tree = trees[0] if request.select is None else request.select
     averages = dict.fromkeys(entry.tree for entry in index.of_part("average"))
     names = ", ".join(map(repr, [*trees, *averages]))
@@ -145,10 +148,7 @@ def _advise_on_peft(index: TensorIndex) -> str:
         return ""
     if sign.method not in {"", LORA}:
         return f"tensor {sign.name!r} belongs to {sign.title}: choose the model with --select"
-    trees: dict[str, list[str]] = {}
-    for entry in index.of_part("model"):
-        trees.setdefault(entry.tree, []).append(entry.name)
-    plain = [tree for tree, names in trees.items() if find_adapter(names) is None]
+    plain = plain_trees(index)
     if plain and not any(_OF_TRAINER in tree for tree in plain):
         return (
             f"choose the model with --select {plain[0]}; nothing records whether it is the base of"
@@ -159,6 +159,14 @@ def _advise_on_peft(index: TensorIndex) -> str:
         " them, `ckptkit adapter extract` takes the adapter out; --select takes one of the"
         " raw state dicts"
     )
+
+
+def plain_trees(index: TensorIndex) -> list[str]:
+    """Returns the models that are no adapters."""
+    trees: dict[str, list[str]] = {}
+    for entry in index.of_part("model"):
+        trees.setdefault(entry.tree, []).append(entry.name)
+    return [tree for tree, names in trees.items() if find_adapter(names) is None]
 
 
 def refuse_casting_quantized(

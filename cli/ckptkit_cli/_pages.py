@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.consumers.table import CONFIG, LIGHTNING, PLAIN, find_consumer, name_class
+from ckptkit.consumers.table import (
+    CONFIG,
+    LIGHTNING,
+    PLAIN,
+    TRANSFORMERS,
+    find_consumer,
+    name_class,
+)
+from ckptkit.conversion.naming_program import find_transformers_version
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_MANIFEST, BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.distant import estimate_reads
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
+from ckptkit.hub_names.known_models import KNOWN_TYPES
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.storage.places import is_url
@@ -151,6 +161,8 @@ def loading_line(done: Consolidated) -> str:
     of_class = config
     if consumer.names_class != CONFIG:
         of_class = _read_document(done, consumer.names_class) or {}
+    if consumer is TRANSFORMERS and not _has_model(config or {}):
+        consumer = PLAIN
     if is_whole and of_class is not None and not is_random and consumer is not PLAIN:
         name = name_class(consumer, of_class, has_head=_has_head(done.manifest, of_class))
         return consumer.load.format(
@@ -161,6 +173,17 @@ def loading_line(done: Consolidated) -> str:
         return row.load.format(weights=repr(str(folder / weights[0])))
     whole = f"torch.load({str(folder / 'pytorch_model.bin')!r}, weights_only=True)"
     return whole if "pytorch_model.bin" in files else by_ckptkit
+
+
+def _has_model(config: Mapping[str, Any]) -> bool:
+    """Returns whether Transformers has the model of a configuration, or loads its code from it."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        return False
+    installed = find_transformers_version()
+    folder = re.sub(r"\W", "_", kind)
+    is_installed = installed is not None and (installed[1] / "models" / folder).is_dir()
+    return "auto_map" in config or kind in KNOWN_TYPES or is_installed
 
 
 def _read_document(done: Consolidated, name: str) -> dict[str, Any] | None:

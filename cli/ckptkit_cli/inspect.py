@@ -20,6 +20,7 @@ from ckptkit.core.index import Part, Problem
 from ckptkit.core.text import size_text
 from ckptkit.deltas.checks import inspect_delta
 from ckptkit.deltas.form import is_delta
+from ckptkit.formats.others.fairseq2 import UNPROVEN_PARTS
 from ckptkit.name_maps.shipped import describe_map_names
 from ckptkit.options import matches
 from ckptkit.plan.weight_kinds import PEFT, explain_lost_adapter
@@ -219,7 +220,7 @@ _WITHOUT_NAMES = (
 )
 _WITHOUT_CONFIG = (
     f"{SOME_MODEL} is the model that was trained: its id on the Hub, or a folder with its"
-    " config.json, which the checkpoint lacks; without --base, weights alone are written"
+    " config.json, which the checkpoint lacks"
 )
 
 
@@ -231,7 +232,11 @@ def _of_model(inspection: Inspection, path: str, typed: InspectArguments) -> Nex
         return NextStep(command, f"writes the raw state dict, since {escaped(refusal)}")
     words = _base_options(inspection, typed)
     command = _command("consolidate", path, "OUT", *words, typed=typed)
-    return NextStep(command, _WITHOUT_CONFIG if SOME_MODEL in words else "")
+    if SOME_MODEL not in words:
+        return NextStep(command, "")
+    if UNPROVEN_PARTS in inspection.notes:
+        return NextStep(command, f"{_WITHOUT_CONFIG}; its shapes prove that no part is missing")
+    return NextStep(command, f"{_WITHOUT_CONFIG}; without --base, weights alone are written")
 
 
 def _base_options(inspection: Inspection, typed: InspectArguments) -> list[str]:
@@ -315,7 +320,8 @@ def _choice(
     remark = f"or another of the {len(taken)} models: {others}"
     if not others:
         remark = f"the only one of {len(models)} state dicts that can be written as a model"
-    return NextStep(command, f"{remark}; {_WITHOUT_CONFIG}" if SOME_MODEL in words else remark)
+    without = f"; {_WITHOUT_CONFIG}; without --base, weights alone are written"
+    return NextStep(command, f"{remark}{without if SOME_MODEL in words else ''}")
 
 
 def _command(name: str, *words: str, typed: InspectArguments) -> str:

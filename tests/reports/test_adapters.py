@@ -404,11 +404,16 @@ class TestTorchtune:
             shutil.copy(tmp_path / "peft" / name, folder)
         stored = case / "checkpoint" / "epoch_0" / "adapter_0.pt"
         shutil.copy(stored, folder / "adapter_model.pt")
+        (folder / "adapter_model.pt").unlink()
         refused = run_command("consolidate", folder, tmp_path / "out")
         assert "adapter merge" not in refused.stderr
         chosen = re.search(r"--select (\S+);", refused.stderr)
         assert chosen is not None, refused.stderr
-        ckptkit.consolidate(folder, tmp_path / "out", select=chosen[1])
+        ckptkit.consolidate(folder, tmp_path / "chosen", select=chosen[1])
+        assert_same(tensors_of(tmp_path / "chosen"), truth)
+        shutil.copy(stored, folder / "adapter_model.pt")
+        written = run_command("consolidate", folder, tmp_path / "out")
+        assert "has it merged already" in written.stderr
         assert_same(tensors_of(tmp_path / "out"), truth)
         with pytest.raises(RefusedError, match="has it merged already"):
             ckptkit.merge_adapter(folder, tmp_path / "twice", base=folder)

@@ -130,7 +130,8 @@ def _trained(
         (at / "base").mkdir(parents=True)
         save_file(dict(base.state_dict()), at / "base" / "model.safetensors")
     model: Any = get_peft_model(
-        copy.deepcopy(base), LoraConfig(**{"r": 2, "lora_alpha": 5, **options})
+        copy.deepcopy(base),
+        LoraConfig(**{"r": 2, "lora_alpha": 5, **copy.deepcopy(options)}),  # it adds to lists
     )
     torch.manual_seed(5)
     with torch.no_grad():
@@ -294,6 +295,42 @@ def test_tied_embeddings_compute_what_was_trained(case: str, tmp_path: Path) -> 
     torch.testing.assert_close(_logits(loaded), _as_trained(trained), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [lambda: _llama(tied=True), _gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("case", [*TIED, "dora_of_the_embedding", "dora_of_the_head"])
+def test_tied_embeddings_have_pefts_bytes_or_are_refused_where_these_are_wanted(
+    case: str, make: Make, tmp_path: Path
+) -> None:
+    if case in TIED:
+        options = dict(TIED[case][0])
+    else:
+        options = {"target_modules": ["embed_tokens" if "embed" in case else "lm_head"]}
+        options["use_dora"] = True
+    if make is _gpt2:
+        names = {"embed_tokens": "wte", "q_proj": "c_attn", "lm_head": "lm_head"}
+        for key in ("target_modules", "modules_to_save"):
+            options |= {key: [names[name] for name in options[key]]} if key in options else {}
+        if isinstance(options.get("trainable_token_indices"), dict):
+            chosen = options["trainable_token_indices"].items()
+            options["trainable_token_indices"] = {names[n]: rows for n, rows in chosen}
+    trained = _trained(make, {**_LM, **options}, tmp_path)
+    out = tmp_path / "out"
+    of_one = {"embed_tokens", "wte", "lm_head"} & {*options["target_modules"]}
+    if of_one or case == "tokens_of_the_head":
+        with pytest.raises(RefusedError) as caught:
+            ckptkit.merge_adapter(trained.adapter, out, base=trained.base, match_peft=True)
+        assert "without --match-peft" in caught.value.hint
+        ckptkit.merge_adapter(trained.adapter, out, base=trained.base)
+        loaded = AutoModelForCausalLM.from_pretrained(out)
+        torch.testing.assert_close(_logits(loaded), _as_trained(trained), rtol=1e-4, atol=1e-5)
+        return
+    ckptkit.merge_adapter(trained.adapter, out, base=trained.base, match_peft=True)
+    found = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    expected = trained.merged()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
 def test_a_lora_of_a_tied_head_is_added_to_trained_tokens(tmp_path: Path) -> None:
     options, _ = TIED["tokens_and_lora_of_the_head"]
     trained = _trained(lambda: _llama(tied=True), {**_LM, **options}, tmp_path)
@@ -333,11 +370,18 @@ def test_trained_tokens_are_beneath_the_lora_of_another_adapter(
     torch.testing.assert_close(_logits(loaded), _logits(both), rtol=1e-4, atol=1e-5)
 
 
-def test_experts_on_disk_are_merged_with_the_parts_of_fused_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_experts_on_disk_are_merged_with_the_parts_of_fused_ones(
+    dtype: torch.dtype, use_rslora: bool, tmp_path: Path
+) -> None:
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    options = {**_LM, "target_modules": ["q_proj"], "target_parameters": targets}
-    trained = _trained(_qwen3_moe, options, tmp_path)
-    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base)
+    options: dict[str, Any] = {**_LM, "target_modules": ["q_proj"], "target_parameters": targets}
+    options["use_rslora"] = use_rslora
+    trained = _trained(_qwen3_moe, options, tmp_path, dtype=dtype)
+    is_rounded = dtype is not torch.float32
+    out = tmp_path / "out"
+    ckptkit.merge_adapter(trained.adapter, out, base=trained.base, match_peft=is_rounded)
     assert _weights(tmp_path / "out").keys() == _weights(trained.base).keys()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     expected = trained.merged()

@@ -256,19 +256,30 @@ def _numbered(folder: Path, groups: list[list[int]], shapes: list[tuple[int, ...
 FITTING = [(2, 3), (4,), (5,)]
 
 
-def test_numbered_states_get_names_where_every_shape_fits(tmp_path: Path) -> None:
-    found = ckptkit.inspect(_numbered(tmp_path, [[0, 1, 2]], FITTING))
-    names = {line.name for line in found.tensors if line.part == "optimizer"}
-    assert names == {"state.a.weight.exp_avg", "state.n.weight.exp_avg", "state.b.weight.exp_avg"}
+@pytest.mark.parametrize(
+    ("groups", "shapes", "named"),
+    [
+        ([[0, 1, 2]], FITTING, "anb"),
+        ([[0, 1], [2]], FITTING, "anb"),
+        ([[0], [1, 2]], [(5,), (2, 3), (4,)], "ban"),
+        ([[0, 1]], FITTING[1:], "nb"),
+    ],
+)
+def test_numbered_states_get_names_where_every_shape_fits_in_one_way(
+    groups: list[list[int]], shapes: list[tuple[int, ...]], named: str, tmp_path: Path
+) -> None:
+    found = ckptkit.inspect(_numbered(tmp_path, groups, shapes))
+    names = [line.name for line in found.tensors if line.part == "optimizer"]
+    assert sorted(names) == sorted(f"state.{name}.weight.exp_avg" for name in named)
     assert any("numbers its parameters" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
     ("groups", "shapes"),
     [
-        ([[0, 1], [2]], FITTING),
         ([[0, 2, 1]], FITTING),
-        ([[0, 1]], FITTING[:2]),
+        ([[0, 1, 2]], [(4,), (2, 3), (5,)]),
+        ([[0, 1], [2]], [(2, 3), (4,), (4,)]),
         ([[0, 1, 2]], [(3, 2), (4,), (5,)]),
         ([[0, 1, 2]], [(2, 3), (4,), (4,)]),
         ([[0, 1, 2, 3]], [(2, 3), (4,), (4,), (5,)]),

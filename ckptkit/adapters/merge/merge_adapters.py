@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import AdapterSource, MergeRequest
 from ckptkit.options import Resources
+from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE
 from ckptkit.storage.places import PathLike, open_source, open_target
 
 
@@ -243,20 +243,14 @@ def prepare_merge(
         yield PlannedMerge(prepared, layers)
 
 
-_OF_TORCHTUNE = re.compile(r"adapter_(?:model|\d+)\.pt")
-
-
 def _refuse_merged(base: BaseSource, adapters: Sequence[SourceAdapter]) -> None:
-    """Refuses the model that torchtune writes beside an adapter, which has it merged already.
-
-    Source: torchtune 0.6, `FullModelHFCheckpointer.save_checkpoint`, and the LoRA recipes.
-    """
+    """Refuses the model that torchtune writes beside an adapter, which has it merged already."""
     folder = find_folder(base)
     own = (adapter.found.opened.path for adapter in adapters)
     if all(resolve_path(path) != resolve_path(folder) for path in own) or not is_folder(folder):
         return
     with open_source(folder) as source:
-        if any(map(_OF_TORCHTUNE.fullmatch, source.walk(0))):
+        if any(map(ADAPTER_OF_TORCHTUNE.fullmatch, source.walk(0))):
             raise RefusedError(
                 "the model beside the adapter has it merged already: torchtune writes both",
                 where=f"--base {folder}",

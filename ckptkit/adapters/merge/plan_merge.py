@@ -335,11 +335,12 @@ class MergePreparation:
         tying = {
             source.source.position
             for source in self._adapters
-            if source.found.adapter.settings.ensure_weight_tying
+            if source.found.adapter.settings.shares_with_tied
         }
         shared = share_changes(combined, pairs, tying)
         if self._request.match_peft:
             _refuse_lost_in_peft(shared)
+            _refuse_tied_in_peft(combined, shared, pairs)
         return shared
 
     # --- what is written ---
@@ -450,6 +451,27 @@ class MergePreparation:
 def _find_pairs(config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[TiedPair]:
     specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
     return find_tied_pairs(config, specs)
+
+
+def _refuse_tied_in_peft(changes: Changes, shared: Changes, pairs: Sequence[TiedPair]) -> None:
+    """Refuses a LoRA or tokens of one of two tied modules, whose tensor PEFT changes for both.
+
+    Source: peft 0.21, tuners/lora/layer.py (`merge`, which changes the parameter in place) and
+    tuners/tuners_utils.py: with `ensure_weight_tying` both layers have the update, and add it.
+    """
+    for pair in pairs:
+        both = [shared.get(name, ()) for name in (pair.source, pair.target)]
+        rows = [any(isinstance(c, TokenRowsChange) for c in own) for own in both]
+        kinds = (LowRankChange,) if rows[0] == rows[1] else (LowRankChange, TokenRowsChange)
+        for name in (pair.source, pair.target):
+            found = next((c for c in changes.get(name, ()) if isinstance(c, kinds)), None)
+            if found is not None:
+                raise RefusedError(
+                    f"{name!r} is tied, and PEFT's merge_and_unload changes the tensor of both"
+                    " layers, or changes it twice",
+                    where=found.source.where,
+                    hint="merge without --match-peft, which writes what was trained",
+                )
 
 
 def _refuse_lost_in_peft(changes: Changes) -> None:

@@ -17,7 +17,12 @@ from typing import Any
 
 from ckptkit.consumers.table import CONSUMERS
 from ckptkit.conversion.source.named_models import find_model
-from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, open_folder
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    open_checkpoint,
+    open_folder,
+    read_config_in,
+)
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
@@ -32,11 +37,13 @@ from ckptkit.core.text import counted
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.optimizer_names import NUMBERED
+from ckptkit.formats.others.fairseq2 import HINT_AT_PARTS, UNPROVEN_PARTS
 from ckptkit.formats.parsing import read_weight_map
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
+from ckptkit.formats.safetensors.reader import UNPROVEN_WHOLE
 from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.hub_names.known_models import is_made_by_model
 from ckptkit.hub_names.outlines_table import BASE_PREFIXES
@@ -189,9 +196,13 @@ def check_reach(
     Returns:
         Notes for the user where there is no model to compare with.
     """
-    if all(unit.candidate.format != HfShardsReader.name for unit in checkpoint.units):
+    if UNPROVEN_PARTS in checkpoint.index.run.notes:
+        _prove_parts(checkpoint, entries, models)
         return ()
-    notes = [note for note in checkpoint.index.run.notes if note == UNPROVEN]
+    notes = [n for n in checkpoint.index.run.notes if n in {UNPROVEN, UNPROVEN_WHOLE}]
+    is_of_shards = any(unit.candidate.format == HfShardsReader.name for unit in checkpoint.units)
+    if not is_of_shards and not notes:
+        return ()
     for option, folder in models.items():
         shapes = {}
         try:
@@ -229,6 +240,42 @@ def _hint_at_prefix(written: AbstractSet[Fqn], known: AbstractSet[Fqn]) -> str:
                 words = ("--strip-prefix", prefix, "--include", f"{glob.escape(prefix)}*")
                 return f"pass {shlex.join(words)} as well"
     return "name the model that the run was started from"
+
+
+def _prove_parts(
+    checkpoint: OpenedCheckpoint, entries: Sequence[TensorEntry], models: Mapping[str, str | None]
+) -> None:
+    """Refuses tensors that were put together from parts, and whose shapes no model proves."""
+    shapes: dict[str, Shape] = {}
+    for option, folder in models.items():
+        if folder is None:
+            continue
+        try:
+            shapes |= {e.name: e.shape for e in read_entries(folder, option=option)}
+        except InputError:  # a folder with a configuration alone
+            if option != "--base":
+                continue
+            # Late, since it is needed here only.
+            from ckptkit.conversion.naming_program import ask_parameters
+
+            config = read_config_in(folder, option)
+            for parameter in ask_parameters(config, [entry.name for entry in entries]):
+                shapes |= dict.fromkeys(parameter["names"], tuple(parameter["shape"]))
+    for entry in entries:
+        found = shapes.get(entry.name)
+        if found == entry.shape:
+            continue
+        raise IncompleteCheckpointError(
+            f"{entry.name!r} is put together from the parts of ranks to {list(entry.shape)}, and"
+            + (
+                " no other model says that this is its shape"
+                if found is None
+                else f" has {list(found)} in the model to compare with: a part is missing, or each"
+                " rank has the whole of it"
+            ),
+            where=checkpoint.path,
+            hint=HINT_AT_PARTS,
+        )
 
 
 @dataclass(slots=True)

@@ -64,10 +64,10 @@ from ckptkit.formats.registry import (
     list_plug_in_problems,
     recognise,
 )
-from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.formats.zero.reader import drop_older_tags, read_tag
 from ckptkit.plan.coverage import error_of
-from ckptkit.plan.selection import model_trees, propose_trees
+from ckptkit.plan.selection import model_trees, plain_trees, propose_trees
+from ckptkit.plan.weight_kinds import ADAPTER_OF_TORCHTUNE, MERGED_BESIDE
 from ckptkit.runs.run_paths import (
     absent_folder,
     check_closed,
@@ -349,10 +349,17 @@ class _Search:
         index = join_indexes(found.units, [self._index(unit.candidate) for unit in found.units])
         index, chosen, averaged = _choose_average(index, found.select, self._location)
         found = replace(found, select=chosen, notes=(*found.notes, *averaged))
-        index = name_states(index, in_order=index.format == TorchFileReader.name)
+        index = name_states(index, self._source)
         step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=step if index.run.step is None else index.run.step)
+        is_beside = select is None and 0 < len(plain_trees(index)) < len(model_trees(index))
+        if is_beside and any(
+            ADAPTER_OF_TORCHTUNE.fullmatch(posixpath.basename(path))
+            and posixpath.dirname(path) == found.folder
+            for path in self._paths
+        ):
+            run = replace(run, warnings=(*run.warnings, Aside(MERGED_BESIDE)))
         saved = step_folder(found.units[0].candidate.folder)
         run = self._steps.facts(saved, replace(run, writer=writer))
         problems = (*index.problems, *self._steps.problems(saved))

@@ -65,7 +65,12 @@ from ckptkit.formats.dcp.megatron import (
 from ckptkit.formats.dcp.metadata import DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
 from ckptkit.formats.pickle.machine import Global, InertObject
-from ckptkit.formats.pickle.objects import describe_objects, is_object
+from ckptkit.formats.pickle.objects import (
+    describe_objects,
+    find_unread,
+    is_holder,
+    is_object,
+)
 from ckptkit.formats.pickle.pickles import walk_values
 from ckptkit.formats.pickle.torch_values import UnreadTensor, explain_value, parse_values
 from ckptkit.formats.pickle.torch_zip import MAX_TENSOR_PICKLE_BYTES, open_archive
@@ -154,7 +159,7 @@ _OF_RANK = re.compile(r"__\d{1,7}\.metadata")
 _RAW, _TORCH_ZIP = CONTAINERS.index("raw"), CONTAINERS.index("torch_zip")
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
 _MOST_DECOMPRESSED_BYTES = 64 << 20  # of one compressed object
-_MOST_OBJECTS, _MOST_OBJECT_BYTES = 64, 64 << 10  # that are read for a note on them
+_MOST_OBJECTS, _MOST_OBJECT_BYTES = 64, 64 << 10  # whose pickles are read for a note on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,40 +258,84 @@ class DcpReader:
         else:
             paths = [*(entry.key_path for entry in index.tensors.values()), *index.values]
             framework = detect_framework_by_paths(paths)
+        objects = _read_objects(source, index)
+        index, others = _with_parts_in_objects(index, objects, where)
         run = replace(
             index.run,
             step=framework.step,
             writer=", ".join(filter(None, [index.run.writer, framework.name])),
             version=framework.version,
             notes=(*index.run.notes, *framework.notes),
-            warnings=(*framework.warnings, *_describe_objects(source, index)),
+            warnings=(*framework.warnings, *describe_objects(others)),
         )
         return replace(index, run=run, problems=(*index.problems, *framework.problems))
 
 
-def _describe_objects(source: Source, index: TensorIndex) -> tuple[str, ...]:
-    """Returns a note on the objects of other code among the values, of which small ones are read.
+_Objects = dict[KeyPath, InertObject | UnreadTensor | Global]
+
+
+def _read_objects(source: Source, index: TensorIndex) -> _Objects:
+    """Returns the objects of other code and the tensors among the values, of which some are read.
 
     The settings of an optimizer's groups are many, and plain.
     """
-    small = [
+    some = [
         (path, value)
         for path, value in index.values.items()
         if isinstance(value, BlobRef)
-        and value.stop - value.start <= _MOST_OBJECT_BYTES
+        and (not value.is_compressed or value.stop - value.start <= _MOST_OBJECT_BYTES)
         and "param_groups" not in ".".join(map(str, path))
     ]
-    small = sorted(small, key=lambda item: len(item[0]))[:_MOST_OBJECTS]
-    prefetch(source, [FileRange(blob.path, blob.start, blob.stop) for _, blob in small])
-    found: dict[KeyPath, InertObject | Global] = {}
-    for path, blob in small:
+    some = sorted(some, key=lambda item: len(item[0]))[:_MOST_OBJECTS]
+    prefetch(source, [FileRange(blob.path, blob.start, blob.stop) for _, blob in some])
+    found: _Objects = {}
+    for path, blob in some:
         where = f"{posixpath.join(source.location, blob.path)}, object {path!r}"
         with suppress(CkptkitError):  # whoever needs it, and `verify`, report it
             archive = open_archive(*open_blob(source, blob, where=where), where=where)
             value = parse_values(archive.pickle(max_bytes=_MOST_OBJECT_BYTES), where=where)
-            inner = walk_values(value, limit=_MOST_OBJECT_BYTES, where=where)
-            found.update(((*path, *below), part) for below, part in inner if is_object(part))
-    return describe_objects(found)
+            for below, part in walk_values(value, limit=_MOST_OBJECT_BYTES, where=where):
+                unread = find_unread(part)
+                if unread is not None:
+                    found[(*path, *below)] = unread
+                elif is_object(part) or is_holder(part):
+                    found[(*path, *below)] = part
+    return found
+
+
+def _with_parts_in_objects(
+    index: TensorIndex, objects: _Objects, where: str
+) -> tuple[TensorIndex, _Objects]:
+    """Adds tensors that are pickled in objects, such as DTensors in a tuple.
+
+    One rank writes an object, with its own part of each tensor in it: what belongs to a model or
+    an optimizer is a problem there, as it is incomplete.
+
+    Source: torch/distributed/checkpoint/_traverse.py (`traverse_state_dict`), torch 2.13, which
+    goes into dictionaries and lists.
+
+    Returns:
+        The index, and all other objects.
+    """
+    tensors = {path: value for path, value in objects.items() if isinstance(value, UnreadTensor)}
+    if not tensors:
+        return index, objects
+    known = [entry.key_path for entry in index.tensors.values()]
+    found = classify([*known, *tensors], where=where, values=index.values)[len(known) :]
+    entries, problems = dict(index.tensors), []
+    others = dict(objects)
+    for (path, tensor), member in zip(tensors.items(), found, strict=True):
+        if member.part == "other" or tensor.dtype is None:
+            if "DTensor" in tensor.kind:
+                others[path] = replace(tensor, kind=f"one rank's part of {tensor.kind}")
+            continue
+        chunks = ChunkTable.of([], len(tensor.shape))
+        entry = member.entry(path, tensor.dtype, tensor.shape, chunks)
+        entries.setdefault(entry.key, entry)
+        message = f"is in an object, of which one rank wrote its own part: {tensor.error().message}"
+        problems.append(problem_of(entry, UnsupportedError(message, hint=tensor.hint)))
+        del others[path]
+    return replace(index, tensors=entries, problems=(*index.problems, *problems)), others
 
 
 def _with_data_below(folders: Mapping[str, list[str]]) -> dict[str, list[str]]:
@@ -382,7 +431,9 @@ class _Assembly:
                     " while others belong to two tensors",
                     where=self.where,
                 )
-        tensors = list(self.metadata.tensors.values())
+        # Ranks wrote them in an order of their own; paths are in that of the state dict.
+        stored, order = self.metadata.tensors, self.metadata.planner_data or ()
+        tensors = list({key: stored[key] for key in (*order, *stored) if key in stored}.values())
         memberships = classify(
             [self._key_path(t.key) for t in tensors],
             where=self.where,

@@ -60,7 +60,12 @@ def find_unread(value: object) -> UnreadTensor | None:
     return None
 
 
-def find_holders(values: Iterable[object]) -> set[int]:
+def is_holder(value: object, kinds: tuple[type, ...] = _TENSORS) -> TypeGuard[InertObject]:
+    """Returns whether a value is an object, such as a set, that holds tensors."""
+    return isinstance(value, InertObject) and id(value) in find_holders([value], kinds)
+
+
+def find_holders(values: Iterable[object], kinds: tuple[type, ...] = _TENSORS) -> set[int]:
     """Returns which values hold tensors, by their `id`, in time linear in all that they hold."""
     parents: dict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
@@ -71,7 +76,7 @@ def find_holders(values: Iterable[object]) -> set[int]:
             continue
         seen.add(id(value))
         for part in _parts(value):
-            if isinstance(part, _TENSORS):
+            if isinstance(part, kinds):
                 holders.append(id(value))
             elif isinstance(part, _CONTAINERS):
                 parents[id(part)].append(id(value))

@@ -23,7 +23,6 @@ from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,
-    Fqn,
     Key,
     KeyPath,
     Problem,
@@ -33,13 +32,6 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.optimizer_names import (
-    NUMBERED,
-    OPTIMIZER,
-    find_state_names,
-    rename_path,
-    rename_values,
-)
 from ckptkit.formats.parsing import (
     MIXED_SAVES,
     TWO_SAVES,
@@ -48,7 +40,8 @@ from ckptkit.formats.parsing import (
     refuse_mixed_sizes,
     stat_or_missing,
 )
-from ckptkit.formats.pickle.objects import describe_objects, is_object
+from ckptkit.formats.pickle.objects import describe_objects, is_holder, is_object
+from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.ranks.fairscale import find_fairscale_shards
 from ckptkit.formats.ranks.flat import (
     SLICES,
@@ -80,8 +73,14 @@ from ckptkit.formats.ranks.rank_tensors import (
     find_unproven_ranks,
     is_of_optimizer,
 )
-from ckptkit.formats.ranks.sharded_values import ShardedTensorRef
-from ckptkit.formats.trees import classify, detect_framework, join_path
+from ckptkit.formats.ranks.sharded_values import DTensorRef, ShardedTensorRef
+from ckptkit.formats.trees import (
+    EXTRA_STATE,
+    classify,
+    detect_framework,
+    is_name_of_weight,
+    join_path,
+)
 from ckptkit.storage.base import Source
 
 _VERL_CONFIG = "fsdp_config.json"
@@ -95,6 +94,7 @@ _PREFIXES: dict[Kind, KeyPath] = {
 # Every rank computes these from its own data; frameworks save those of rank 0.
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _EXTRA: KeyPath = ("extra_state",)
+_TENSORS = (TensorRef, DTensorRef, ShardedTensorRef)
 _LISTED_NAMES = 3
 _WRITERS = {
     VERL: "verl, one file a rank",
@@ -131,6 +131,16 @@ class RankFilesReader:
             has_prefix = files.writer in {VERL, ACCELERATE} or kind != "model"
             under = prefix if has_prefix else ()
             contents[kind] = [loader.load(file, under) for file in files.of(kind)]
+            if kind == "model" and under and _have_state_dicts(contents[kind]):
+                files = replace(files, writer="")  # a loop's own dictionary under such a name
+                contents[kind] = [
+                    replace(
+                        held,
+                        tensors={path[1:]: value for path, value in held.tensors.items()},
+                        values={path[1:]: value for path, value in held.values.items()},
+                    )
+                    for held in contents[kind]
+                ]
         for of_kind in contents.values():
             check_counters(of_kind)
         shards = find_fairscale_shards(contents["model"], contents["metadata"], where)
@@ -143,6 +153,14 @@ class RankFilesReader:
         if find_flat_parameters(index):
             index = apply_layout_file(index, source, files.folder)
         return index
+
+
+def _have_state_dicts(contents: Sequence[RankContents]) -> bool:
+    """Returns whether files below `model` have state dicts: `{"model": ..., "optimizer": ...}`."""
+    paths = [path[1:] for held in contents for path in held.tensors]
+    paths = [path for path in paths if path and not str(path[0]).endswith(EXTRA_STATE)]
+    is_bare = any(len(path) == 1 and is_name_of_weight(str(path[0])) for path in paths)
+    return not is_bare and any(len(path) > 1 for path in paths)
 
 
 def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> TensorIndex:
@@ -195,7 +213,6 @@ class RankAssembly:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self._slices: dict[KeyPath, tuple[int, int]] = {}
-        self._names: dict[int, Fqn] = {}  # of the parameters that the optimizer numbers
 
     def index(self) -> TensorIndex:
         weights, self._slices = split_off_slices(self._contents["model"])
@@ -220,7 +237,7 @@ class RankAssembly:
             files=tuple(self._records.files),
             records=RecordTable.of(self._records.records),
             tensors=self.entries,
-            values=rename_values(self._values(), OPTIMIZER, self._names),
+            values=self._values(),
             aliases=tuple(frozenset(keys) for keys in identical.values() if len(keys) > 1),
             run=self._facts(world_size),
             problems=tuple(self.problems),
@@ -257,14 +274,10 @@ class RankAssembly:
     def _add(self, tensors: dict[KeyPath, AssembledTensor]) -> None:
         """Adds every tensor, and its problems."""
         drifted: list[str] = []
-        self._names, in_order = find_state_names(tensors, self._values())
-        if in_order:
-            self.notes.append(f"the optimizer {NUMBERED}")
-        named = {rename_path(path, OPTIMIZER, self._names): t for path, t in tensors.items()}
         # Next to tensors that are marked as distributed, plain tensors are equal on all ranks.
         is_marked = not all(tensor.is_plain for tensor in tensors.values())
-        memberships = classify(list(named), where=self._where)
-        for (path, tensor), membership in zip(named.items(), memberships, strict=True):
+        memberships = classify(list(tensors), where=self._where, values=self._values())
+        for (path, tensor), membership in zip(tensors.items(), memberships, strict=True):
             chunks = [stored.chunk for stored in tensor.stored]
             # Every rank has the whole of a plain tensor; that of the first is enough.
             table = ChunkTable.of(chunks[:1] if tensor.is_plain else chunks, len(tensor.shape))
@@ -317,7 +330,9 @@ class RankAssembly:
             version=framework.version,
             mesh=() if largest is None else tuple(zip(names, largest.sizes, strict=True)),
             notes=tuple(self.notes),
-            warnings=describe_objects({p: v for p, v in values.items() if is_object(v)}),
+            warnings=describe_objects(
+                {p: v for p, v in values.items() if is_object(v) or is_holder(v, _TENSORS)}
+            ),
         )
 
 

@@ -5,8 +5,8 @@ Torch writes shards of tensors as safetensors, too. The metadata of such a heade
 not have the shapes of the whole tensors.
 
 Source: https://github.com/huggingface/safetensors, README "Format", and `Metadata::validate` in
-safetensors/src/tensor.rs; torch/distributed/checkpoint/{filesystem,_hf_utils}.py, torch 2.8 to
-2.13.
+safetensors/src/tensor.rs; torch/distributed/checkpoint/{filesystem,_hf_utils}.py and
+hf_storage.py (`HuggingFaceStorageWriter.finish`), torch 2.8 to 2.13.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from ckptkit.core.dtypes import BY_SAFETENSORS, DType
 from ckptkit.core.errors import (
     FormatError,
+    IncompleteCheckpointError,
     InputError,
     LimitError,
     TruncatedFileError,
@@ -50,6 +51,7 @@ from ckptkit.formats.parsing import (
     is_count,
     overflows,
     parse_json,
+    read_index_document,
 )
 from ckptkit.formats.trees import classify
 from ckptkit.lora.pipeline_names import WRITER, is_pipeline_lora, split_names
@@ -60,6 +62,10 @@ _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _KNOWN_VERSIONS = {"1.0"}
 _OFFSETS = "saved_offsets"
+_SAVE_APART = (
+    "save again with `HuggingFaceStorageWriter(path, save_distributed=True)`, which keeps a file"
+    " for each rank; the parts of the others are lost here"
+)
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -135,6 +141,9 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
         raise FormatError(
             f"{size_bytes - expected:,} bytes after byte {expected:,} belong to no tensor",
             where=where,
+            hint=f"several ranks may have written it at once: {_SAVE_APART}"
+            if _INFO in metadata
+            else "",
         )
     return Header(tuple(tensors), metadata)
 
@@ -231,6 +240,38 @@ def read_shard_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
     return offsets_by_name
 
 
+UNPROVEN_WHOLE = (
+    "nothing proves that the tensors are whole: torch.distributed.checkpoint wrote the file, of"
+    " which one rank's parts are left where several ranks saved without `save_distributed=True`;"
+    " put the index that was written with it beside the file, or name the model that was trained"
+    " with --base, to have them compared"
+)
+
+
+def check_size(held_bytes: int, index: Mapping[str, object], *, where: str) -> bool:
+    """Compares tensors that torch.distributed.checkpoint wrote with what its index says of them.
+
+    Args:
+        held_bytes: Of the tensors in all files.
+        index: The metadata of the index.
+        where: The folder, for messages.
+
+    Returns:
+        Whether the index proves that no part is missing.
+    """
+    total = index.get("total_size")
+    if not is_count(total):
+        return False
+    if held_bytes < total:
+        raise IncompleteCheckpointError(
+            f"the files hold {held_bytes:,} bytes of tensors against {total:,} by the index:"
+            " several ranks wrote the same file, and the parts of one are left",
+            where=where,
+            hint=_SAVE_APART,
+        )
+    return held_bytes == total
+
+
 def check_whole(header: Header, *, where: str) -> None:
     """Refuses a file of shards that would be read as whole tensors.
 
@@ -249,7 +290,8 @@ def check_whole(header: Header, *, where: str) -> None:
                 f"holds the shard of tensor {name!r} from {list(offsets)} on, not the whole tensor",
                 where=where,
                 hint="it is the shard of one rank under another name: give the directory that"
-                " holds the shards of all ranks, named as torch named them",
+                " holds the shards of all ranks, named as torch named them; if all ranks wrote"
+                f" this file, {_SAVE_APART}",
             )
 
 
@@ -293,9 +335,15 @@ class SafetensorsReader:
                         f"{posixpath.basename(file.path)!r}",
                         where=where,
                     )
+        indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
+        notes: tuple[str, ...] = ()
+        if any(_INFO in header.metadata for header in headers):
+            held_bytes = sum(t.stop - t.start for header in headers for t in header.tensors)
+            metadata = read_index_document(source, indices[0])[0] if indices else {}
+            if not check_size(held_bytes, metadata, where=where):
+                notes = (UNPROVEN_WHOLE,)
         if weight_map is not None:
             check_weight_map(weight_map, files_by_name, where=where)
-        indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
         rows = [(i, t) for i, header in enumerate(headers) for t in header.tensors]
         is_lora = len(headers) == 1 and is_pipeline_lora(paths[0], headers[0].metadata)
         names = [tensor.name for _, tensor in rows]
@@ -312,7 +360,7 @@ class SafetensorsReader:
                 for header in reversed(headers)
                 for name, text in header.metadata.items()
             },
-            run=RunFacts(writer=WRITER if is_lora else self.name),
+            run=RunFacts(writer=WRITER if is_lora else self.name, notes=notes),
         )
 
 
