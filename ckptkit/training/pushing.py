@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal, NoReturn, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
 
 from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_json
 from ckptkit.core.text import a_kind
@@ -37,6 +37,9 @@ from ckptkit.training.agree.key_values import KeyValueStore
 from ckptkit.training.environment import own_environment
 from ckptkit.training.handle import Push, PushReport, SaveHandle, SaveReport
 from ckptkit.training.run_folders import TrainingRun
+
+if TYPE_CHECKING:
+    from ckptkit.training.settings import Options
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +107,12 @@ class HubSettings:
             "hub_revision": self.revision,
             "hub_include": list(self.include),
         }
+
+
+def without_hub(options: Options) -> Options:
+    """Returns options of a Checkpointer without those of the Hub."""
+    kept = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
+    return cast("Options", kept)
 
 
 def check_hub(given: dict[str, Any]) -> HubSettings | None:

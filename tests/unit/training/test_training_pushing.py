@@ -104,10 +104,10 @@ def test_every_save_is_pushed_once_though_the_process_is_killed_and_steps_are_re
 ) -> None:
     run, saved = tmp_path / "run", state()
     with checkpointer(run, hub_private_repo=True, keep_last=1) as saver:
+        report = saver.save(1, saved).pushed(WAIT)
         command = Path(f"/proc/{processes[0]}/cmdline").read_bytes().decode()
         assert "watch" in command
         assert TOKEN not in command
-        report = saver.save(1, saved).pushed(WAIT)
         assert report is not None
         assert (report.tag, report.path.name) == ("step-1", "checkpoint-1")
         os.kill(processes[0], signal.SIGKILL)
