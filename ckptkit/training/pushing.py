@@ -30,7 +30,7 @@ from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_j
 from ckptkit.core.text import a_kind
 from ckptkit.core.threads import weak_callback
 from ckptkit.runs.marks import is_step_folder
-from ckptkit.runs.push_journal import WATCH_FOLDER, read_status
+from ckptkit.runs.push_journal import WATCH_FOLDER, WatchStatus, read_status, write_status
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.key_values import KeyValueStore
@@ -355,7 +355,9 @@ class Pushing:
         self._pushes: dict[int, list[Push]] = {}  # expected, by step
         self._waiting: dict[int, Path | Place | None] = {}  # with their directories, if known
         # What an earlier job has left, until the process has looked at it.
-        self._earlier = set(read_status(self._state).waiting)
+        left = read_status(self._state)
+        self._earlier = {*left.waiting, *left.failed}
+        self._seen: set[int] = set()  # by the process
         self._last: int | None = None
         # What failed for good, with the pushes of the step; None for what failed before any step.
         self._failed: dict[int | None, tuple[CkptkitError, list[Push]]] = {}
@@ -429,7 +431,24 @@ class Pushing:
         self._publish()
         if self._reader is not None:
             self._reader.join(_NEAR_END_SECONDS)
+        self._note_unseen()
         self._told().log(self._settings.repo_id)
+
+    def _note_unseen(self) -> None:
+        """Has `ckptkit ls` show steps that the process has not come to, or died before."""
+        known = read_status(self._state)
+        told = {*self._seen, *known.waiting, *known.failed}
+        with self._lock:
+            due = [step for step in self._due() if step not in told]
+            ended = {
+                step: str(error) for step, (error, _) in self._failed.items() if step is not None
+            }
+        failed = {step: why for step, why in ended.items() if step not in told}
+        if due or failed:
+            waiting = tuple(sorted({*known.waiting, *due}))
+            repo_id = known.repo_id or self._settings.repo_id
+            failed |= known.failed
+            write_status(self._state, WatchStatus(repo_id, waiting, failed, known.problem))
 
     def finish(self) -> bool:
         """Waits for the process at the end of the program, as long as the user wants to.
@@ -601,6 +620,7 @@ class Pushing:
         match event["event"]:
             case "seen":  # it may be of an earlier job
                 with self._lock:
+                    self._seen.add(int(event["step"]))
                     self._waiting.setdefault(int(event["step"]), None)
             case "pushed":
                 with self._lock:
@@ -631,6 +651,7 @@ class Pushing:
         with self._lock:
             place = self._waiting.pop(step, None)
             self._earlier.discard(step)
+            self._seen.discard(step)
             if self._settings.at_end:
                 self._waiting.clear()  # of all steps, only the last one was to be pushed
             return [(push, place) for push in self._pushes.pop(step, [])]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -55,7 +56,7 @@ def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Ids of the processes that push, in the order in which they are started."""
     found: list[int] = []
     launch = Pushing._launch
@@ -66,7 +67,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(self._process.pid)
 
     monkeypatch.setattr(Pushing, "_launch", launched)
-    return found
+    yield found
+    for process in found:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True)
@@ -182,6 +186,30 @@ def test_a_hub_that_is_down_does_not_hold_the_close_up_and_the_command_pushes_th
 
 
 @pytest.mark.slow
+def test_the_next_start_spares_what_an_earlier_one_has_not_pushed_and_pushes_it_once(
+    hub: HubServer, tmp_path: Path, processes: list[int]
+) -> None:
+    hub.fail("", [503] * 10_000)
+    run = tmp_path / "run"
+    with checkpointer(run, keep_last=1) as saver:
+        for step in (1, 2):
+            saver.save(step, state()).result(WAIT)
+    os.kill(processes[-1], signal.SIGKILL)
+    wait_for_end(saver)
+    with checkpointer(run, keep_last=1) as saver:  # still away, and this one is killed too
+        saver.save(3, state()).result(WAIT)
+    os.kill(processes[-1], signal.SIGKILL)
+    wait_for_end(saver)
+    assert sorted(path.name[-1] for path in run.glob("checkpoint-*")) == ["1", "2", "3"]
+    hub.clear()
+    with checkpointer(run, keep_last=1) as saver:
+        assert saver.save(4, state()).pushed(WAIT)
+    assert not wait_for_end(saver)
+    assert steps(hub) == ["Step 1", "Step 2", "Step 3", "Step 4"]
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+@pytest.mark.slow
 def test_a_step_that_is_passed_over_is_an_error_of_its_handle_and_of_the_program(
     hub: HubServer, tmp_path: Path
 ) -> None:
@@ -208,6 +236,78 @@ def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path
         saver.save(2, state(), name="kept")
     assert not wait_for_end(saver)
     assert steps(hub) == ["Step 2"]
+
+
+SCRIPT = """
+import sys, time, torch
+from ckptkit.training import Checkpointer
+with Checkpointer(sys.argv[1], push_to_hub="org/trained") as saver:
+    saver.save(1, {"model": torch.nn.Linear(4, 3)}).result()
+print("saved", flush=True)
+time.sleep(float(sys.argv[2]))
+raise SystemExit(0)
+"""
+
+
+def wait_until_pushed(hub: HubServer) -> None:
+    until = time.monotonic() + WAIT
+    while not hub.has(REPO) or steps(hub) != ["Step 1"]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def be_slow(hub: HubServer) -> None:
+    """From the first request on, nothing is answered for some seconds."""
+    until: list[float] = []
+
+    def wait() -> None:
+        until.append(time.monotonic() + 8)
+        time.sleep(max(0.0, until[0] - time.monotonic()))
+
+    hub.before.append((re.compile(""), wait))
+
+
+@pytest.mark.slow
+def test_a_pipe_ends_with_the_program_and_a_signal_to_the_job_ends_no_push(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    be_slow(hub)
+    script = shlex.join([sys.executable, "-c", SCRIPT, str(tmp_path / "piped"), "0"])
+    words = ["sh", "-c", f"{script} | cat"]
+    done = subprocess.run(words, capture_output=True, check=True, timeout=WAIT)
+    assert done.stdout == b"saved\n"
+    assert not hub.has(REPO)
+    wait_until_pushed(hub)
+    hub.clear()
+    be_slow(hub)
+    words = [sys.executable, "-c", SCRIPT, str(tmp_path / "killed"), "600"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"saved\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(WAIT) == -signal.SIGTERM
+    assert not hub.has(REPO)
+    wait_until_pushed(hub)
+
+
+@pytest.mark.slow
+def test_a_program_whose_push_failed_ends_with_a_status_unless_it_fails_by_itself(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "Bb2" * 12)
+
+    def status(end: str, name: str, more: str = "hub_timeout_seconds=60") -> int:
+        script = SCRIPT.replace('"org/trained"', f'"org/trained", {more}')
+        script = script.replace("raise SystemExit(0)", end)
+        words = [sys.executable, "-c", script, str(tmp_path / name), "0"]
+        return subprocess.run(words, check=False, timeout=WAIT).returncode
+
+    assert status("raise SystemExit(0)", "raised") == 7
+    assert status("sys.exit()", "ended") == 7
+    assert status("sys.exit(3)", "failed") == 3
+    assert status("1 / 0", "raising") == 1
+    assert not hub.has(REPO)
 
 
 @pytest.mark.parametrize(
