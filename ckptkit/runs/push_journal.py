@@ -107,6 +107,8 @@ def read_status(state: Path) -> WatchStatus:
     try:
         with (state / _STATUS).open("rb") as file:
             document = json.loads(file.read(_MOST_BYTES))
+        if document["ckptkit_watch"] != _VERSION:  # it only speeds up and explains
+            return WatchStatus()
         failed = {int(step): str(why) for step, why in document["failed"].items()}
         waiting = tuple(int(step) for step in document["waiting"])
         return WatchStatus(str(document["repo_id"]), waiting, failed, str(document["problem"]))

@@ -210,4 +210,4 @@ def test_the_final_model_is_pushed_beside_and_its_failure_is_told(
         found = json.loads((ranks.out / f"rank-{rank}.json").read_text())
         assert found["sum"] == 2
         assert found["save_model"] < 30
-    assert "the saved model is not pushed to org/tiny" in ranks.log(0)
+    assert "a model that the Trainer uploads is not pushed to org/tiny" in ranks.log(0)

@@ -284,6 +284,8 @@ def _without_the_hub(trainer: Any, checkpoints: TrainerCheckpoints) -> Iterator[
     upload, limit = getattr(trainer, "push_in_progress", None), trainer.args.save_total_limit
     if upload is not None:
         trainer.push_in_progress = None
+        for job in upload.jobs:
+            job.add_done_callback(partial(_report_upload, trainer.hub_model_id))
     if checkpoints.unpushed:
         trainer.args.save_total_limit = None
     try:
@@ -313,7 +315,8 @@ def _report_upload(repo_id: str, upload: Future[Any]) -> None:
         program_end().has_failed = True
         text = redact_secrets(f"{type(error).__name__}: {error}")
         logger.error(
-            "the saved model is not pushed to %s: %s; `trainer.push_to_hub()` tries again",
+            "a model that the Trainer uploads is not pushed to %s: %s; `trainer.push_to_hub()` tries"
+            " again",
             repo_id,
             text,
         )
