@@ -628,7 +628,13 @@ class Pushing:
                         self._failed.pop(known, None)
                 for push, place in self._end(int(event["step"])):
                     _succeed(event, push, place)
-                logger.info("step %s is at %s", step, event["url"])
+                # Those of earlier jobs are reported again.
+                logger.log(
+                    logging.DEBUG if event["resumed"] else logging.INFO,
+                    "step %s is at %s",
+                    step,
+                    event["url"],
+                )
             case "failed":
                 self._fail(int(event["step"]), error_from_json(event["error"]))
             case "passed":

@@ -291,6 +291,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         retries=retries,
         metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
         needs_steps=not of_training,
+        repeats_pushes=of_training,
     )
     return WatchRequest(
         run=run,

@@ -101,6 +101,8 @@ class WatchSettings:
         metrics: Metrics that a rule needs, by the option that names them. If no step has one, a
             watch that is to end is refused, and any other one warns.
         needs_steps: Whether it is an error if a watch ends without a complete step.
+        repeats_pushes: Whether pushes of earlier watches are reported too: that of an earlier job
+            may have pushed steps of this one.
     """
 
     choice: PushChoice = field(default_factory=PushChoice)
@@ -111,6 +113,7 @@ class WatchSettings:
     settle_seconds: float = 120.0
     metrics: Mapping[str, str] = field(default_factory=dict)
     needs_steps: bool = False
+    repeats_pushes: bool = False
 
 
 class Destination(Protocol):
@@ -186,6 +189,7 @@ class Watch:
         self._built_digest = ""  # the digest of the step whose folder is built
         self._passed_over: set[str] = set()  # digests of steps that a warning has named
         self._has_begun = False
+        self._has_repeated = False
         self._settling_since = 0.0
         self._warned_of_metrics: set[str] = set()
         self._has_pushed = False  # a step since the run was last pruned
@@ -260,6 +264,9 @@ class Watch:
         steps = self._run.look()
         waiting = self._waiting(steps)
         self._announce(steps, waiting)
+        if self._settings.repeats_pushes and not self._has_repeated:
+            self._has_repeated = True
+            self._repeat_pushes(steps)
         if not self._has_begun:
             if not ending:  # reports a wrong token before the first step is committed
                 self._hub.check()
@@ -426,6 +433,20 @@ class Watch:
         self._has_pushed = True
         self._waiting_steps = tuple(one for one in self._waiting_steps if one != push.step)
         self._remove_built()
+        seconds = round(time.monotonic() - began, 3)
+        self._emit_pushed(push, commit, seconds=seconds, resumed=not commit.is_new)
+
+    def _repeat_pushes(self, steps: Sequence[RunStep]) -> None:
+        """Reports what earlier watches have pushed, except for steps that were saved again."""
+        digests = {step.step: step.digest for step in steps}
+        for push in self._journal.pushes.values():
+            if push.state == "pushed" and digests.get(push.step, push.digest) == push.digest:
+                commit = StepCommit(push.commit, push.url, push.size_bytes)
+                self._emit_pushed(push, commit, seconds=0.0, resumed=True)
+
+    def _emit_pushed(
+        self, push: StepPush, commit: StepCommit, *, seconds: float, resumed: bool
+    ) -> None:
         self._emit(
             "pushed",
             push.step,
@@ -434,8 +455,8 @@ class Watch:
             tag=push.tag,
             url=commit.url,
             uploaded_bytes=commit.uploaded_bytes,
-            seconds=round(time.monotonic() - began, 3),
-            resumed=not commit.is_new,
+            seconds=seconds,
+            resumed=resumed,
         )
 
     def _give_up(self, step: RunStep, error: CkptkitError) -> None:

@@ -315,8 +315,8 @@ def _report_upload(repo_id: str, upload: Future[Any]) -> None:
         program_end().has_failed = True
         text = redact_secrets(f"{type(error).__name__}: {error}")
         logger.error(
-            "a model that the Trainer uploads is not pushed to %s: %s; `trainer.push_to_hub()` tries"
-            " again",
+            "a model that the Trainer uploads is not pushed to %s: %s; `trainer.push_to_hub()`"
+            " tries again",
             repo_id,
             text,
         )

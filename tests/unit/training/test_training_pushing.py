@@ -159,6 +159,7 @@ def test_steps_that_can_never_be_pushed_are_retired_as_others_are(
     assert not hub.has(REPO)
 
 
+@pytest.mark.slow
 def test_a_hub_that_is_down_does_not_hold_the_close_up_and_the_command_pushes_the_rest(
     hub: HubServer, tmp_path: Path, processes: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,6 +208,25 @@ def test_the_next_start_spares_what_an_earlier_one_has_not_pushed_and_pushes_it_
     assert not wait_for_end(saver)
     assert steps(hub) == ["Step 1", "Step 2", "Step 3", "Step 4"]
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+@pytest.mark.slow
+def test_a_step_that_the_process_of_the_job_before_pushes_is_known_as_pushed(
+    hub: HubServer, tmp_path: Path, processes: list[int]
+) -> None:
+    hub.fail("", [503] * 10_000)
+    run = tmp_path / "run"
+    with checkpointer(run) as saver:
+        saver.save(1, state()).result(WAIT)
+    with checkpointer(run) as later:
+        handles = [later.save(step, state()) for step in (2, 3)]
+    assert len(processes) == 2  # both are alive
+    hub.clear()
+    reports = [handle.pushed(WAIT) for handle in handles]
+    assert [report and report.tag for report in reports] == ["step-2", "step-3"]
+    assert not wait_for_end(saver)
+    assert not wait_for_end(later)
+    assert steps(hub) == ["Step 1", "Step 2", "Step 3"]
 
 
 @pytest.mark.slow
