@@ -194,6 +194,7 @@ _MOST_TOLD = 1_000
 _LOG_NAME = "log"
 _MOST_RESTARTS = 3  # of a process that dies without an error message
 _KEY = "pushes"  # in the store of the ranks
+_COMES_FURTHER = frozenset({"building", "pushing", "pushed", "retrying"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +362,8 @@ class Pushing:
         self._last: int | None = None
         # What failed for good, with the pushes of the step; None for what failed before any step.
         self._failed: dict[int | None, tuple[CkptkitError, list[Push]]] = {}
+        # What ended the process, until a later one has come further.
+        self._stopped_by: CkptkitError | None = None
         self._restarts = _MOST_RESTARTS
         self._starting = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -486,13 +489,17 @@ class Pushing:
     def _told(self) -> PushState:
         with self._lock:
             alike: dict[str, list[int]] = {}
-            for step, (error, _) in self._failed.items():
+            errors = {step: error for step, (error, _) in self._failed.items()}
+            due = self._due()
+            if self._stopped_by is not None:  # the same will most likely happen again
+                errors |= dict.fromkeys(due, self._stopped_by)
+                due = []
+            for step, error in errors.items():
                 hint = f" ({error.hint})" if error.hint else ""
                 is_of_all = error.where == self._settings.repo_id
                 text = f"{error.message if is_of_all else error}{hint}"
                 alike.setdefault(text, []).extend([] if step is None else [step])
-            due, failed = self._due(), tuple(alike.items())
-            return PushState(self._last, due[-_MOST_TOLD:], failed, self._again)
+            return PushState(self._last, due[-_MOST_TOLD:], tuple(alike.items()), self._again)
 
     def _publish(self) -> None:
         with suppress(CkptkitError, ValueError):  # the ranks may have ended; it may be too long
@@ -505,8 +512,6 @@ class Pushing:
                 self._launch()
 
     def _launch(self) -> None:
-        with self._lock:
-            self._failed.pop(None, None)
         if self._input is not None:
             self._input.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -617,6 +622,10 @@ class Pushing:
     def _handle(self, event: Mapping[str, Any]) -> CkptkitError | None:
         """Handles an event; returns the error that ended the process, if it has one."""
         step = event.get("step")
+        if event["event"] in _COMES_FURTHER:
+            self._stopped_by = None
+            with self._lock:
+                self._failed.pop(None, None)
         match event["event"]:
             case "seen":  # it may be of an earlier job
                 with self._lock:
@@ -624,8 +633,7 @@ class Pushing:
                     self._waiting.setdefault(int(event["step"]), None)
             case "pushed":
                 with self._lock:
-                    for known in (step, None):
-                        self._failed.pop(known, None)
+                    self._failed.pop(step, None)
                 for push, place in self._end(int(event["step"])):
                     _succeed(event, push, place)
                 # Those of earlier jobs are reported again.
@@ -677,6 +685,9 @@ class Pushing:
         with self._lock:
             due = self._due()
             self._earlier.clear()
+            if due:
+                self._failed.pop(None, None)
+        self._stopped_by = error
         for step in due:
             self._fail(step, error)
         if not due:

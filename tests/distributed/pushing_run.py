@@ -2,8 +2,8 @@
 
 Usage: pushing_run.py OUT JSON, by each rank. Each rank writes how its training ended into
 `OUT/rank-N.json`, and its log into `OUT/rank-N.log`. The JSON has arguments of the Trainer;
-`install`, options of `install`; `status`, with which the script ends; and `pushes_model`, whether
-the Trainer itself pushes the final model too.
+`install`, options of `install`; `pause`, seconds before the last step; `status`, with which the
+script ends; and `pushes_model`, whether the Trainer itself pushes the final model too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from ckptkit.integrations.transformers import install
 from tests.distributed.tiny_trainers import trainer
@@ -26,8 +27,18 @@ from tests.distributed.tiny_trainers import trainer
 RANK = os.environ["RANK"]
 
 
+class Pausing(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step_begin(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step == state.max_steps - 1:
+            time.sleep(self.seconds)
+
+
 def train(out: Path, given: dict[str, Any]) -> None:
     options, pushes_model = given.pop("install", {}), given.pop("pushes_model", False)
+    given["callbacks"] = [Pausing(given.pop("pause", 0))]
     made = trainer("fsdp2", out / "run", **{"hub_model_id": "org/tiny", "max_steps": 4} | given)
     made.args.push_to_hub, made.hub_model_id = True, None  # the Hub may be away from the beginning
     install(made, **options)

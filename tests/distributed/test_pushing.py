@@ -152,13 +152,13 @@ def test_where_an_upload_is_slow_the_process_outlives_the_program(
 def test_where_the_token_is_wrong_rank_0_ends_with_a_status_of_its_own(
     hub: HubServer, start: Start
 ) -> None:
-    ranks = start(token="hf_" + "Bb2" * 12, install={"hub_timeout_seconds": 60})
+    ranks = start(token="hf_" + "Bb2" * 12, pause=20)
     assert ranks.statuses() == [7, 0]
     ranks.check_ends()
     assert "ERROR:ckptkit.training.pushing:the program ends with status 7" in ranks.log(0)
     told = "ERROR:ckptkit.training.pushing:step 2, 4 not pushed to org/tiny: the token is wrong"
     assert told in ranks.log(0)
-    assert "step 2, 4 not pushed to org/tiny" in ranks.log(1)
+    assert told in ranks.log(1)
     ranks.run_rest()
     assert titles(hub) == STEPS
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -103,6 +104,7 @@ def steps(hub: HubServer) -> list[str]:
     return [commit.message.split(" (")[0] for commit in hub.repo(REPO).commits]
 
 
+@pytest.mark.slow
 def test_every_save_is_pushed_once_though_the_process_is_killed_and_steps_are_retired(
     hub: HubServer, tmp_path: Path, processes: list[int]
 ) -> None:
@@ -271,20 +273,21 @@ raise SystemExit(0)
 
 def wait_until_pushed(hub: HubServer) -> None:
     until = time.monotonic() + WAIT
-    while not hub.has(REPO) or steps(hub) != ["Step 1"]:
+    while not hub.has(REPO) or list(hub.repo(REPO).tags) != ["step-1"]:
         assert time.monotonic() < until
         time.sleep(0.1)
+    assert steps(hub) == ["Step 1"]
 
 
-def be_slow(hub: HubServer) -> None:
-    """From the first request on, nothing is answered for some seconds."""
-    until: list[float] = []
+def be_slow(hub: HubServer) -> threading.Event:
+    """No request is answered until the event is set."""
+    goes_on = threading.Event()
 
     def wait() -> None:
-        until.append(time.monotonic() + 8)
-        time.sleep(max(0.0, until[0] - time.monotonic()))
+        goes_on.wait(WAIT)
 
     hub.before.append((re.compile(""), wait))
+    return goes_on
 
 
 @pytest.mark.slow
@@ -292,15 +295,16 @@ def test_a_pipe_ends_with_the_program_and_a_signal_to_the_job_ends_no_push(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    be_slow(hub)
+    goes_on = be_slow(hub)
     script = shlex.join([sys.executable, "-c", SCRIPT, str(tmp_path / "piped"), "0"])
     words = ["sh", "-c", f"{script} | cat"]
     done = subprocess.run(words, capture_output=True, check=True, timeout=WAIT)
     assert done.stdout == b"saved\n"
     assert not hub.has(REPO)
+    goes_on.set()
     wait_until_pushed(hub)
     hub.clear()
-    be_slow(hub)
+    goes_on = be_slow(hub)
     words = [sys.executable, "-c", SCRIPT, str(tmp_path / "killed"), "600"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
@@ -308,6 +312,7 @@ def test_a_pipe_ends_with_the_program_and_a_signal_to_the_job_ends_no_push(
         os.killpg(process.pid, signal.SIGTERM)
         assert process.wait(WAIT) == -signal.SIGTERM
     assert not hub.has(REPO)
+    goes_on.set()
     wait_until_pushed(hub)
 
 
