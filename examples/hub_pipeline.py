@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 examples/hub_pipeline.py runs/pushed org/pushed
 
 The token is that of `hf auth login`, or of the variable HF_TOKEN. Training does not wait for the
-pushes. Kill it at any time and run the same command again: it resumes from the newest complete
-step, and pushes the steps that were not pushed yet.
+pushes; the program does at its end, for ten minutes. Kill it at any time and run the same command
+again: it resumes from the newest complete step, and pushes the steps that were not pushed yet.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def train(model: PreTrainedModel, arguments: argparse.Namespace) -> None:
         sidecar={"processing_class": toy.tokenizer()},
         push_to_hub=arguments.repository,
         hub_strategy="every_save",
+        hub_timeout_seconds=600,  # at the end of the program
     ) as checkpointer:
         done = checkpointer.resume(state) or 0
         for step in range(done + 1, arguments.steps + 1):

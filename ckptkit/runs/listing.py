@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
@@ -30,6 +30,7 @@ from ckptkit.runs.run_paths import (
     marker,
     open_run,
     read_pushes,
+    read_watch,
 )
 from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
 from ckptkit.runs.step_manifests import StepManifests, list_files
@@ -43,6 +44,9 @@ from ckptkit.runs.steps import (
 )
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
+
+if TYPE_CHECKING:
+    from ckptkit.runs.push_journal import WatchStatus
 
 _T = TypeVar("_T")
 _SENTINEL = "checkpoint-is-incomplete.txt"  # of the Trainer
@@ -65,6 +69,7 @@ class RunListing(Displayed):
         best: Names of the steps that the Trainer would load as the best.
         tracked: Names of the steps that the tracker of the run names, as Megatron-LM writes it.
         notes: What was ignored, and why.
+        watch: What the last watch has not pushed; None where there was none.
     """
 
     location: str
@@ -73,6 +78,7 @@ class RunListing(Displayed):
     best: frozenset[str] = frozenset()
     tracked: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    watch: WatchStatus | None = None
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "listing.steps, or `step.complete` of one of them")
@@ -101,6 +107,7 @@ class RunListing(Displayed):
             "bytes": self.size_bytes,
             "steps": [step.to_json(now=now) for step in self.steps],
             "notes": list(self.notes),
+            "watch": None if self.watch is None else self.watch.to_json(),
         }
 
 
@@ -135,6 +142,7 @@ class _Listing:
         self._store = store
         self._run = run
         self._pushes = read_pushes(run, state)
+        self._watch = read_watch(run, state)
         paths = list_files(source)
         candidates = recognise(paths)
         tags = (read_tag(source, tracker) for tracker in TRACKERS if tracker in paths)
@@ -171,6 +179,7 @@ class _Listing:
             best=frozenset(self._best_of_trainer(steps)),
             tracked=frozenset(step.name for step in steps if names_step(self._tag, step.name)),
             notes=tuple(f"{name} is a link, which is not followed" for name in links),
+            watch=self._watch,
         )
 
     def _step(self, name: str) -> RunStep:

@@ -3,9 +3,10 @@
 RUN/.ckptkit/watch/lock               locked while a watch pushes the steps of RUN
 RUN/.ckptkit/watch/identity           identifies the run, also against an earlier one at its path
 RUN/.ckptkit/watch/ORG--NAME.json     the journal of one repository
+RUN/.ckptkit/watch/status             what the last watch has not pushed, and why
 
-The journal is written as a whole and renamed, so a reader sees the old or the new one. It only
-saves requests to the Hub: a commit may lack an entry, since a kill may happen between the two.
+The files are written as a whole and renamed, so a reader sees the old or the new one. The journal
+only saves requests to the Hub: a commit may lack an entry, since a kill may happen between the two.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 import socket
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -28,6 +30,7 @@ from ckptkit.storage.locations import MARKS_FOLDER
 
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
 _LOCK = "lock"
+_STATUS = "status"
 _VERSION = 1
 _SUFFIX = ".json"
 _MOST_BYTES = 64 << 20
@@ -66,6 +69,51 @@ class StepPush:
     save_number: int = 0
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     replaces: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchStatus:
+    """What a watch has not pushed, as `ckptkit ls` shows it, and a training that goes on.
+
+    Attributes:
+        repo_id: The repository; empty where nothing was watched.
+        waiting: The steps that are to be pushed.
+        failed: Why steps cannot be pushed, by their numbers.
+        problem: Why those that wait are not pushed now: the error that is retried, or that ended
+            the watch; empty where nothing is in the way.
+    """
+
+    repo_id: str = ""
+    waiting: tuple[int, ...] = ()
+    failed: Mapping[int, str] = field(default_factory=dict)
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the status as plain values."""
+        failed = {str(step): why for step, why in sorted(self.failed.items())}
+        return asdict(self) | {"waiting": list(self.waiting), "failed": failed}
+
+
+def write_status(state: Path, status: WatchStatus) -> None:
+    """Replaces the status of the last watch; a disk that takes none is left alone."""
+    data = json.dumps({"ckptkit_watch": _VERSION} | status.to_json(), indent=1).encode()
+    with suppress(OSError):
+        state.mkdir(parents=True, exist_ok=True)
+        replace_file(state / _STATUS, data, LOCAL_DISK, draft=state / f".{_STATUS}")
+
+
+def read_status(state: Path) -> WatchStatus:
+    """Returns the status of the last watch; an empty one where there is none, or a damaged one."""
+    try:
+        with (state / _STATUS).open("rb") as file:
+            document = json.loads(file.read(_MOST_BYTES))
+        if document["ckptkit_watch"] != _VERSION:  # it only speeds up and explains
+            return WatchStatus()
+        failed = {int(step): str(why) for step, why in document["failed"].items()}
+        waiting = tuple(int(step) for step in document["waiting"])
+        return WatchStatus(str(document["repo_id"]), waiting, failed, str(document["problem"]))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return WatchStatus()
 
 
 class PushJournal:

@@ -48,7 +48,7 @@ from ckptkit.storage.locations import MARKS_FOLDER, WORK_INFIX, is_work_folder
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.runs.push_journal import StepPush
+    from ckptkit.runs.push_journal import StepPush, WatchStatus
     from ckptkit.runs.remote import RemoteRun
 
 _LISTED = 5
@@ -303,11 +303,28 @@ def open_run(run: PathLike) -> RunStore:
 
 def read_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ...]:
     """Returns the pushes that a watch has recorded for a run."""
-    from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals  # late: few runs are pushed
+    from ckptkit.runs.push_journal import read_journals  # late: few runs are pushed
+
+    folder = _watch_folder(run, state)
+    return () if folder is None else read_journals(folder)
+
+
+def read_watch(run: PathLike, state: PathLike | None) -> WatchStatus | None:
+    """Returns what the last watch of a run has not pushed; None where there was none."""
+    from ckptkit.runs.push_journal import read_status
+
+    folder = _watch_folder(run, state)
+    status = None if folder is None else read_status(folder)
+    return status if status is not None and status.repo_id else None
+
+
+def _watch_folder(run: PathLike, state: PathLike | None) -> Path | None:
+    """Returns the folder with the state of a watch; None where it is unknown."""
+    from ckptkit.runs.push_journal import WATCH_FOLDER
 
     if state is not None:
-        return read_journals(Path(state))
-    return () if is_url(run) else read_journals(local_path(run) / WATCH_FOLDER)
+        return Path(state)
+    return None if is_url(run) else local_path(run) / WATCH_FOLDER
 
 
 def find_run(run: PathLike) -> PathLike:

@@ -155,7 +155,8 @@ class Checkpointer:
         self._busy = threading.Lock()
         self._closed = False
         self._pid = os.getpid()
-        # Threads end with the interpreter, which would lose a save under way.
+        # Threads end with the interpreter, which would lose a save under way. It runs before the
+        # handler that waits for pushes, which was registered when the session was opened.
         atexit.register(self._close_at_exit)
 
     @check_names
@@ -370,7 +371,10 @@ class Checkpointer:
 
     @check_names
     def close(self) -> None:
-        """Waits for the last save, and for pushes to the Hub, and ends threads and processes.
+        """Waits for the last save, and ends threads and processes.
+
+        Pushes to the Hub are not waited for: a process goes on with them after the program. What is
+        not pushed by now is logged on all ranks.
 
         After an interruption a further call continues; signal handlers are restored by then.
 

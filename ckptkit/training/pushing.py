@@ -1,12 +1,17 @@
 """Rank 0's end of the process that pushes steps to the Hub: `ckptkit watch` on its own.
 
 A line on its standard input announces a commit, and the end of its input the end of training. It
-reports each step on its standard output, in lines of JSON. What it does not finish, because it is
-killed or has no time, the next one does.
+reports each step on its standard output, in lines of JSON. Training never waits for it: it has a
+session of its own, and outlives the program. What it does not finish, because it is killed or the
+Hub stays away, the next one does.
+
+The other ranks read from the store of the ranks what rank 0 has heard. What failed and was not
+asked for gives rank 0's program an exit status of its own.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -15,23 +20,26 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
 
 from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_json
 from ckptkit.core.text import a_kind
 from ckptkit.core.threads import weak_callback
 from ckptkit.runs.marks import is_step_folder
-from ckptkit.runs.push_journal import WATCH_FOLDER
+from ckptkit.runs.push_journal import WATCH_FOLDER, WatchStatus, read_status, write_status
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import Place
+from ckptkit.training.agree.key_values import KeyValueStore
 from ckptkit.training.environment import own_environment
 from ckptkit.training.handle import Push, PushReport, SaveHandle, SaveReport
 from ckptkit.training.run_folders import TrainingRun
+
+if TYPE_CHECKING:
+    from ckptkit.training.settings import Options
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +70,7 @@ class HubSettings:
         revision: The branch; None for `main`.
         token: Of the Hub; None for that of the environment, or of the last login.
         include: Patterns of files that are pushed with the step itself.
-        timeout_seconds: How long `close` waits for pushes.
+        timeout_seconds: How long the end of the program waits for pushes.
     """
 
     repo_id: str
@@ -71,7 +79,7 @@ class HubSettings:
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
     include: tuple[str, ...] = ()
-    timeout_seconds: float = 3600.0
+    timeout_seconds: float = 0.0
 
     @property
     def at_end(self) -> bool:
@@ -101,6 +109,12 @@ class HubSettings:
         }
 
 
+def without_hub(options: Options) -> Options:
+    """Returns options of a Checkpointer without those of the Hub."""
+    kept = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
+    return cast("Options", kept)
+
+
 def check_hub(given: dict[str, Any]) -> HubSettings | None:
     """Takes the options of the Hub out of those of a Checkpointer.
 
@@ -122,9 +136,9 @@ def check_hub(given: dict[str, Any]) -> HubSettings | None:
     _check_texts(repo_id, options)
     seconds = options.get("hub_timeout_seconds", HubSettings("").timeout_seconds)
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not 0 < seconds < float("inf"):
+    if not is_number or not 0 <= seconds < float("inf"):
         raise UsageError(
-            f"expected a number of seconds above 0, got {seconds!r}", where="hub_timeout_seconds"
+            f"expected a number of seconds, got {seconds!r}", where="hub_timeout_seconds"
         )
     strategy = options.get("hub_strategy", "every_save")
     if strategy not in get_args(HubStrategy):
@@ -174,33 +188,182 @@ def _include(value: object, strategy: HubStrategy) -> tuple[str, ...]:
 _OPTIONS_VARIABLE = "CKPTKIT_STORAGE_OPTIONS"
 _TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105  the name of a variable
 _WORKERS = "2"
-_LEAVE_SECONDS = 10.0
+_NEAR_END_SECONDS = 2.0
 _LISTED = 20
+_MOST_TOLD = 1_000
 _LOG_NAME = "log"
 _MOST_RESTARTS = 3  # of a process that dies without an error message
+_KEY = "pushes"  # in the store of the ranks
+_COMES_FURTHER = frozenset({"building", "pushing", "pushed", "retrying"})
+
+
+@dataclass(frozen=True, slots=True)
+class PushState:
+    """What is known of the pushes of a run, as rank 0 tells the other ranks.
+
+    Attributes:
+        last: The last committed step.
+        waiting: Steps that wait for their push, or are being pushed.
+        failed: What failed for good: an error, and the steps that have it; none if no step waited.
+        again: The command that pushes the rest.
+    """
+
+    last: int | None
+    waiting: Sequence[int]
+    failed: Sequence[tuple[str, Sequence[int]]]
+    again: str
+
+    def log(self, repo_id: str) -> None:
+        """Logs what is not pushed."""
+        for text, steps in self.failed:
+            what = f"{_listed(steps)} not pushed to {repo_id}" if steps else repo_id
+            logger.error(
+                "%s: %s; once that is mended, `%s` pushes the rest", what, text, self.again
+            )
+        if self.waiting:
+            logger.warning(
+                "%s not pushed to %s yet: a process goes on with that after training. Should it be"
+                " killed, the next start of the run pushes the rest, or `%s`",
+                _listed(self.waiting),
+                repo_id,
+                self.again,
+            )
+
+
+def _listed(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - _LISTED:,} more" if len(steps) > _LISTED else ""
+    names = ", ".join(str(step) for step in sorted(steps)[-_LISTED:])
+    return f"step {names}{more}"
+
+
+def _command_for_rest(settings: HubSettings, place: Path | Place, state: Path) -> str:
+    """Returns the command that pushes what the process did not, whether that still runs or not."""
+    command = ["ckptkit", "watch", os.fspath(place), *settings.arguments]
+    command += [] if isinstance(place, Path) else ["--state", str(state)]
+    if isinstance(place, Place) and place.options:
+        command += ["--src-options-from", _OPTIONS_VARIABLE]
+    return shlex.join([*command, "--weights-only", "--once", "--wait-for-lock"])
+
+
+class FollowedPushes:
+    """The pushes of a run from the view of the ranks other than 0."""
+
+    def __init__(self, run: TrainingRun[Any], settings: HubSettings, store: KeyValueStore) -> None:
+        self._settings = settings
+        self._store = store
+        self._last: int | None = None
+        self._again = _command_for_rest(settings, run.place, run.path / WATCH_FOLDER)
+
+    def listen(self, report: SaveReport) -> None:
+        """Records a committed step."""
+        if is_step_folder(os.path.basename(os.fspath(report.path))):  # noqa: PTH119  a URL
+            self._last = report.step
+
+    def close(self) -> None:
+        """Logs what rank 0 has heard so far, without waiting for it."""
+        told = PushState(None, (), (), self._again)
+        with suppress(CkptkitError):
+            told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(asdict(told))))
+        if self._last is not None and told.last != self._last:
+            told = replace(told, waiting=[*told.waiting, self._last])
+        told.log(self._settings.repo_id)
+
+
+_STATUS = HubError.exit_status
+_END = "_ckptkit_program_end"
+
+
+class _ProgramEnd:
+    """Waits for pushes at the end of the program, and gives it an exit status if one has failed.
+
+    It is kept by the module `sys`, which the interpreter clears last: after all handlers of
+    `atexit`, and after the objects of all other modules.
+    """
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._pushings: list[Pushing] = []
+        self._pid = os.getpid()
+        self._status = 0
+        self._is_failing = False  # by the script itself, whose status stays
+        self._streams: tuple[IO[str], ...] = ()
+        self._leave = os._exit
+        self._exit = sys.exit
+        sys.exit = self._note_exit  # nothing else knows the status
+        atexit.register(self._wait)
+
+    def add(self, pushing: Pushing) -> None:
+        self._pushings = [*(one for one in self._pushings if not one.is_settled), pushing]
+
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
+        self._is_failing = status not in {None, 0} if status.__hash__ else True
+        self._exit(status)
+
+    def _wait(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        unheard = [pushing.finish() for pushing in self._pushings]
+        is_failing = self._is_failing or getattr(sys, "last_value", None) is not None
+        if (self.has_failed or any(unheard)) and not is_failing:
+            logger.error("the program ends with status %d, since pushes failed", _STATUS)
+            self._status = _STATUS
+            self._streams = sys.stdout, sys.stderr
+
+    def __del__(self) -> None:
+        # The names of this module are gone by now.
+        if self._status:
+            for stream in self._streams:
+                try:  # noqa: SIM105  `suppress` is gone
+                    stream.flush()
+                except Exception:  # noqa: BLE001, S110  as at the end of any program
+                    pass
+            self._leave(self._status)
+
+
+def program_end() -> _ProgramEnd:
+    """Returns the end of this program; `has_failed` gives it the status of an error of the Hub."""
+    if _END not in vars(sys):
+        vars(sys)[_END] = _ProgramEnd()
+    end: _ProgramEnd = vars(sys)[_END]
+    return end
 
 
 class Pushing:
     """The pushes of a run, by a process that runs as long as the run is open."""
 
-    def __init__(self, run: TrainingRun[Any], settings: HubSettings, retention: Retention) -> None:
+    def __init__(
+        self,
+        run: TrainingRun[Any],
+        settings: HubSettings,
+        retention: Retention,
+        store: KeyValueStore,
+    ) -> None:
         """Starts the process.
 
         Args:
             run: The run.
             settings: The options of the Hub.
             retention: Which steps stay; the process removes those that waited for their push.
+            store: Of the ranks, which are told what happens.
         """
         self._place: Path | Place = run.place
         self._state = run.path / WATCH_FOLDER
         self._settings = settings
         self._retention = retention
+        self._store = store
+        self._again = _command_for_rest(settings, self._place, self._state)
         self._lock = threading.Lock()
         self._pushes: dict[int, list[Push]] = {}  # expected, by step
-        self._committed: dict[int, Path | Place] = {}  # waiting, with their directories
-        self._ended: list[Push] = []  # with an error that the caller may not know
-        self._stray: list[CkptkitError] = []  # errors of pushes that were not expected
-        self._stopped_by: CkptkitError | None = None  # and nothing was pushed since
+        self._waiting: dict[int, Path | Place | None] = {}  # with their directories, if known
+        # What an earlier job has left, until the process has looked at it.
+        left = read_status(self._state)
+        self._earlier = {*left.waiting, *left.failed}
+        self._seen: set[int] = set()  # by the process
+        self._last: int | None = None
+        # What failed for good, with the pushes of the step; None for what failed before any step.
+        self._failed: dict[int | None, tuple[CkptkitError, list[Push]]] = {}
+        # What ended the process, until a later one has come further.
+        self._stopped_by: CkptkitError | None = None
         self._restarts = _MOST_RESTARTS
         self._starting = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
@@ -209,14 +372,19 @@ class Pushing:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=weak_callback(self.leave))
         self._start()
+        program_end().add(self)
 
     @property
     def outstanding(self) -> frozenset[int]:
-        """The steps that are committed and not pushed yet, which must not be retired."""
+        """The steps that wait for their push, which must not be retired."""
         with self._lock:
-            if self._settings.at_end:
-                return frozenset([max(self._committed)]) if self._committed else frozenset()
-            return frozenset(self._committed)
+            return frozenset({*self._due(), *self._earlier})
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to wait for, or to tell."""
+        is_reading = self._reader is not None and self._reader.is_alive()
+        return self._restarts == 0 and not is_reading and not self._failed
 
     def follow(self, handle: SaveHandle, name: str) -> None:
         """Gives the handle of a save its push.
@@ -237,9 +405,10 @@ class Pushing:
         if not is_step_folder(os.path.basename(os.fspath(report.path))):  # noqa: PTH119  a URL
             return
         with self._lock:
-            if not self._settings.at_end and report.step not in self._pushes:
-                return  # it was pushed already
-            self._committed[report.step] = report.path
+            self._last = report.step
+            if self._settings.at_end or report.step in self._pushes:  # else it is pushed already
+                self._waiting[report.step] = report.path
+        self._publish()
         try:
             self._start()
         except HubError as error:
@@ -250,29 +419,60 @@ class Pushing:
                 self._input.send(b"\n", socket.MSG_DONTWAIT)
 
     def close(self) -> None:
-        """Waits until everything is pushed, for a bounded time."""
+        """Ends the input of the process, which pushes the rest and ends; logs what that is.
+
+        It waits for an end that is near, and raises nothing: all ranks go on together.
+        """
         with self._starting:
-            process, self._process = self._process, None
             self._restarts = 0
-        if process is not None:
             if self._input is not None:
                 with suppress(OSError):
                     # Otherwise a forked process, which has a copy, would keep the connection open.
                     self._input.shutdown(socket.SHUT_RDWR)
                 self._input.close()
                 self._input = None
-            self._wait(process)
-            if self._reader is not None:
-                self._reader.join(_LEAVE_SECONDS)
-        unheard = [push.unheard_error for push in self._ended]
-        problems = (*unheard, *self._stray, self._stopped_by)
-        failure = next((error for error in problems if error is not None), None)
-        for push in self._ended:
-            push.heard()
-        self._stray.clear()
-        self._stopped_by = None
-        if failure is not None:
-            raise failure
+        self._publish()
+        if self._reader is not None:
+            self._reader.join(_NEAR_END_SECONDS)
+        self._note_unseen()
+        self._told().log(self._settings.repo_id)
+
+    def _note_unseen(self) -> None:
+        """Has `ckptkit ls` show steps that the process has not come to, or died before."""
+        known = read_status(self._state)
+        told = {*self._seen, *known.waiting, *known.failed}
+        with self._lock:
+            due = [step for step in self._due() if step not in told]
+            ended = {
+                step: str(error) for step, (error, _) in self._failed.items() if step is not None
+            }
+        failed = {step: why for step, why in ended.items() if step not in told}
+        if due or failed:
+            waiting = tuple(sorted({*known.waiting, *due}))
+            repo_id = known.repo_id or self._settings.repo_id
+            failed |= known.failed
+            write_status(self._state, WatchStatus(repo_id, waiting, failed, known.problem))
+
+    def finish(self) -> bool:
+        """Waits for the process at the end of the program, as long as the user wants to.
+
+        Returns:
+            Whether a push failed that nobody has asked for.
+        """
+        seconds, is_late = self._settings.timeout_seconds, False
+        if self._reader is not None and self._reader.is_alive() and seconds:
+            logger.info("waiting for pushes to %s", self._settings.repo_id)
+            self._reader.join(seconds)
+            is_late = self._reader.is_alive()
+            if is_late:
+                text = "%s: not everything was pushed within %g s; `%s` pushes the rest"
+                logger.error(text, self._settings.repo_id, seconds, self._again)
+        if self._process is not None and self._process.returncode is None:
+            self._process.returncode = 0  # it goes on by itself
+        with self._lock:
+            failed = list(self._failed.values())
+        heard = [any(push.unheard_error is None for push in pushes) for _, pushes in failed]
+        return is_late or not all(heard)
 
     def leave(self) -> None:
         """In a forked child: closes its copies of descriptors."""
@@ -280,7 +480,30 @@ class Pushing:
             self._input.close()
         if self._process is not None:
             self._process.returncode = 0  # only the parent can wait for it
-        self._process = self._input = None
+        self._process = self._input = self._reader = None
+
+    def _due(self) -> list[int]:
+        """Returns the steps that wait, among them the last one only where that alone is pushed."""
+        return sorted(self._waiting)[-1:] if self._settings.at_end else sorted(self._waiting)
+
+    def _told(self) -> PushState:
+        with self._lock:
+            alike: dict[str, list[int]] = {}
+            errors = {step: error for step, (error, _) in self._failed.items()}
+            due = self._due()
+            if self._stopped_by is not None:  # the same will most likely happen again
+                errors |= dict.fromkeys(due, self._stopped_by)
+                due = []
+            for step, error in errors.items():
+                hint = f" ({error.hint})" if error.hint else ""
+                is_of_all = error.where == self._settings.repo_id
+                text = f"{error.message if is_of_all else error}{hint}"
+                alike.setdefault(text, []).extend([] if step is None else [step])
+            return PushState(self._last, due[-_MOST_TOLD:], tuple(alike.items()), self._again)
+
+    def _publish(self) -> None:
+        with suppress(CkptkitError, ValueError):  # the ranks may have ended; it may be too long
+            self._store.set(_KEY, json.dumps(asdict(self._told())).encode())
 
     def _start(self) -> None:
         """Starts the process if none runs."""
@@ -343,39 +566,20 @@ class Pushing:
             secret[_OPTIONS_VARIABLE] = json.dumps(dict(self._place.options))
         return own_environment() | secret
 
-    def _wait(self, process: subprocess.Popen[str]) -> None:
-        seconds = self._settings.timeout_seconds
-        if self.outstanding:
-            logger.info("waiting for pushes to %s", self._settings.repo_id)
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            state = [] if isinstance(self._place, Path) else ["--state", str(self._state)]
-            command = ["ckptkit", "watch", os.fspath(self._place)]
-            again = shlex.join([*command, "--push", self._settings.repo_id, *state, "--once"])
-            error = HubError(
-                f"not everything was pushed within {seconds:g} s",
-                where=self._settings.repo_id,
-                hint=f"`{again}` pushes the rest",
-            )
-            self._stopped_by = error
-            self._fail_all(error)
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_LEAVE_SECONDS)
-            process.kill()
-            process.wait()
-
     def _read(self, process: subprocess.Popen[str], stream: IO[str]) -> None:
         """Reads the events of the process until it ends."""
         last: CkptkitError | None = None
+        has_tried_all = False
         with stream:
             for line in stream:
                 try:
-                    last = self._handle(json.loads(line)) or last
+                    event = json.loads(line)
+                    last = self._handle(event) or last
+                    has_tried_all |= "failed" in event and event["event"] == "stopped"
                 except (ValueError, LookupError, TypeError):
                     logger.warning("the process that pushes printed %.200r", line)
-        status = process.wait()
+        # Its status is that of steps that failed, each of which it has reported.
+        status = 0 if process.wait() and has_tried_all else process.returncode
         if last is None and status != 0 and self._restart(status):
             return
         if last is None and status != 0:
@@ -388,17 +592,16 @@ class Pushing:
         if status == 0:
             last = last or self._unpushed_error()
         if last is not None:
-            self._stopped_by = self._stopped_by or last
             self._fail_all(last)
 
     def _unpushed_error(self) -> HubError | None:
         """Returns an error for steps that the process had no reason to push."""
         with self._lock:
-            steps = ", ".join(str(step) for step in sorted(self._committed)[:_LISTED])
-        if not steps:
+            due = self._due()
+        if not due:
             return None
         return HubError(
-            f"not pushed: step {steps}, since a step that was saved later was pushed already",
+            f"not pushed: {_listed(due)}, since a step that was saved later was pushed already",
             where=self._settings.repo_id,
             hint="use a new directory and a new repository for a run that is started over",
         )
@@ -419,12 +622,27 @@ class Pushing:
     def _handle(self, event: Mapping[str, Any]) -> CkptkitError | None:
         """Handles an event; returns the error that ended the process, if it has one."""
         step = event.get("step")
+        if event["event"] in _COMES_FURTHER:
+            self._stopped_by = None
+            with self._lock:
+                self._failed.pop(None, None)
         match event["event"]:
+            case "seen":  # it may be of an earlier job
+                with self._lock:
+                    self._seen.add(int(event["step"]))
+                    self._waiting.setdefault(int(event["step"]), None)
             case "pushed":
-                self._ended = [push for push in self._ended if push.step != step]
-                self._stopped_by = None
-                self._end(int(event["step"]), partial(_succeed, event))
-                logger.info("step %s is at %s", step, event["url"])
+                with self._lock:
+                    self._failed.pop(step, None)
+                for push, place in self._end(int(event["step"])):
+                    _succeed(event, push, place)
+                # Those of earlier jobs are reported again.
+                logger.log(
+                    logging.DEBUG if event["resumed"] else logging.INFO,
+                    "step %s is at %s",
+                    step,
+                    event["url"],
+                )
             case "failed":
                 self._fail(int(event["step"]), error_from_json(event["error"]))
             case "passed":
@@ -441,32 +659,42 @@ class Pushing:
                 return error_from_json(event["error"])
             case _:
                 pass
+        self._publish()
         return None
 
-    def _end(self, step: int, end: Callable[[Push, Path | Place | None], None]) -> bool:
-        """Ends the pushes of a step; returns whether one was expected."""
+    def _end(self, step: int) -> list[tuple[Push, Path | Place | None]]:
+        """Removes a step from those that wait; returns the pushes that were expected."""
         with self._lock:
-            place = self._committed.pop(step, None)
-            if self._settings.at_end and place is not None:
-                self._committed.clear()  # of all steps, only the last one was to be pushed
-            pushes = self._pushes.pop(step, [])
-        for push in pushes:
-            end(push, place)
-        self._ended += [push for push in pushes if push.unheard_error is not None]
-        return bool(pushes)
+            place = self._waiting.pop(step, None)
+            self._earlier.discard(step)
+            self._seen.discard(step)
+            if self._settings.at_end:
+                self._waiting.clear()  # of all steps, only the last one was to be pushed
+            return [(push, place) for push in self._pushes.pop(step, [])]
 
-    def _fail(self, step: int, error: CkptkitError) -> None:
-        logger.error("%s", error)
-        if not self._end(step, lambda push, _: push.fail(error)):
-            self._stray.append(error)
+    def _fail(self, step: int | None, error: CkptkitError) -> None:
+        """Records an error that is final; while it is there, a step is not spared any more."""
+        pushes = [] if step is None else [push for push, _ in self._end(step)]
+        with self._lock:
+            before, known = self._failed.get(step, (None, []))
+            self._failed[step] = error, [*known, *pushes]
+        if str(before) != str(error):  # else it was logged
+            logger.error("%s%s", "" if step is None else f"step {step} is not pushed: ", error)
+        for push in pushes:
+            push.fail(error)
 
     def _fail_all(self, error: CkptkitError) -> None:
         with self._lock:
-            steps = sorted(self._committed)
-        for step in steps:
+            due = self._due()
+            self._earlier.clear()
+            if due:
+                self._failed.pop(None, None)
+        self._stopped_by = error
+        for step in due:
             self._fail(step, error)
-        if not steps:
-            logger.error("%s", error)
+        if not due:
+            self._fail(None, error)
+        self._publish()
 
 
 def _succeed(event: Mapping[str, Any], push: Push, place: Path | Place | None) -> None:

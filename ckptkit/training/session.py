@@ -23,7 +23,7 @@ from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
-from ckptkit.training.pushing import Pushing
+from ckptkit.training.pushing import FollowedPushes, Pushing
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
 from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.writer_process import WriterTimeouts
@@ -161,9 +161,11 @@ class Session:
         self._saved_before = saved_before
         self._count = 0
         self._tries: Counter[int] = Counter()
-        self._pushing: Pushing | None = None
+        self._pushing: Pushing | FollowedPushes | None = None
         if settings.hub is not None and peers.rank == 0:
-            self._pushing = Pushing(run, settings.hub, settings.retention)
+            self._pushing = Pushing(run, settings.hub, settings.retention, peers.store)
+        elif settings.hub is not None:
+            self._pushing = FollowedPushes(run, settings.hub, peers.store)
         self._asked: deque[str] = deque()
 
     def count_from(self, save_number: int) -> None:
@@ -212,14 +214,14 @@ class Session:
     def handle(self, attempt: SaveAttempt) -> SaveHandle:
         """Returns a new handle for an attempt and its push."""
         handle = SaveHandle(attempt.step)
-        if self._pushing is not None:
+        if isinstance(self._pushing, Pushing):
             self._pushing.follow(handle, attempt.step_name)
         return handle
 
     @property
     def unpushed(self) -> frozenset[int]:
         """The steps that wait for their push; they are not retired before."""
-        return frozenset() if self._pushing is None else self._pushing.outstanding
+        return self._pushing.outstanding if isinstance(self._pushing, Pushing) else frozenset()
 
     def listen(self, report: SaveReport) -> None:
         """Has a committed step pushed, and calls the user's listener."""
@@ -306,7 +308,7 @@ class Session:
             return ()
 
     def close(self) -> None:
-        """Ends the committer, unlocks the run for the next job, and waits for pushes."""
+        """Ends the committer, unlocks the run for the next job, and leaves pushes to themselves."""
         self.committer.close()
         if self._peers.rank == 0:
             self._descriptions.close()

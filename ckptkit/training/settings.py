@@ -130,7 +130,7 @@ class Options(TypedDict, total=False):
         push_to_hub: A repository, such as "org/name", to which a process of rank 0 pushes the
             model, or the adapter, of each step.
         hub_strategy: "every_save" (default); "checkpoint" and "all_checkpoints" also push the step
-            itself, as `last-checkpoint` or under its name; "end" pushes only the last step, when
+            itself, as `last-checkpoint` or under its name; "end" pushes only the last step, once
             the Checkpointer is closed.
         hub_private_repo: Whether the repository is private. A new one is private by default; an
             existing one must match.
@@ -138,7 +138,8 @@ class Options(TypedDict, total=False):
         hub_include: Patterns of files to push with the step itself although they are no known part
             of one, such as "notes/*". A file with a secret is never pushed.
         hub_token: By default that of HF_TOKEN or of the last login.
-        hub_timeout_seconds: How long `close` waits for pushes.
+        hub_timeout_seconds: How long the end of the program waits for pushes, on rank 0; 0 by
+            default, since the process that pushes outlives the program.
         listener: Called with a `SaveReport` after each successful save, in the thread that writes;
             the next save waits until it returns.
     """

@@ -180,7 +180,11 @@ _OPTIONS = (
         "End once standard input ends and everything is pushed. A line on it starts a look at RUN.",
     ),
     Option("--at-end", _TIMING, "Push nothing before the end of --until-eof.", hidden=True),
-    Option("--wait-for-lock", _TIMING, "Wait until another watch of RUN has ended.", hidden=True),
+    Option(
+        "--wait-for-lock",
+        _TIMING,
+        "Wait until another watch of RUN has ended, such as that of a training.",
+    ),
     Option(
         "--interval",
         _TIMING,
@@ -280,7 +284,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     versions = _make_versions(values)
     # Training, which starts a watch too, checks metrics and names itself, and may end before its
     # first step.
-    of_training = values["wait_for_lock"]
+    of_training = _is_of_training(values)
     named = {"--best": values["best"], "--keep-best": values["keep_best"]}
     default_seconds = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
@@ -294,6 +298,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         retries=retries,
         metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
         needs_steps=not of_training,
+        repeats_pushes=of_training,
     )
     return WatchRequest(
         run=run,
@@ -308,8 +313,12 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
             **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
         ),
         versions=versions,
-        waits_for_lock=of_training,
+        waits_for_lock=values["wait_for_lock"],
     )
+
+
+def _is_of_training(values: Mapping[str, Any]) -> bool:
+    return bool(values["wait_for_lock"] and values["until_eof"])
 
 
 _OF_THE_HUB = ("private", "revision", "whole_step", "adapter", "adapter_config")
@@ -384,7 +393,7 @@ def _make_output(values: Mapping[str, Any]) -> BuildSettings:
         needs_config=not values["weights_only"],
         resources=Resources.from_options(values),
         state_folder=values["whole_step"] or "",
-        advice=PUSH_OF_TRAINING if values["wait_for_lock"] else WATCH,
+        advice=PUSH_OF_TRAINING if _is_of_training(values) else WATCH,
     )
 
 
@@ -393,7 +402,7 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
 
     A watch without an end keeps the folder that it was given, which may get steps.
     """
-    if values["wait_for_lock"]:
+    if _is_of_training(values):
         return request
     ends = values["once"] or values["until_eof"]
     try:

@@ -158,7 +158,8 @@ def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status
     assert "`ckptkit consolidate STEP OUT --strip-prefix net. --include 'net.*'`" in said
     assert "1 step could not be pushed: 1" in said
     assert not hub.has(REPO)
-    assert main([*words, "--wait-for-lock"]) == 4  # as training starts it, which passes no names
+    of_training = ["--until-eof" if word == "--once" else word for word in words]
+    assert main([*of_training, "--wait-for-lock"]) == 4  # as training starts it, without names
     said = capfd.readouterr().out
     assert "`ckptkit watch RUN --push REPO --names live`" in said
     assert main([*words, "--names", "live"]) == 0

@@ -50,9 +50,12 @@ from ckptkit.runs.push_journal import (
     WATCH_FOLDER,
     PushJournal,
     StepPush,
+    WatchStatus,
     open_journal,
+    read_journals,
     take_watch_lock,
     watch_identity,
+    write_status,
 )
 from ckptkit.runs.run_paths import absent_folder
 from ckptkit.runs.save_order import Retention, unknown_metric
@@ -98,6 +101,8 @@ class WatchSettings:
         metrics: Metrics that a rule needs, by the option that names them. If no step has one, a
             watch that is to end is refused, and any other one warns.
         needs_steps: Whether it is an error if a watch ends without a complete step.
+        repeats_pushes: Whether pushes of earlier watches are reported too: that of an earlier job
+            may have pushed steps of this one.
     """
 
     choice: PushChoice = field(default_factory=PushChoice)
@@ -108,6 +113,7 @@ class WatchSettings:
     settle_seconds: float = 120.0
     metrics: Mapping[str, str] = field(default_factory=dict)
     needs_steps: bool = False
+    repeats_pushes: bool = False
 
 
 class Destination(Protocol):
@@ -183,28 +189,29 @@ class Watch:
         self._built_digest = ""  # the digest of the step whose folder is built
         self._passed_over: set[str] = set()  # digests of steps that a warning has named
         self._has_begun = False
+        self._has_repeated = False
         self._settling_since = 0.0
         self._warned_of_metrics: set[str] = set()
         self._has_pushed = False  # a step since the run was last pruned
+        self._waiting_steps: tuple[int, ...] = ()
+        self._problem = ""  # why they are not pushed now
+        self._status = WatchStatus()
 
     def run(self, pauses: Pauses, progress: Listener) -> None:
         """Watches until the end is requested and no step waits."""
-        failed = 0
+        retries = Retries(self._settings.retries, pauses, self._listener)
         while True:
             ending = pauses.ending  # read first: steps committed before the end are then listed
             try:
                 is_idle = self._advance(progress, ending=ending)
             except CkptkitError as error:
-                failed += 1
-                is_last = ending and failed >= self._settings.retries.attempts
-                if is_last or not is_transient(error):
-                    raise
-                seconds = self._settings.retries.wait_seconds(failed)
-                facts = {"error": error.to_json(), "tries": failed, "seconds": seconds}
-                self._emit("retrying", None, **facts)
-                pauses.wait(seconds)
+                self._problem = _text_of(error)
+                self._note_status()
+                retries.wait_after(error, ending=ending)
                 continue
-            failed = 0
+            retries.failed = 0
+            self._problem = ""
+            self._note_status()
             if is_idle and not ending:
                 pauses.wait(self._settings.poll_seconds)
             elif is_idle and not self._wait_for_unsettled(pauses):
@@ -236,6 +243,15 @@ class Watch:
         pauses.wait(self._settings.poll_seconds)
         return True
 
+    def _note_status(self) -> None:
+        """Writes what is not pushed for others to read, if it has changed."""
+        failed = {step: _text_of(error) for step, error in self.failures.items()}
+        repo_id = self._journal.repo_id
+        status = WatchStatus(repo_id, self._waiting_steps, failed, self._problem)
+        if status != self._status:
+            self._status = status
+            write_status(self._journal.path.parent, status)
+
     def close(self) -> None:
         """Releases the steps that wait, and removes what was built."""
         for digest in list(self._marks):
@@ -245,15 +261,20 @@ class Watch:
 
     def _advance(self, progress: Listener, *, ending: bool) -> bool:
         """Does the next piece of work; returns whether there was none."""
+        steps = self._run.look()
+        waiting = self._waiting(steps)
+        self._announce(steps, waiting)
+        if self._settings.repeats_pushes and not self._has_repeated:
+            self._has_repeated = True
+            self._repeat_pushes(steps)
         if not self._has_begun:
             if not ending:  # reports a wrong token before the first step is committed
                 self._hub.check()
             self._finish_interrupted()
             self._has_begun = True
-        steps = self._run.look()
+            waiting = self._waiting(steps)
+            self._announce(steps, waiting)
         self._check_metrics(steps, ending=ending)
-        waiting = self._waiting(steps)
-        self._announce(steps, waiting)
         self._warn_of_passed_over(steps, waiting)
         if waiting and (ending or not self._settings.at_end):
             self._push(waiting[0], progress)
@@ -309,6 +330,8 @@ class Watch:
 
     def _announce(self, steps: Sequence[RunStep], waiting: Sequence[RunStep]) -> None:
         """Reports steps that wait, and protects them from pruning until they are pushed."""
+        self._waiting_steps = tuple(step.step for step in waiting)
+        self._note_status()
         counts = {"waiting": len(waiting), "newest": max((s.step for s in steps), default=None)}
         for step in waiting:
             if self._announced.get(step.step) != step.digest:
@@ -408,7 +431,22 @@ class Watch:
         done = replace(push, state="pushed", commit=commit.commit, url=commit.url, at=at)
         self._journal.note(replace(done, size_bytes=commit.uploaded_bytes))
         self._has_pushed = True
+        self._waiting_steps = tuple(one for one in self._waiting_steps if one != push.step)
         self._remove_built()
+        seconds = round(time.monotonic() - began, 3)
+        self._emit_pushed(push, commit, seconds=seconds, resumed=not commit.is_new)
+
+    def _repeat_pushes(self, steps: Sequence[RunStep]) -> None:
+        """Reports what earlier watches have pushed, except for steps that were saved again."""
+        digests = {step.step: step.digest for step in steps}
+        for push in self._journal.pushes.values():
+            if push.state == "pushed" and digests.get(push.step, push.digest) == push.digest:
+                commit = StepCommit(push.commit, push.url, push.size_bytes)
+                self._emit_pushed(push, commit, seconds=0.0, resumed=True)
+
+    def _emit_pushed(
+        self, push: StepPush, commit: StepCommit, *, seconds: float, resumed: bool
+    ) -> None:
         self._emit(
             "pushed",
             push.step,
@@ -417,8 +455,8 @@ class Watch:
             tag=push.tag,
             url=commit.url,
             uploaded_bytes=commit.uploaded_bytes,
-            seconds=round(time.monotonic() - began, 3),
-            resumed=not commit.is_new,
+            seconds=seconds,
+            resumed=resumed,
         )
 
     def _give_up(self, step: RunStep, error: CkptkitError) -> None:
@@ -444,6 +482,37 @@ class Watch:
 
     def _emit(self, name: EventName, step: int | None, **facts: Any) -> None:
         self._listener(WatchEvent(name, step, facts))
+
+
+class Retries:
+    """Waits after errors that may pass by themselves, and raises the others.
+
+    Attributes:
+        failed: How many attempts in a row have failed; from the end on they are counted anew.
+    """
+
+    def __init__(self, policy: RetryPolicy, pauses: Pauses, listener: WatchListener) -> None:
+        self.failed = 0
+        self._policy = policy
+        self._pauses = pauses
+        self._listener = listener
+        self._is_ending = False
+
+    def wait_after(self, error: CkptkitError, *, ending: bool) -> None:
+        if ending and not self._is_ending:
+            self._is_ending, self.failed = True, 0
+        self.failed += 1
+        is_last = ending and self.failed >= self._policy.attempts
+        if is_last or not is_transient(error):
+            raise error
+        seconds = self._policy.wait_seconds(self.failed)
+        facts = {"error": error.to_json(), "tries": self.failed, "seconds": seconds}
+        self._listener(WatchEvent("retrying", None, facts))
+        self._pauses.wait(seconds)
+
+
+def _text_of(error: CkptkitError) -> str:
+    return redact_secrets(f"{error} ({error.hint})" if error.hint else str(error))
 
 
 _LOCK_POLL_SECONDS = 1.0
@@ -503,8 +572,7 @@ def run_watch(
         hub = None
         if request.versions is None:
             stack.enter_context(quiet_client())
-            hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
-            hub.resolve_owner()
+            hub = _open_hub(request, state, pauses, listener)
         repo_id = request.repo_id if hub is None else hub.repo_id
         # An identity distinguishes a run from an earlier one at its path. That of a URL does not
         # depend on its spelling; older versions took the spelling.
@@ -529,6 +597,26 @@ def run_watch(
         stack.callback(watch.close)
         watch.run(pauses, progress)
     return watch
+
+
+def _open_hub(request: WatchRequest, state: Path, pauses: Pauses, listener: WatchListener) -> Hub:
+    """Returns the repository with its owner, for whom the Hub may have to be asked."""
+    retries = Retries(request.settings.retries, pauses, listener)
+    while True:
+        ending = pauses.ending
+        try:
+            hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
+            hub.resolve_owner()
+        except CkptkitError as error:
+            pushed = {push.step for push in read_journals(state) if push.state == "pushed"}
+            with suppress(InputError):
+                complete = (step.step for step in WatchedRun(request.run, state).look())
+                waiting = tuple(step for step in complete if step not in pushed)
+                why = _text_of(error)
+                write_status(state, WatchStatus(request.repo_id, waiting, problem=why))
+            retries.wait_after(error, ending=ending)
+        else:
+            return hub
 
 
 def _open_versions(

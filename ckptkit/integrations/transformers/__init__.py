@@ -18,8 +18,10 @@ import glob
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -35,7 +37,7 @@ from transformers.utils import hub
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import OutputError, UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
-from ckptkit.hub.secrets import MAX_SMALL_BYTES, secrets_in
+from ckptkit.hub.secrets import MAX_SMALL_BYTES, redact_secrets, secrets_in
 from ckptkit.integrations.accelerate.deferred_weights import fill_when_prepared, refuse_empty
 from ckptkit.integrations.checkpointers import export_into, is_sharded
 from ckptkit.integrations.patches import saves_whole_models
@@ -48,6 +50,7 @@ from ckptkit.integrations.transformers.checkpoints import (
 from ckptkit.integrations.transformers.pretrained import defer_weights
 from ckptkit.integrations.transformers.trainer_state import agree_on_newest
 from ckptkit.training.handle import SaveHandle
+from ckptkit.training.pushing import program_end
 from ckptkit.training.settings import Options
 
 __all__ = ["TrainerCheckpoints", "defer_weights", "install"]
@@ -252,7 +255,8 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
             self._save_checkpoint(self.model_wrapped, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self._ckptkit.finish()
-        return super()._finalize_training(trial, *args, **kwargs)
+        with _without_the_hub(self, self._ckptkit):
+            return super()._finalize_training(trial, *args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         with filter_uploads():
@@ -268,7 +272,54 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
         if not _write_model(self, self._ckptkit, output_dir):
             super().save_model(output_dir, _internal_call)
         elif self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            _push_model(self, self._ckptkit)
+
+
+@contextmanager
+def _without_the_hub(trainer: Any, checkpoints: TrainerCheckpoints) -> Iterator[None]:
+    """Keeps the Trainer from waiting for its own uploads, and from removing what is not pushed.
+
+    Source: transformers 5.23, `Trainer._finalize_training`.
+    """
+    upload, limit = getattr(trainer, "push_in_progress", None), trainer.args.save_total_limit
+    if upload is not None:
+        trainer.push_in_progress = None
+        for job in upload.jobs:
+            job.add_done_callback(partial(_report_upload, trainer.hub_model_id))
+    if checkpoints.unpushed:
+        trainer.args.save_total_limit = None
+    try:
+        yield
+    finally:
+        trainer.args.save_total_limit = limit
+        if upload is not None:
+            trainer.push_in_progress = upload
+
+
+def _push_model(trainer: Any, checkpoints: TrainerCheckpoints) -> None:
+    """Pushes the model that was saved, in the background; a failure ends rank 0 with a status."""
+    repo_id = hub_options(trainer).get("push_to_hub")
+    if trainer.hub_model_id is None and repo_id is not None:
+        trainer.hub_model_id = repo_id  # instead of a request, while other ranks wait
+    with _without_the_hub(trainer, checkpoints):
+        upload = trainer.push_to_hub(
+            commit_message="Model save", revision=trainer.args.hub_revision, blocking=False
+        )
+    if isinstance(upload, Future):
+        upload.add_done_callback(partial(_report_upload, trainer.hub_model_id))
+
+
+def _report_upload(repo_id: str, upload: Future[Any]) -> None:
+    error = None if upload.cancelled() else upload.exception()
+    if error is not None:
+        program_end().has_failed = True
+        text = redact_secrets(f"{type(error).__name__}: {error}")
+        logger.error(
+            "a model that the Trainer uploads is not pushed to %s: %s; `trainer.push_to_hub()`"
+            " tries again",
+            repo_id,
+            text,
+        )
 
 
 def _write_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | None) -> bool:

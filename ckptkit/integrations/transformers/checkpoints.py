@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ckptkit.integrations.transformers.trainer_state import (
 )
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport
+from ckptkit.training.pushing import without_hub
 from ckptkit.training.run_folders import RunFolder
 from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state import objects as rng
@@ -66,7 +67,7 @@ def hub_options(trainer: Any) -> Options:
     }
 
 
-def check_user_options(options: Options) -> Options:
+def check_user_options(trainer: Any, options: Options) -> Options:
     """Returns the user's options; refuses those that the Trainer's arguments set."""
     taken = sorted(_SET_BY_ARGUMENTS.keys() & options.keys())
     if taken:
@@ -75,7 +76,7 @@ def check_user_options(options: Options) -> Options:
             where="install",
             hint=_SET_BY_ARGUMENTS[taken[0]],
         )
-    check_options(options)
+    check_options({**hub_options(trainer), **options})
     return options
 
 
@@ -153,7 +154,7 @@ class TrainerCheckpoints:
         self.callback = _Callback(self)
         self._trainer: Any = trainer
         self._wait = wait
-        self._options = check_user_options(options)
+        self._options = check_user_options(trainer, options)
         self._checkpointer: Checkpointer | None = None
         self._run = Path()
         self._loaded: tuple[Path, bool] | None = None  # the folder, and whether all was loaded
@@ -191,11 +192,14 @@ class TrainerCheckpoints:
             self._wait = wait
         if options and self._checkpointer is not None:
             raise UsageError("options cannot be changed while the Trainer trains", where="install")
-        self._options = check_user_options({**self._options, **options})
+        self._options = check_user_options(self._trainer, {**self._options, **options})
 
     @contextmanager
     def training(self, run: Path) -> Iterator[None]:
-        """Keeps the run open while the Trainer trains; waits for its saves at the end."""
+        """Keeps the run open while the Trainer trains; waits for its saves at the end.
+
+        Pushes go on by themselves.
+        """
         self._loaded = None
         self._open(run)
         try:
@@ -368,7 +372,7 @@ class TrainerCheckpoints:
             listener = self._options.get("listener")
             options: Options = {
                 **(hub_options(self._trainer) if pushes else {}),
-                **self._options,
+                **(self._options if pushes else without_hub(self._options)),
                 "layout": "trainer",
                 "sidecar": sidecar_of(self._trainer) | dict(self._options.get("sidecar") or {}),
                 "listener": self._on_saved if is_first else listener,
@@ -383,8 +387,9 @@ class TrainerCheckpoints:
         self._handles, self._best, self.is_due = {}, {}, False
         if checkpointer is not None:
             checkpointer.close()
-        if self._spared:  # steps that waited for their push are on the Hub now
-            self._remove_beyond(self._spared.pop())
+        if checkpointer is not None and self._spared:  # some of them may be on the Hub now
+            self._remove_beyond(self._spared.pop(), checkpointer.unpushed)
+        self._spared = []  # what still waits is unknown to a Checkpointer that does not push
 
     def _on_saved(self, report: SaveReport) -> None:
         self._rotate(report.step)
@@ -398,14 +403,21 @@ class TrainerCheckpoints:
         with self._rotating:
             if step not in self._best:
                 return
-            self._remove_beyond(self._best.pop(step))
+            self._remove_beyond(self._best.pop(step), self.unpushed)
 
-    def _remove_beyond(self, best: int | None) -> None:
-        """Removes steps beyond `save_total_limit`, except those that are not pushed yet."""
+    @property
+    def unpushed(self) -> Collection[int]:
+        """The steps that wait for their push, on rank 0; whatever limits say, they stay."""
+        return () if self._checkpointer is None else self._checkpointer.unpushed
+
+    def _remove_beyond(self, best: int | None, waiting: Collection[int]) -> None:
+        """Removes steps beyond `save_total_limit`, except those that wait for their push.
+
+        The first save of a later training removes these.
+        """
         limit = self._trainer.args.save_total_limit
         if limit is None:
             return
-        waiting = self._checkpointer.unpushed if self._checkpointer is not None else ()
         try:
             gone = steps_beyond(RunFolder(self._run).steps(), limit, best)
         except CkptkitError as error:

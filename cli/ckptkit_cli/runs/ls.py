@@ -135,7 +135,11 @@ def listing_page(
             state = "damaged" if found[step.name] else "verified"
         done = [p for p in step.pushes if p.state == "pushed"]
         pushes = [p.repo_id + (f"@{p.tag}" if p.tag else "") for p in done]
-        pushes += [f"{p.repo_id} (begun)" for p in step.pushes if p.state == "pushing"]
+        begun = [p.repo_id for p in step.pushes if p.state == "pushing"]
+        pushes += [f"{repo_id} (begun)" for repo_id in begun]
+        if (watch := listing.watch) is not None and watch.repo_id not in begun:
+            pushes += [f"{watch.repo_id} (waits)"] if step.step in watch.waiting else []
+            pushes += [f"{watch.repo_id} (failed)"] if step.step in watch.failed else []
         rows.append((escaped(step.name), state, *step_facts(step, now), escaped(", ".join(pushes))))
     yield from table(rows, width=output.width, right=RIGHT, elastic=(5, 4, 0))
     for step in listing.steps:
@@ -144,6 +148,8 @@ def listing_page(
             yield from wrapped(escaped(text), width=output.width)
         for problem in first_of(found.get(step.name, []), _LISTED_PROBLEMS):
             yield from wrapped(escaped(f"{step.name} is damaged: {problem}"), width=output.width)
+    for text in _watch_lines(listing):
+        yield from wrapped(escaped(text), width=output.width)
     for note in listing.notes:
         yield from wrapped(escaped(note), width=output.width)
     damaged = sum(map(bool, found.values()))
@@ -152,6 +158,17 @@ def listing_page(
     counts += [f"{damaged:,} damaged"] if damaged else []
     yield f"  {', '.join(counts)}, {size_text(listing.size_bytes)}"
     yield from _resume_lines(output, listing, advice)
+
+
+def _watch_lines(listing: RunListing) -> Iterator[str]:
+    """Yields why steps are not pushed."""
+    watch = listing.watch
+    if watch is None:
+        return
+    for step, why in watch.failed.items():
+        yield f"step {step} cannot be pushed to {watch.repo_id}: {why}"
+    if watch.problem:
+        yield f"not pushed to {watch.repo_id} at the last try: {watch.problem}"
 
 
 def _resume_lines(

@@ -5,9 +5,16 @@ from __future__ import annotations
 import gzip
 import importlib
 import os
+import re
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,13 +23,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
-from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing
+from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing, program_end
 from ckptkit.training.settings import check_options
+from ckptkit_cli._application import make_application
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import SECRETS
@@ -48,7 +57,7 @@ def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Ids of the processes that push, in the order in which they are started."""
     found: list[int] = []
     launch = Pushing._launch
@@ -59,7 +68,16 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(self._process.pid)
 
     monkeypatch.setattr(Pushing, "_launch", launched)
-    return found
+    yield found
+    for process in found:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def this_program_ends_as_it_did() -> Iterator[None]:
+    yield
+    vars(program_end())["_pushings"] = []
 
 
 def state() -> dict[str, Any]:
@@ -68,28 +86,41 @@ def state() -> dict[str, Any]:
 
 
 def checkpointer(run: Path, **options: Any) -> Checkpointer:
-    known: dict[str, Any] = {"push_to_hub": REPO, "hub_timeout_seconds": WAIT}
+    known: dict[str, Any] = {"push_to_hub": REPO}
     return Checkpointer(run, **({"hub_token": TOKEN} | known | options))
+
+
+def wait_for_end(saver: Checkpointer) -> bool:
+    """Waits until the process that pushes has ended; returns whether an error was not heard."""
+    pushing = saver._session._pushing
+    assert isinstance(pushing, Pushing)
+    assert pushing._reader is not None
+    pushing._reader.join(WAIT)
+    assert not pushing._reader.is_alive()
+    return pushing.finish()
 
 
 def steps(hub: HubServer) -> list[str]:
     return [commit.message.split(" (")[0] for commit in hub.repo(REPO).commits]
 
 
+@pytest.mark.slow
 def test_every_save_is_pushed_once_though_the_process_is_killed_and_steps_are_retired(
     hub: HubServer, tmp_path: Path, processes: list[int]
 ) -> None:
     run, saved = tmp_path / "run", state()
     with checkpointer(run, hub_private_repo=True, keep_last=1) as saver:
+        report = saver.save(1, saved).pushed(WAIT)
         command = Path(f"/proc/{processes[0]}/cmdline").read_bytes().decode()
         assert "watch" in command
         assert TOKEN not in command
-        report = saver.save(1, saved).pushed(WAIT)
         assert report is not None
         assert (report.tag, report.path.name) == ("step-1", "checkpoint-1")
         os.kill(processes[0], signal.SIGKILL)
         handles = [saver.save(step, saved) for step in (2, 3, 4)]
         assert [handle.result(WAIT).name for handle in handles][-1] == "checkpoint-4"
+    assert handles[-1].pushed(WAIT) is not None
+    assert not wait_for_end(saver)
     assert steps(hub) == ["Step 1", "Step 2", "Step 3", "Step 4"]
     assert list(hub.repo(REPO).tags) == ["step-1", "step-2", "step-3", "step-4"]
     assert hub.repo(REPO).private
@@ -98,7 +129,7 @@ def test_every_save_is_pushed_once_though_the_process_is_killed_and_steps_are_re
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_is_raised_by_the_handle_and_at_the_close(
+def test_what_goes_wrong_is_raised_by_the_handle_and_told_at_the_close(
     hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = "hf_" + "Bb2" * 12
@@ -107,41 +138,114 @@ def test_what_goes_wrong_is_raised_by_the_handle_and_at_the_close(
     assert handle.result(WAIT).name == "checkpoint-1"
     with pytest.raises(HubError, match="token is wrong or expired"):
         handle.pushed(WAIT)
+    assert not wait_for_end(saver)  # it was heard
     saver.save(2, state())
-    with pytest.raises(HubError, match="token is wrong or expired"):
-        saver.close()
+    saver.close()
+    assert wait_for_end(saver)
+    assert "step 1, 2 not pushed to org/trained: the token is wrong" in caplog.text
+    assert "step 2 is not pushed: org/trained: the token is wrong or expired" in caplog.text
     assert not hub.has(REPO)
     assert wrong not in caplog.text
 
 
-def test_a_hub_that_is_down_holds_the_close_up_no_longer_than_it_may(
-    hub: HubServer, tmp_path: Path, processes: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_steps_that_can_never_be_pushed_are_retired_as_others_are(
+    hub: HubServer, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
-    saver = checkpointer(tmp_path / "run", hub_timeout_seconds=0.5)
-    saver.save(1, state())
-    with pytest.raises(HubError, match=r"not everything was pushed within 0\.5 s") as raised:
-        saver.close()
-    assert "--once` pushes the rest" in raised.value.hint
-    with pytest.raises(ProcessLookupError):
-        os.kill(processes[0], 0)
-    assert not hub.log
+    run = tmp_path / "run"
+    with checkpointer(run, hub_token="hf_" + "Bb2" * 12, keep_last=1) as saver:
+        for step in (1, 2, 3):
+            with pytest.raises(HubError, match="token is wrong or expired"):
+                saver.save(step, state()).pushed(WAIT)
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert not hub.has(REPO)
 
 
 @pytest.mark.slow
-def test_a_step_that_is_passed_over_is_an_error_of_its_handle_and_of_the_close(
+def test_a_hub_that_is_down_does_not_hold_the_close_up_and_the_command_pushes_the_rest(
+    hub: HubServer, tmp_path: Path, processes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.fail("", [503] * 10_000)
+    saver = checkpointer(tmp_path / "run", keep_last=1, hub_strategy="checkpoint")
+    for step in (1, 2):
+        saver.save(step, state()).result(WAIT)
+    began = time.monotonic()
+    saver.close()
+    assert time.monotonic() - began < 5
+    assert "step 1, 2 not pushed to org/trained yet" in caplog.text
+    os.kill(processes[0], 0)  # it goes on
+    told = CliRunner().invoke(make_application(), ["ls", str(tmp_path / "run")]).stdout
+    assert told.count("org/trained (waits)") == 2
+    hub.clear()
+    (command,) = re.findall(r"or `ckptkit (watch [^`]*)`", caplog.text)
+    words = [sys.executable, "-m", "ckptkit_cli", *shlex.split(command)]
+    subprocess.run(words, env=os.environ | {"HF_TOKEN": TOKEN}, check=True, timeout=WAIT)
+    assert steps(hub) == ["Step 1", "Step 2"]
+    assert "last-checkpoint/ckptkit.json" in hub.repo(REPO).files()
+    assert not wait_for_end(saver)
+    told = CliRunner().invoke(make_application(), ["ls", str(tmp_path / "run")]).stdout
+    assert "org/trained@step-2" in told
+    assert "waits" not in told
+
+
+@pytest.mark.slow
+def test_the_next_start_spares_what_an_earlier_one_has_not_pushed_and_pushes_it_once(
+    hub: HubServer, tmp_path: Path, processes: list[int]
+) -> None:
+    hub.fail("", [503] * 10_000)
+    run = tmp_path / "run"
+    with checkpointer(run, keep_last=1) as saver:
+        for step in (1, 2):
+            saver.save(step, state()).result(WAIT)
+    os.kill(processes[-1], signal.SIGKILL)
+    wait_for_end(saver)
+    with checkpointer(run, keep_last=1) as saver:  # still away, and this one is killed too
+        saver.save(3, state()).result(WAIT)
+    os.kill(processes[-1], signal.SIGKILL)
+    wait_for_end(saver)
+    assert sorted(path.name[-1] for path in run.glob("checkpoint-*")) == ["1", "2", "3"]
+    hub.clear()
+    with checkpointer(run, keep_last=1) as saver:
+        assert saver.save(4, state()).pushed(WAIT)
+    assert not wait_for_end(saver)
+    assert steps(hub) == ["Step 1", "Step 2", "Step 3", "Step 4"]
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+@pytest.mark.slow
+def test_a_step_that_the_process_of_the_job_before_pushes_is_known_as_pushed(
+    hub: HubServer, tmp_path: Path, processes: list[int]
+) -> None:
+    hub.fail("", [503] * 10_000)
+    run = tmp_path / "run"
+    with checkpointer(run) as saver:
+        saver.save(1, state()).result(WAIT)
+    with checkpointer(run) as later:
+        handles = [later.save(step, state()) for step in (2, 3)]
+    assert len(processes) == 2  # both are alive
+    hub.clear()
+    reports = [handle.pushed(WAIT) for handle in handles]
+    assert [report and report.tag for report in reports] == ["step-2", "step-3"]
+    assert not wait_for_end(saver)
+    assert not wait_for_end(later)
+    assert steps(hub) == ["Step 1", "Step 2", "Step 3"]
+
+
+@pytest.mark.slow
+def test_a_step_that_is_passed_over_is_an_error_of_its_handle_and_of_the_program(
     hub: HubServer, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     with checkpointer(run) as saver:
-        for step in (1, 2):
-            saver.save(step, state())
+        handles = [saver.save(step, state()) for step in (1, 2)]
+    assert handles[-1].pushed(WAIT)
+    assert not wait_for_end(saver)
     for path in run.glob("checkpoint-*"):
         shutil.rmtree(path)
     saver = checkpointer(run)
     handle = saver.save(1, state())
-    with pytest.raises(HubError, match="not pushed: step 1, since"):
-        saver.close()
+    saver.close()
+    assert wait_for_end(saver)
     with pytest.raises(HubError, match="not pushed: step 1, since"):
         handle.pushed(WAIT)
     assert steps(hub) == ["Step 1", "Step 2"]
@@ -152,7 +256,83 @@ def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path
         for step in (1, 2):
             assert saver.save(step, state()).pushed(WAIT) is None
         saver.save(2, state(), name="kept")
+    assert not wait_for_end(saver)
     assert steps(hub) == ["Step 2"]
+
+
+SCRIPT = """
+import sys, time, torch
+from ckptkit.training import Checkpointer
+with Checkpointer(sys.argv[1], push_to_hub="org/trained") as saver:
+    saver.save(1, {"model": torch.nn.Linear(4, 3)}).result()
+print("saved", flush=True)
+time.sleep(float(sys.argv[2]))
+raise SystemExit(0)
+"""
+
+
+def wait_until_pushed(hub: HubServer) -> None:
+    until = time.monotonic() + WAIT
+    while not hub.has(REPO) or list(hub.repo(REPO).tags) != ["step-1"]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert steps(hub) == ["Step 1"]
+
+
+def be_slow(hub: HubServer) -> threading.Event:
+    """No request is answered until the event is set."""
+    goes_on = threading.Event()
+
+    def wait() -> None:
+        goes_on.wait(WAIT)
+
+    hub.before.append((re.compile(""), wait))
+    return goes_on
+
+
+@pytest.mark.slow
+def test_a_pipe_ends_with_the_program_and_a_signal_to_the_job_ends_no_push(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    goes_on = be_slow(hub)
+    script = shlex.join([sys.executable, "-c", SCRIPT, str(tmp_path / "piped"), "0"])
+    words = ["sh", "-c", f"{script} | cat"]
+    done = subprocess.run(words, capture_output=True, check=True, timeout=WAIT)
+    assert done.stdout == b"saved\n"
+    assert not hub.has(REPO)
+    goes_on.set()
+    wait_until_pushed(hub)
+    hub.clear()
+    goes_on = be_slow(hub)
+    words = [sys.executable, "-c", SCRIPT, str(tmp_path / "killed"), "600"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"saved\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(WAIT) == -signal.SIGTERM
+    assert not hub.has(REPO)
+    goes_on.set()
+    wait_until_pushed(hub)
+
+
+@pytest.mark.slow
+def test_a_program_whose_push_failed_ends_with_a_status_unless_it_fails_by_itself(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "Bb2" * 12)
+
+    def status(end: str, name: str, more: str = "hub_timeout_seconds=60") -> int:
+        script = SCRIPT.replace('"org/trained"', f'"org/trained", {more}')
+        script = script.replace("raise SystemExit(0)", end)
+        words = [sys.executable, "-c", script, str(tmp_path / name), "0"]
+        return subprocess.run(words, check=False, timeout=WAIT).returncode
+
+    assert status("raise SystemExit(0)", "raised") == 7
+    assert status("sys.exit()", "ended") == 7
+    assert status("sys.exit(3)", "failed") == 3
+    assert status("1 / 0", "raising") == 1
+    assert not hub.has(REPO)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +342,7 @@ def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path
         {"push_to_hub": "--once"},
         {"push_to_hub": REPO, "hub_strategy": "often"},
         {"push_to_hub": REPO, "hub_private_repo": "yes"},
-        {"push_to_hub": REPO, "hub_timeout_seconds": 0},
+        {"push_to_hub": REPO, "hub_timeout_seconds": -1},
         {"hub_strategy": "end"},
     ],
 )
@@ -193,7 +373,8 @@ def test_no_secret_that_lies_in_a_step_is_pushed(
     files = {**strangers, "kept.json": b"{}", "asked.log": b"step 1"}
     more = {} if strategy == "every_save" else {"hub_include": ["asked.log"]}
     with checkpointer(tmp_path / "run", hub_strategy=strategy, **more) as saver:
-        saver.save(1, state(), files=files)
+        handle = saver.save(1, state(), files=files)
+    assert handle.pushed(WAIT)
     there = {path: hub.read(REPO, path) for path in hub.repo(REPO).files()}
     assert not [path for path, data in there.items() if secrets_in([data], [TOKEN])]
     folder = {"checkpoint": "last-checkpoint/", "all_checkpoints": "checkpoint-1/"}.get(strategy)
@@ -208,9 +389,15 @@ def test_a_step_with_a_secret_that_is_asked_for_is_not_pushed(
 ) -> None:
     more = {"hub_strategy": "checkpoint", "hub_include": "*.log"}
     saver = checkpointer(tmp_path / "run", **more)
-    saver.save(1, state(), files={"train.log": SECRETS["github classic"].encode()})
+    handle = saver.save(1, state(), files={"train.log": SECRETS["github classic"].encode()})
+    saver.close()
     with pytest.raises(RefusedError, match=r"a GitHub token in last-checkpoint/train\.log"):
-        saver.close()
+        handle.pushed(WAIT)
+    assert not wait_for_end(saver)
+    told = CliRunner().invoke(make_application(), ["ls", str(tmp_path / "run")]).stdout
+    assert "org/trained (failed)" in told
+    assert "step 1 cannot be pushed to org/trained" in told
+    assert "a GitHub token" in told
     assert not hub.has(REPO)
 
 
