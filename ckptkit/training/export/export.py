@@ -43,6 +43,7 @@ from ckptkit.training.export.output_plan import (
     ExportNames,
     ExportRequest,
     ExportView,
+    LiveModel,
     Table,
     adapter_options,
     disk_names,
@@ -72,6 +73,7 @@ from ckptkit.training.export.tensor_writes import (
 from ckptkit.training.handle import ExportHandle, ExportReport, SaveHandle
 from ckptkit.training.save.saver import OURS
 from ckptkit.training.state.collect import BoundState
+from ckptkit.training.step_names import model_class
 
 logger = logging.getLogger(__name__)
 _RANGES = "ranges"
@@ -87,6 +89,7 @@ class _Written:
     """What this rank wrote."""
 
     plan: Plan
+    live: LiveModel
     is_adapter: bool
     answer: Mapping[str, Any]
 
@@ -196,7 +199,8 @@ class ExportAttempt:
         by_ranges: bool,
     ) -> _Written:
         exported = view_model(bound)
-        plan, names = self._plan(exported, bound, side_files(bound, sidecar))
+        plan, live = self._plan(exported, bound, side_files(bound, sidecar))
+        names = live.names
         parts = [
             BoxWrite(place, exported.table[source].dtype, box, local)
             for name, place in places_of(plan).items()
@@ -220,17 +224,18 @@ class ExportAttempt:
         target.finish(mark_of(self._peers.rank))
         size = sum(part.size_bytes for part in parts)
         answer = answer_of(plan, shares, size, out=str(self._request.out), rows=rows)
-        return _Written(plan, exported.is_adapter, answer)
+        return _Written(plan, live, exported.is_adapter, answer)
 
     def _plan(
         self, exported: ExportView, bound: BoundState, side: Mapping[str, bytes]
-    ) -> tuple[Plan, ExportNames]:
+    ) -> tuple[Plan, LiveModel]:
         table, options = self._whole(exported), self._request.options
+        modules, names = parts_of_model(bound), ExportNames(None)
+        own = model_class(modules[0])
         if exported.is_adapter:
-            return plan_adapter(table, side, options), ExportNames(None)
-        names = ExportNames(None)
+            return plan_adapter(table, side, options), LiveModel(own, table, names)
         if options.names != "live":
-            names = disk_names(parts_of_model(bound), table, parse_config(side))
+            names = disk_names(modules, table, parse_config(side))
         self._request = replace(self._request, versions=names.versions)
 
         def is_tied(name: Fqn, other: Fqn) -> bool:
@@ -239,11 +244,11 @@ class ExportAttempt:
                 return True
             return bool(self._agree(same is not False, all))
 
-        kept, where = kept_of(parts_of_model(bound)), str(self._request.out)
+        kept, where = kept_of(modules), str(self._request.out)
         plan = plan_model(table, side, options, is_tied, names, kept, where=where)
         for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
             logger.warning("%s: %s", self._request.out, note)
-        return plan, names
+        return plan, LiveModel(own, table, names)
 
     def _whole(self, exported: ExportView) -> Table:
         """Returns the tensors of the whole model, which ranks of a pipeline have to exchange."""
@@ -263,7 +268,7 @@ class ExportAttempt:
 
         def decide(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             if not written.is_adapter:
-                compare_with_model(written.plan, self._request)
+                compare_with_model(written.plan, self._request, written.live)
             patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
             committed = commit(
                 target,

@@ -156,6 +156,21 @@ class ExportNames:
                     yield _moved(shared, place, window), _taken(local, box, shared, window)
 
 
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """What is known of a live model without keeping it.
+
+    Attributes:
+        model_class: Its class.
+        table: The tensors of the whole model.
+        names: Their names on disk.
+    """
+
+    model_class: type
+    table: Table
+    names: ExportNames
+
+
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
     """Determines the names of a model's tensors on disk.
 
