@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, KeyPath, Shape
+from ckptkit.formats.discovery import parse_step
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.lora.dialects import AdapterNames, holds_adapters
@@ -34,6 +36,16 @@ _PARALLEL = (DistributedDataParallel, DataParallel)
 _RUNNERS = (*_PARALLEL, FullyShardedDataParallel)
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED})
 """The names under which FSDP1, activation checkpointing and `torch.compile` keep a module."""
+
+
+def name_save(step: int, folder: object) -> str:
+    """Returns what messages call a save: its step, unless that was counted for a folder's sake.
+
+    >>> name_save(5, "run/checkpoint-5"), name_save(0, "run/final")
+    ('step 5', "'final'")
+    """
+    path = str(folder)
+    return f"step {step}" if parse_step(path) == step else repr(PurePath(path).name)
 
 
 def model_unit(index: int) -> str:

@@ -134,11 +134,12 @@ class _DrawNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **options)
-        device = getattr(args[0], "device", None) if args else None
-        device = device or options.get("device") or torch.device("cpu")
-        if device.type == "meta":
+        given = getattr(args[0], "device", None) if args else None
+        if given is None:  # it makes a tensor
+            return func(*args, **{**options, "device": torch.device("meta")})
+        if given.type == "meta":
             return func(*args, **options)
-        if not func._schema.name.endswith("_"):  # noqa: SLF001  only in place is there a result
+        if not func._schema.name.endswith("_"):  # noqa: SLF001  the elements are asked for
             raise CannotPlanError(f"the class draws random numbers by {func}")
         return args[0]
 

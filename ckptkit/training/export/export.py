@@ -121,7 +121,9 @@ class ExportAttempt:
         try:
             request, name = self._request, f"{self._peers.nonce}/{self._number}"
             nonce = hashlib.sha256(name.encode()).hexdigest()[:16]
-            target = SharedTarget(request.out, nonce, overwrite=request.overwrite)
+            target = SharedTarget(
+                request.out, nonce, overwrite=request.overwrite, named=request.named
+            )
             self._target = target
             how = self._agreed_way(target)
             bound = find_bound()
@@ -143,7 +145,7 @@ class ExportAttempt:
         except CkptkitError as error:
             self._fail(handle, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("exporting to %s", self._request.out)
+            logger.exception("exporting to %s", self._request.named)
             self._fail(handle, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
         else:
             if self._target is not None:
@@ -164,7 +166,7 @@ class ExportAttempt:
         key = f"exports/{self._number}"
         decided = self._peers.store.compare_set(key, b"", choice.encode()).decode()
         if decided == _RANGES and choice != _RANGES:
-            raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.out))
+            raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.named))
         return decided
 
     def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
@@ -173,7 +175,7 @@ class ExportAttempt:
             if options.dtype != usual.dtype:
                 raise RefusedError(
                     f"{reason}; from shards an adapter is taken with the numbers that it has",
-                    where=str(self._request.out),
+                    where=str(self._request.named),
                     hint="leave dtype out, or export the adapter to another place",
                 )
             self._next = ("adapter", "extract"), adapter_options(bound)
@@ -187,7 +189,7 @@ class ExportAttempt:
             self._next = ("consolidate",), arguments
         self._give_up()
         if self._peers.rank == 0:
-            logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
+            logger.warning("%s: %s; it is saved sharded instead", self._request.named, reason)
         self._saved = save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
 
     def _write(
@@ -223,7 +225,7 @@ class ExportAttempt:
             rows = file.rows
         target.finish(mark_of(self._peers.rank))
         size = sum(part.size_bytes for part in parts)
-        answer = answer_of(plan, shares, size, out=str(self._request.out), rows=rows)
+        answer = answer_of(plan, shares, size, out=str(self._request.named), rows=rows)
         return _Written(plan, live, exported.is_adapter, answer)
 
     def _plan(
@@ -244,10 +246,10 @@ class ExportAttempt:
                 return True
             return bool(self._agree(same is not False, all))
 
-        kept, where = kept_of(modules), str(self._request.out)
+        kept, where = kept_of(modules), str(self._request.named)
         plan = plan_model(table, side, options, is_tied, names, kept, where=where)
         for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
-            logger.warning("%s: %s", self._request.out, note)
+            logger.warning("%s: %s", self._request.named, note)
         return plan, LiveModel(own, table, names)
 
     def _whole(self, exported: ExportView) -> Table:
@@ -286,7 +288,7 @@ class ExportAttempt:
         except CkptkitError as error:
             if not decided:
                 raise
-            logger.warning("%s is complete, but not all ranks know: %s", self._request.out, error)
+            logger.warning("%s is complete, but not all ranks know: %s", self._request.named, error)
             return decided[0]
         return answer
 
@@ -324,7 +326,7 @@ class ExportAttempt:
             self._target = None
         self._give_up()
         hint = f" ({error.hint})" if error.hint else ""
-        logger.error("%s was not exported: %s%s", self._request.out, error, hint)
+        logger.error("%s was not exported: %s%s", self._request.named, error, hint)
         handle.fail(error)
 
     def _give_up(self) -> None:
@@ -338,7 +340,7 @@ class ExportAttempt:
             assert self._written is not None  # noqa: S101  begin() returned
             committed = self._commit(self._written)
             return ExportReport(
-                path=self._request.out,
+                path=self._request.named,
                 size_bytes=self._written.answer["size_bytes"],
                 total_bytes=committed["size_bytes"],
                 durable_seconds=durable - began,
@@ -347,7 +349,7 @@ class ExportAttempt:
         report = self._saved.report()
         name, options = self._next
         command = [
-            *("ckptkit", *name, str(report.path), str(self._request.out)),
+            *("ckptkit", *name, str(report.path), str(self._request.named)),
             *options,
             *(["--overwrite"] if self._request.overwrite else []),
         ]
@@ -462,7 +464,7 @@ class Exporter:
         self._count += 1
         attempt = ExportAttempt(self._peers, self._count, request, self._timeout_seconds)
         attempt.begin(find_bound, self._sidecar, save_instead)
-        handle = ExportHandle(request.out)
+        handle = ExportHandle(request.named)
         durable = time.perf_counter()
         thread = threading.Thread(
             target=lambda: attempt.finish(handle, began, durable),

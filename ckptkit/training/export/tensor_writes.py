@@ -312,7 +312,7 @@ def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> N
         return
     config = parse_model_config(data, where=CONFIG)
     tensors = {str(spec.name): (spec.dtype, spec.shape) for _, _, spec in plan.specs()}
-    subject = Subject(config, tensors, frozenset(), str(request.out), advice=EXPORT)
+    subject = Subject(config, tensors, frozenset(), str(request.named), advice=EXPORT)
     is_loaded, doubt = is_as_described(subject.request), ""
     if not is_loaded:
         is_loaded, doubt = ask_live_class(
@@ -325,9 +325,9 @@ def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> N
     if is_loaded:
         return
     if not doubt:
-        logger.info("%s: %s", request.out, _WAITED)
+        logger.info("%s: %s", request.named, _WAITED)
     for note in compare_now(subject, doubt):
-        logger.warning("%s: %s", request.out, note)
+        logger.warning("%s: %s", request.named, note)
 
 
 def answer_of(
@@ -387,7 +387,7 @@ def commit(
     Returns:
         What all ranks get to know.
     """
-    where = str(request.out)
+    where = str(request.named)
     digest = digest_of_plan(plan)
     other = [rank for rank, answer in enumerate(answers) if answer["plan"] != digest]
     if other:
