@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from os.path import commonprefix
 from typing import Any, Literal, NoReturn, Self, get_args
 
 from ckptkit.core.errors import ArgumentError, UsageError
@@ -351,6 +352,8 @@ def find_patterns(unwanted: Iterable[str], wanted: Collection[str]) -> list[str]
     ['layers.2.*']
     >>> find_patterns(["layers.0.bias", "layers.1.bias"], ["layers.0.weight", "layers.1.weight"])
     ['layers.*.bias']
+    >>> find_patterns([f"probe_{letter}.scale" for letter in "abcde"], ["model.scale"])
+    ['probe_*']
     """
     heads = {name[:at] for name in wanted for at, letter in enumerate(name) if letter == "."}
     patterns: dict[str, None] = {}
@@ -363,9 +366,14 @@ def find_patterns(unwanted: Iterable[str], wanted: Collection[str]) -> list[str]
         if wide not in fits_wanted:
             fits_wanted[wide] = any(fnmatchcase(other, wide) for other in wanted)
         patterns[pattern if fits_wanted[wide] else wide] = None
+    common = commonprefix(list(patterns))
+    is_apart = len(common) >= _LEAST_COMMON and not any(map("[*?".__contains__, common))
+    if len(patterns) > _MOST_PATTERNS and is_apart and not any(n.startswith(common) for n in wanted):
+        return [f"{common}*"]
     return list(patterns)
 
 
+_MOST_PATTERNS, _LEAST_COMMON = 4, 3  # patterns of a proposal; letters that these have in common
 _DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",

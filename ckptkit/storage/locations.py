@@ -29,9 +29,9 @@ S3_PROTOCOLS = frozenset({"s3", "s3a"})
 # the name of an access point is one, nor is a port.
 _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
 WORK_INFIX = ".ckptkit-"
+"""In the names of the hidden folders in which outputs are staged."""
 BESIDE_FILES = ".ckptkit-model"
 """Where integrations write a model for a folder that keeps its other files, before they move it."""
-"""In the names of the hidden folders in which outputs are staged."""
 MARKS_FOLDER = ".ckptkit"
 """In the folder of a run: what the processes that use it leave for one another."""
 
