@@ -547,7 +547,9 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     from ckptkit.runs import listing
     from ckptkit.runs.run_paths import find_run
 
-    return listing.list_run(find_run(place_of(run)), state=None if state is None else place_of(state))
+    return listing.list_run(
+        find_run(place_of(run)), state=None if state is None else place_of(state)
+    )
 
 
 @check_arguments

@@ -368,7 +368,11 @@ def find_patterns(unwanted: Iterable[str], wanted: Collection[str]) -> list[str]
         patterns[pattern if fits_wanted[wide] else wide] = None
     common = commonprefix(list(patterns))
     is_apart = len(common) >= _LEAST_COMMON and not any(map("[*?".__contains__, common))
-    if len(patterns) > _MOST_PATTERNS and is_apart and not any(n.startswith(common) for n in wanted):
+    if (
+        len(patterns) > _MOST_PATTERNS
+        and is_apart
+        and not any(n.startswith(common) for n in wanted)
+    ):
         return [f"{common}*"]
     return list(patterns)
 

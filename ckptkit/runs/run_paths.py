@@ -285,7 +285,9 @@ def hint_at_near(place: PathLike, meant: str = "") -> str:
     rest = path.parts[len(above.parts) + 1 :]
     is_file = not rest and bool(path.suffix)  # else only a folder can be meant
     possible = [name for name in names if is_file or Path(above, name).is_dir()]
-    near = [Path(above, name, *rest) for name in get_close_matches(missing, possible, _LISTED, _NEAR)]
+    near = [
+        Path(above, name, *rest) for name in get_close_matches(missing, possible, _LISTED, _NEAR)
+    ]
     there = next((place for place in near if place.exists()), None)
     if there is not None:
         return "; ".join(filter(None, [f"did you mean {there}?", meant]))
