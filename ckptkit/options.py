@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from os.path import commonprefix
 from typing import Any, Literal, NoReturn, Self, get_args
 
 from ckptkit.core.errors import ArgumentError, UsageError
@@ -366,7 +365,9 @@ def find_patterns(unwanted: Iterable[str], wanted: Collection[str]) -> list[str]
         if wide not in fits_wanted:
             fits_wanted[wide] = any(fnmatchcase(other, wide) for other in wanted)
         patterns[pattern if fits_wanted[wide] else wide] = None
-    common = commonprefix(list(patterns))
+    first, last = min(patterns, default=""), max(patterns, default="")
+    pairs = enumerate(zip(first, last, strict=False))
+    common = first[: next((at for at, (a, b) in pairs if a != b), len(first))]
     is_apart = len(common) >= _LEAST_COMMON and not any(map("[*?".__contains__, common))
     if (
         len(patterns) > _MOST_PATTERNS

@@ -190,15 +190,14 @@ def _name_class(config: dict[str, Any], names: Collection[str], notes: _Notes) -
     if config.get("architectures") or not isinstance(kind, str) or not names:
         return config
     found = find_class(config, names)
-    if not found:
-        notes.lines.append(
-            "config.json names no class in 'architectures', and the tensors may be those of several"
-            f" of model type {kind!r}: AutoModel takes the one without a head, and engines refuse"
-            " it; name the class that was trained, in config.json of the source or of --base"
-        )
-        return config
-    notes.lines.append(Aside(f"'architectures' of config.json {notes.set_to} {[found]}"))
-    return {**config, "architectures": [found]}
+    if found:
+        return {**config, "architectures": [found]}
+    notes.lines.append(
+        "config.json names no class in 'architectures', and the tensors may be those of several"
+        f" of model type {kind!r}: AutoModel takes the one without a head, and engines refuse"
+        " it; name the class that was trained, in config.json of the source or of --base"
+    )
+    return config
 
 
 # --- what training leaves in a configuration ---

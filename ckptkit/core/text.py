@@ -92,15 +92,16 @@ _LIST = re.compile(r"(?:[^\s,;`]+, ){7,}(?:(?:and|or) )?[^\s,;`]+")
 _KEPT_OF_LIST = 3
 
 
-def abridge(text: str, most: int, rest: str = "") -> str:
+def abridge(text: str, most: int, rest: str = "", *, drops: bool = True) -> str:
     """Returns a message of about so many characters: fewer names of long lists, fewer proposals.
 
-    What stands in backticks is never cut, so that it can be run.
+    What stands in backticks is never cut, so that it can be run, and steps follow one another.
 
     Args:
         text: The message; its parts are separated by semicolons.
-        most: The number of characters; the first part may be longer where it is one command.
+        most: The number of characters; commands may take more.
         rest: What says where the whole message is.
+        drops: Whether parts may be left out; else only lists are cut.
 
     >>> abridge("it lacks a, b, c, d, e, f, g, h, i, j", 30)
     'it lacks a, b, c and 7 more …'
@@ -109,25 +110,31 @@ def abridge(text: str, most: int, rest: str = "") -> str:
     """
     if len(text) <= most:
         return text
-    text = _LIST.sub(_list_fewer, text)
-    if len(text) <= most:
-        return f"{text} …{rest}"
+    whole, text = text, _LIST.sub(_list_fewer, text)
+    if len(text) <= most or not drops:
+        return text if text == whole else f"{text} …{rest}"
     starts = [0, *_find_ends(text, "; ")]
     parts = [text[start:stop] for start, stop in pairwise([*starts, len(text)])]
     longest = max(range(len(parts)), key=lambda i: len(parts[i]))
     room = most - len(text) + len(parts[longest])  # for the longest part beside all others
-    if room >= most / 2:
+    if room >= most / 2 and "`" not in parts[longest]:
         parts[longest] = f"{_cut(parts[longest], room)} …"
         return f"{''.join(parts)}{rest}"
-    kept = [stop for stop in starts[1:] if stop <= most]
-    return f"{text[: kept[-1]] if kept else _cut(parts[0], most)} …{rest}"
+    at = len(parts)
+    while len("".join(parts)) > most and (at := at - 1):
+        if "`" not in parts[at] or parts[at].startswith("; or "):  # else a step that has to follow
+            del parts[at]
+    if "`" not in parts[0]:
+        parts[0] = _cut(parts[0], most)
+    return f"{''.join(parts)} …{rest}"
 
 
 def _cut(text: str, most: int) -> str:
-    """Returns the words of a text that fit, and what is in backticks in any case."""
+    """Returns the words of a text that fit, and the first in any case."""
+    if len(text) <= most:
+        return text
     ends = [*_find_ends(text, " "), len(text)]
-    fitting = max((at for at in ends if at <= most), default=0)
-    return text[: fitting if fitting > most / 2 else min(at for at in ends if at > fitting)]
+    return text[: max((at for at in ends if at <= most), default=ends[0])]
 
 
 def _list_fewer(found: re.Match[str]) -> str:

@@ -155,7 +155,7 @@ class Option:
 Declaration = Argument | Option
 
 OUTPUT = "Output"
-VERBOSE = Option("--verbose", OUTPUT, "Show all of messages that are longer than four lines.")
+VERBOSE = Option("--verbose", OUTPUT, "Show whole hints and whole lists of names, however long.")
 _OF_OUTPUT = ("as_json", "quiet", "events", "verbose")
 
 
@@ -171,7 +171,6 @@ def command(
         declared: Arguments and options, in the order of the help.
         parses: Whether the function gets parsed values, or calls `parse_values` itself.
     """
-
     declared = (*declared, VERBOSE)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

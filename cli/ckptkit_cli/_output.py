@@ -201,7 +201,7 @@ class Output:
         as_json: Whether stdout gets one JSON document and nothing else.
         quiet: Whether only errors are shown.
         events: Whether stderr gets one JSON document per line and nothing else.
-        verbose: Whether messages on stderr are never cut.
+        verbose: Whether hints and lists of names on stderr are never cut.
     """
 
     def __init__(
@@ -284,14 +284,18 @@ class Output:
 
     def _write_message(self, label: str, style: Style, text: str) -> None:
         shown = painted(label, style) if self._colour_messages else label
-        _tell(f"{shown}: {self._shorten(escaped(text))}\n")
+        _tell(f"{shown}: {self._shorten(escaped(text), drops=False)}\n")
 
-    def _shorten(self, text: str) -> str:
-        """Returns a message of at most four lines, unless all of it is wanted."""
+    def _shorten(self, text: str, *, drops: bool = True) -> str:
+        """Returns a hint of at most four lines, unless all of it is wanted.
+
+        Of what is found, only lists of names are cut.
+        """
         if self.verbose:
             return text
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else _LOG_COLUMNS
-        text = abridge(text, _MOST_LINES * columns - len(_REST) - _LABEL_COLUMNS, _REST)
+        most = _MOST_LINES * columns - len(_REST) - _LABEL_COLUMNS
+        text = abridge(text, most, _REST, drops=drops)
         return wrapped(text, width=None, first="")[0]
 
 
