@@ -78,7 +78,7 @@ def quote(text: str) -> str:
     return repr(text if is_short else f"{text[:_QUOTED_CHARACTERS]}…")
 
 
-def list_first(names: Sequence[str], most: int) -> str:
+def list_first(names: Sequence[str], most: int = 5) -> str:
     """Lists the first names, quoted, and says how many more there are.
 
     >>> list_first(["a", "b", "c"], 2)

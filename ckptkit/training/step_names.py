@@ -19,6 +19,7 @@ from ckptkit.formats.discovery import parse_step
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.lora.dialects import AdapterNames, holds_adapters
+from ckptkit.storage.locations import unstaged_path
 
 RNG = "rng"
 """The key of the random number generators in the layout `dcp`."""
@@ -44,7 +45,7 @@ def name_save(step: int, folder: object) -> str:
     >>> name_save(5, "run/checkpoint-5"), name_save(0, "run/final")
     ('step 5', "'final'")
     """
-    path = str(folder)
+    path = unstaged_path(str(folder))
     return f"step {step}" if parse_step(path) == step else repr(PurePath(path).name)
 
 

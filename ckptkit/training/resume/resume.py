@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import TensorIndex
-from ckptkit.core.text import size_text
+from ckptkit.core.text import list_first, size_text
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES, step_folders
@@ -40,7 +40,6 @@ from ckptkit.training.resume.load_pieces import (
     FillReport,
     Packed,
     cross_check,
-    list_first,
     pack,
     unpack,
 )
