@@ -32,6 +32,7 @@ TRAINER_STATE = "trainer_state.json"
 
 logger = logging.getLogger(__name__)
 
+_COUNTED = "checkpoint_"  # with automatic_checkpoint_naming of accelerate
 _COMPILED = "_orig_mod"
 _PARALLEL = (DistributedDataParallel, DataParallel)
 _RUNNERS = (*_PARALLEL, FullyShardedDataParallel)
@@ -40,13 +41,17 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _CO
 
 
 def name_save(step: int, folder: object) -> str:
-    """Returns what messages call a save: its step, unless that was counted for a folder's sake.
+    """Returns what messages call a save: its step, unless saves were counted instead of steps.
 
-    >>> name_save(5, "run/checkpoint-5"), name_save(0, "run/final")
-    ('step 5', "'final'")
+    Those that accelerate names itself are counted, and those in folders without a number.
+
+    >>> name_save(5, "run/checkpoint-5"), name_save(0, "run/final"), name_save(0, "checkpoint_0")
+    ('step 5', "'final'", "'checkpoint_0'")
     """
     path = unstaged_path(str(folder))
-    return f"step {step}" if parse_step(path) == step else repr(PurePath(path).name)
+    name = PurePath(path).name
+    is_step = parse_step(path) == step and not name.startswith(_COUNTED)
+    return f"step {step}" if is_step else repr(name)
 
 
 def model_unit(index: int) -> str:
