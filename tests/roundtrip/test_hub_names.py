@@ -558,6 +558,7 @@ def test_what_save_pretrained_leaves_out_is_told(
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8}
     ids = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
     config = transformers.MarianConfig(**sizes, **ids, decoder_start_token_id=0)
+    config.architectures = ["MarianMTModel"]
     model = transformers.MarianMTModel(config)
     notes = notes_of(trained(model, tmp_path / "source"), tmp_path)
     written = load_file(tmp_path / "out" / "model.safetensors").keys()
