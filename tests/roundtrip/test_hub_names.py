@@ -558,15 +558,15 @@ def test_what_save_pretrained_leaves_out_is_told(
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8}
     ids = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
     config = transformers.MarianConfig(**sizes, **ids, decoder_start_token_id=0)
-    config.architectures = ["MarianMTModel"]
     model = transformers.MarianMTModel(config)
     notes = notes_of(trained(model, tmp_path / "source"), tmp_path)
     written = load_file(tmp_path / "out" / "model.safetensors").keys()
     unsaved = [f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")]
     assert written == model.state_dict().keys() - {*unsaved, "lm_head.weight"}
     assert not set(unsaved) & load_file(saved(model, tmp_path / "ref") / "model.safetensors").keys()
-    assert [note.split("'")[1] for note in notes] == unsaved
-    assert all("makes it anew" in note for note in notes)
+    told = [note for note in notes if "names no class" not in note]
+    assert [note.split("'")[1] for note in told] == unsaved
+    assert all("makes it anew" in note for note in told)
     assert asked
 
 
