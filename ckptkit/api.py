@@ -547,7 +547,8 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     """Lists the steps of a run; headers alone are read.
 
     Args:
-        run: The directory that holds the `checkpoint-N` folders, or its URL.
+        run: The directory that holds the `checkpoint-N` folders, one above it that holds no other
+            run, or a URL.
         state: Where a watch of the run keeps its state, if not in the run itself.
 
     Returns:
@@ -557,8 +558,11 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
         InputError: If there is no such run, or if it cannot be listed.
     """
     from ckptkit.runs import listing
+    from ckptkit.runs.run_paths import find_run
 
-    return listing.list_run(place_of(run), state=None if state is None else place_of(state))
+    return listing.list_run(
+        find_run(place_of(run)), state=None if state is None else place_of(state)
+    )
 
 
 @check_arguments

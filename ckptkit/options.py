@@ -367,6 +367,8 @@ def find_patterns(unwanted: Iterable[str], wanted: Collection[str]) -> list[str]
     ['layers.2.*']
     >>> find_patterns(["layers.0.bias", "layers.1.bias"], ["layers.0.weight", "layers.1.weight"])
     ['layers.*.bias']
+    >>> find_patterns([f"probe_{letter}.scale" for letter in "abcde"], ["model.scale"])
+    ['probe_*']
     """
     heads = {name[:at] for name in wanted for at, letter in enumerate(name) if letter == "."}
     patterns: dict[str, None] = {}
@@ -379,9 +381,20 @@ def find_patterns(unwanted: Iterable[str], wanted: Collection[str]) -> list[str]
         if wide not in fits_wanted:
             fits_wanted[wide] = any(fnmatchcase(other, wide) for other in wanted)
         patterns[pattern if fits_wanted[wide] else wide] = None
+    first, last = min(patterns, default=""), max(patterns, default="")
+    pairs = enumerate(zip(first, last, strict=False))
+    common = first[: next((at for at, (a, b) in pairs if a != b), len(first))]
+    is_apart = len(common) >= _LEAST_COMMON and not any(map("[*?".__contains__, common))
+    if (
+        len(patterns) > _MOST_PATTERNS
+        and is_apart
+        and not any(n.startswith(common) for n in wanted)
+    ):
+        return [f"{common}*"]
     return list(patterns)
 
 
+_MOST_PATTERNS, _LEAST_COMMON = 4, 3  # patterns of a proposal; letters that these have in common
 _DTYPE_ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",

@@ -37,6 +37,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.manifest import Manifest
+from ckptkit.core.text import list_first
 from ckptkit.engine.kernels import ConstantKernel
 from ckptkit.engine.outcome import Listener, Started, ignore
 from ckptkit.engine.reader import Origin
@@ -184,7 +185,8 @@ class _Output:
         if not changes.approximated:
             largest = sorted(changes.norms, key=lambda name: -changes.norms[name])
             raise RefusedError(
-                f"no matrix of a linear layer that was asked for changed, only {_few(largest)}",
+                "no matrix of a linear layer that was asked for changed, only"
+                f" {list_first(largest, _LISTED)}",
                 where=sides.opened[0].path,
                 hint="choose others with --include, or publish the model itself",
             )
@@ -326,13 +328,13 @@ class _Output:
         if self._sides.left_out:
             yield (
                 "left out by --exclude and not compared, since one model lacks them or has another"
-                f" shape: {_few(list(self._sides.left_out))}"
+                f" shape: {list_first(list(self._sides.left_out), _LISTED)}"
             )
         if report["unchanged"]:
             yield (
                 f"{len(report['unchanged']):,} of"
                 f" {len(report['unchanged']) + len(report['layers']):,} matrices did not change and"
-                f" have no factors: {_few(report['unchanged'])}"
+                f" have no factors: {list_first(report['unchanged'], _LISTED)}"
             )
         if report["energy"] < _POOR:
             yield (
@@ -352,11 +354,6 @@ class _Output:
 
 def _length(norms: Iterator[float] | Sequence[float] | Any) -> float:
     return math.sqrt(math.fsum(norm * norm for norm in norms))
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return f"{', '.join(map(repr, names[:_LISTED]))}{more}"
 
 
 _MATRIX = 2

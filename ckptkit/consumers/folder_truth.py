@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptkit.consumers.class_facts import caches_by_default, find_text_model, generation_of
 from ckptkit.consumers.table import CONFIG, GENERATION
+from ckptkit.consumers.text_models import find_class
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import (
     CLASS_NAME,
@@ -155,7 +156,9 @@ def tell_truth(
     notes = _Notes([])
     if not writes:
         notes = _Notes([], "should be", "should be left out", "should have", "")
+    names = list(names)
     config = _undo_training(folder.config, None if base is None else base.config, notes)
+    config = _name_class(config, names, notes)
     generation = folder.generation
     if generation is not None and not keep_generation:
         generation = _undo_training_of_generation(generation, base, notes)
@@ -176,6 +179,25 @@ def tell_class(config: Document) -> Truth:
         return Truth()
     note = f"{CLASS_NAME!r} of {CONFIG} is set to {name!r}, as fully_shard had renamed the class"
     return Truth({CONFIG: to_json({**config, CLASS_NAME: name})}, (note,))
+
+
+# --- the class ---
+
+
+def _name_class(config: dict[str, Any], names: Collection[str], notes: _Notes) -> dict[str, Any]:
+    """Returns a configuration with the class of its tensors, where it names none."""
+    kind = config.get("model_type")
+    if config.get("architectures") or not isinstance(kind, str) or not names:
+        return config
+    found = find_class(config, names)
+    if found:
+        return {**config, "architectures": [found]}
+    notes.lines.append(
+        "config.json names no class in 'architectures', and the tensors may be those of several"
+        f" of model type {kind!r}: AutoModel takes the one without a head, and engines refuse"
+        " it; name the class that was trained, in config.json of the source or of --base"
+    )
+    return config
 
 
 # --- what training leaves in a configuration ---

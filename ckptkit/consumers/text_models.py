@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptkit.consumers.class_facts import find_text_model
 from ckptkit.core.model_configs import architecture_of
+from ckptkit.hub_names.model_shapes import find_tied
 
 _PARTS = ("text_config", "llm_config", "language_config")
 # What only names of a whole model have.
@@ -22,6 +23,9 @@ _OF_WHOLE = re.compile(
     r"|multi_modal_projector|mm_projector|connector|embed_vision|embed_audio|aligner|talker)\."
 )
 _TEXT = re.compile(r"(?:model\.)?language_model\.")
+_ENCODER = re.compile(r"(?:^|\.)encoder\.")
+_HEADS = frozenset({"lm_head", "embed_out"})
+_BODIES = frozenset({"model", "transformer", "gpt_neox", "backbone"})
 _ROOT, _HEAD = "model.", "lm_head."
 _OF_ROOT = ("dtype", "torch_dtype", "transformers_version", "tie_word_embeddings")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -46,6 +50,31 @@ def find_text_config(config: Mapping[str, Any], names: Collection[str]) -> dict[
     inherited = {key: config[key] for key in (*_OF_ROOT, *_IDS) if config.get(key) is not None}
     own = {key: value for key, value in part.items() if value is not None or key not in inherited}
     return {**inherited, **own, "architectures": [found]}
+
+
+def find_class(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """Returns the text model whose tensors these are, for a configuration that names no class.
+
+    Args:
+        config: The configuration.
+        names: Of the tensors on disk.
+
+    Returns:
+        The class; empty where others of its type may have these names too: those with an encoder,
+        with another head, or without one.
+
+    Source: transformers 5.23, whose only classes with a head named so beside one decoder are those
+    of `AutoModelForCausalLM`.
+    """
+    kind = config.get("model_type")
+    found = find_text_model(kind) if isinstance(kind, str) else ""
+    roots = {name.partition(".")[0] for name in names}
+    body = roots - _HEADS
+    is_whole = any(map(_OF_WHOLE.search, names)) or any(map(_ENCODER.search, names))
+    if not found or is_whole or not body <= _BODIES or len(body) != 1:
+        return ""
+    is_tied = bool(find_tied({**config, "architectures": [found]}))
+    return found if roots > body or is_tied or config.get("tie_word_embeddings") is True else ""
 
 
 def take_from_whole(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str] | None:

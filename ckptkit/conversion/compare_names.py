@@ -242,8 +242,15 @@ def find_lacking(subject: Subject) -> tuple[tuple[str, ...], list[str]]:
     return compare_with_base(subject.request, shapes, "").missing, made
 
 
-def compare_now(subject: Subject) -> tuple[str, ...]:
-    """Compares, waits for the answer, and returns notes for the user."""
+def compare_now(subject: Subject, doubt: str = "") -> tuple[str, ...]:
+    """Compares, waits for the answer, and returns notes for the user.
+
+    Args:
+        subject: What is compared.
+        doubt: Why transformers cannot answer, where that is known.
+    """
+    if doubt:
+        return _judge_without_asking(subject, doubt)
     with NamingProgram() as program:
         comparison, notes = plan_comparison(subject, program)
         return notes if comparison is None else comparison.judge_answer()

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
 from importlib.util import find_spec
@@ -173,6 +173,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = {!r}; from ckptkit.hub_names.transformers.program import {}; {}()"
 )
 _NEEDED = ("torch", "transformers")
+_SILENT_SECONDS = 1.0
 _SECONDS = 600  # the largest models take ten, and importing from a slow disk a minute
 _LAYOUT = "call `ckptkit.training.write_flat_layout` in the training script instead"
 _LIVE = "pass --names live to write the names that training holds, which Transformers 5 loads too"
@@ -232,6 +233,8 @@ class NamingProgram(Closing):
         """
         seconds = _SECONDS if seconds is None else seconds
         try:
+            if not wait([answer], min(_SILENT_SECONDS, seconds)).done:
+                logger.info("waiting for a process that imports transformers, to ask it")
             line = answer.result(seconds)
         except FutureTimeoutError as error:
             self.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Literal, Self
 
 _END = r"[^\s'\"<>\\]*"
@@ -74,6 +76,77 @@ def quote(text: str) -> str:
     """Returns a text out of a file as messages show it: quoted, and cut off where it is long."""
     is_short = len(text) <= _QUOTED_CHARACTERS
     return repr(text if is_short else f"{text[:_QUOTED_CHARACTERS]}…")
+
+
+def list_first(names: Sequence[str], most: int = 5) -> str:
+    """Lists the first names, quoted, and says how many more there are.
+
+    >>> list_first(["a", "b", "c"], 2)
+    "'a', 'b' and 1 more"
+    """
+    more = len(names) - most
+    return ", ".join(map(repr, names[:most])) + (f" and {more:,} more" if more > 0 else "")
+
+
+_LIST = re.compile(r"(?:[^\s,;`]+, ){7,}(?:(?:and|or) )?[^\s,;`]+")
+_KEPT_OF_LIST = 3
+
+
+def abridge(text: str, most: int, rest: str = "", *, drops: bool = True) -> str:
+    """Returns a message of about so many characters: fewer names of long lists, fewer proposals.
+
+    What stands in backticks is never cut, so that it can be run, and steps follow one another.
+
+    Args:
+        text: The message; its parts are separated by semicolons.
+        most: The number of characters; commands may take more.
+        rest: What says where the whole message is.
+        drops: Whether parts may be left out; else only lists are cut.
+
+    >>> abridge("it lacks a, b, c, d, e, f, g, h, i, j", 30)
+    'it lacks a, b, c and 7 more …'
+    >>> abridge("pass `a --b c`; or pass `d --e f`; or leave it", 36, " (--verbose)")
+    'pass `a --b c`; or pass `d --e f` … (--verbose)'
+    """
+    if len(text) <= most:
+        return text
+    whole, text = text, _LIST.sub(_list_fewer, text)
+    if len(text) <= most or not drops:
+        return text if text == whole else f"{text} …{rest}"
+    starts = [0, *_find_ends(text, "; ")]
+    parts = [text[start:stop] for start, stop in pairwise([*starts, len(text)])]
+    longest = max(range(len(parts)), key=lambda i: len(parts[i]))
+    room = most - len(text) + len(parts[longest])  # for the longest part beside all others
+    if room >= most / 2 and "`" not in parts[longest]:
+        parts[longest] = f"{_cut(parts[longest], room)} …"
+        return f"{''.join(parts)}{rest}"
+    at = len(parts)
+    while len("".join(parts)) > most and (at := at - 1):
+        if "`" not in parts[at] or parts[at].startswith("; or "):  # else a step that has to follow
+            del parts[at]
+    if "`" not in parts[0]:
+        parts[0] = _cut(parts[0], most)
+    return f"{''.join(parts)} …{rest}"
+
+
+def _cut(text: str, most: int) -> str:
+    """Returns the words of a text that fit, and the first in any case."""
+    if len(text) <= most:
+        return text
+    ends = [*_find_ends(text, " "), len(text)]
+    return text[: max((at for at in ends if at <= most), default=ends[0])]
+
+
+def _list_fewer(found: re.Match[str]) -> str:
+    names = found[0].split(", ")
+    return f"{', '.join(names[:_KEPT_OF_LIST])} and {len(names) - _KEPT_OF_LIST:,} more"
+
+
+def _find_ends(text: str, separator: str) -> Iterator[int]:
+    """Yields where a text may end: before each separator that is not in backticks."""
+    for found in re.finditer(rf"`[^`]*`|{separator}", text):
+        if found[0] == separator:
+            yield found.start()
 
 
 def make_printable(text: str) -> str:

@@ -51,7 +51,9 @@ def lay_out(config: Mapping[str, Any]) -> dict[str, Shape] | None:
 
 def find_tied(config: Mapping[str, Any]) -> set[str]:
     """Returns the names that a described model need not have, as it ties them to others."""
-    family = _find_family(config) or {}
+    family = _find_family(config)
+    if family is None:
+        return set()
     return {*family["tied"]} if config.get("tie_word_embeddings", family["ties"]) else set()
 
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.local.workdir import is_empty
+from ckptkit.storage.locations import BESIDE_FILES
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export.export import ExportOptions
@@ -30,8 +33,8 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = "model.safetensors"
 _PARTS = "model-?????-of-?????.safetensors"
 _INDEX = f"{_WEIGHTS}.index.json"
-_HIDDEN = ".ckptkit-model"  # the model is complete here before its files are moved
 _OPEN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_OPTION = re.compile(r"Checkpointer\(\.\.\., (\w+)=([^()]*)\)")
 
 
 def register(checkpointer: Checkpointer) -> None:
@@ -52,6 +55,22 @@ def close_all() -> list[CkptkitError]:
         except CkptkitError as error:
             failures.append(error)
     return failures
+
+
+@contextmanager
+def naming_options(how: str) -> Iterator[None]:
+    """Has hints name the options of a Checkpointer as the user of an integration passes them.
+
+    Args:
+        how: A template of `name` and `value`.
+    """
+    try:
+        yield
+    except CkptkitError as error:
+        hint = _OPTION.sub(lambda found: how.format(name=found[1], value=found[2]), error.hint)
+        if hint == error.hint:
+            raise
+        raise error.hinted(hint) from error
 
 
 class OpenRun:
@@ -135,7 +154,7 @@ def export_into(
         **options: As for `Checkpointer.export`.
     """
     options = {**options, "overwrite": True}  # replaces an export that a kill interrupted
-    handle = checkpointer.export(out / _HIDDEN, state={"model": model}, **options)
+    handle = checkpointer.export(out / BESIDE_FILES, state={"model": model}, **options)
     report = handle.report()
     if not is_first:
         return
@@ -143,19 +162,18 @@ def export_into(
         is_free = not out.exists() or is_empty(out)
         target = str(out if is_free else out.with_name(f"{out.name}-model"))
         words = [word for word in shlex.split(report.command) if word != "--overwrite"]
-        command = shlex.join(target if word == str(out / _HIDDEN) else word for word in words)
+        command = shlex.join(target if word == str(out.absolute()) else word for word in words)
         logger.warning("%s: the model was written in shards; run %s", out, command)
     else:
         try:
             _move_into(out)
         except OSError as error:
             raise OutputError(
-                f"the model is complete in {_HIDDEN!r} and could not be moved:"
+                f"the model is complete in {BESIDE_FILES!r} and could not be moved:"
                 f" {error.strerror or error}",
                 where=str(out),
                 hint="free some space and move its files, or save it to another folder",
             ) from error
-        logger.info("moved to %s", out)
 
 
 def _move_into(out: Path) -> None:
@@ -163,7 +181,7 @@ def _move_into(out: Path) -> None:
 
     The manifest of a step that training resumes from stays where it is.
     """
-    hidden = out / _HIDDEN
+    hidden = out / BESIDE_FILES
     names = [path.relative_to(hidden) for path in hidden.rglob("*") if path.is_file()]
     try:
         is_step = read_local_manifest(out).kind == "training"

@@ -24,14 +24,14 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import parse_step
-from ckptkit.integrations.checkpointers import OpenRun
+from ckptkit.integrations.checkpointers import OpenRun, naming_options
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.training import Options, SaveHandle, SaveReport
 from ckptkit.training.agree.peers import open_peers
 from ckptkit.training.resume.resume import decline, resume_from
-from ckptkit.training.settings import check_options
+from ckptkit.training.settings import Settings, check_options
 from ckptkit.training.state.collect import bind
 from ckptkit.training.state.objects_on_disk import read_torch_file
 from ckptkit.training.step_names import clean_fqn
@@ -67,7 +67,7 @@ class StrategySaves:
             "slurm_margin_seconds": 0.0,
             "listener": self._on_saved,
         }
-        self.timeout_seconds = check_options(options).timeout_seconds
+        self.settings = check_options(options)
         self._run = OpenRun()
         self._handles: list[SaveHandle] = []
         self._lock = threading.Lock()  # the thread that saves uses the following attributes too
@@ -148,7 +148,7 @@ class StrategySaves:
                 logger.warning("%s could not be removed: %s", path, error)
 
 
-def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> None:
+def load(state: Mapping[str, Any], path: Path, settings: Settings) -> None:
     """Loads a directory into models and optimizers in place, on all ranks.
 
     The directory need not be writable, and Lightning may have written it.
@@ -156,8 +156,9 @@ def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> Non
     Args:
         state: Models and optimizers, by their keys in the directory.
         path: A DCP directory.
-        timeout_seconds: How long to wait for other ranks.
+        settings: The options of the strategy.
     """
+    timeout_seconds = settings.timeout_seconds
     peers = open_peers(path, timeout_seconds=timeout_seconds)
     try:
         try:
@@ -165,7 +166,9 @@ def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> Non
         except Exception as error:
             decline(peers, error, timeout_seconds=timeout_seconds)
             raise
-        resume_from(bound, path.absolute(), peers, timeout_seconds=timeout_seconds)
+        bound = bound.resuming(settings.unfit_optimizer)
+        with naming_options("{name}={value} in checkpointer={{...}} of the strategy"):
+            resume_from(bound, path.absolute(), peers, timeout_seconds=timeout_seconds)
     finally:
         peers.close()
 
@@ -290,7 +293,7 @@ class FabricModelParallelStrategy(_ShardedSaves, StockFabricStrategy):  # type: 
                 where=str(path),
                 hint="pass strict=False to load the others",
             )
-        load(parts, path, timeout_seconds=self._saves.timeout_seconds)
+        load(parts, path, self._saves.settings)
         state |= {key: rest.pop(key) for key in state.keys() - parts.keys()}
         return rest
 
@@ -375,7 +378,7 @@ class TrainerModelParallelStrategy(_ShardedSaves, StockTrainerStrategy):  # type
             return rest
         rest = _read_meta(path, weights_only=weights_only)
         state = self._parts(len(self.optimizers))
-        load(state, path, timeout_seconds=self._saves.timeout_seconds)
+        load(state, path, self._saves.settings)
         return rest
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

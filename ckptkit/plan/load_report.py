@@ -13,6 +13,7 @@ from typing import Any, Self
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import COPY, Shape
+from ckptkit.core.text import list_first
 from ckptkit.options import find_patterns
 from ckptkit.plan.vocabulary import is_embedding, is_head
 
@@ -300,7 +301,8 @@ def _list_differences(report: LoadReport, names: Collection[str]) -> Iterator[st
         )
     if report.missing:
         parameters = _counted(len(report.missing), "parameter")
-        yield f"{parameters} would be missing and made at random, {_some(report.missing)}"
+        named = list_first(report.missing, _LISTED)
+        yield f"{parameters} would be missing and made at random, {named}"
     unexpected = [
         n for n in report.unexpected if not (report.prefix and n.startswith(report.prefix))
     ]
@@ -309,7 +311,7 @@ def _list_differences(report: LoadReport, names: Collection[str]) -> Iterator[st
         name = unexpected[0]
         nearest = get_close_matches(name, report.missing[:_MOST_COMPARED], n=1)
         has = f" (nearest to {name!r}, the model has {nearest[0]!r})" if nearest else ""
-        yield f"{tensors} would not be used, {_some(unexpected)}{has}"
+        yield f"{tensors} would not be used, {list_first(unexpected, _LISTED)}{has}"
     if report.mismatched:
         parameters = _counted(len(report.mismatched), "parameter")
         shapes = "another shape" if len(report.mismatched) == 1 else "other shapes"
@@ -394,9 +396,3 @@ def _padded_rows(report: LoadReport) -> int:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(map(repr, names[:_LISTED]))
-    rest = len(names) - _LISTED
-    return f"{listed} and {rest:,} more" if rest > 0 else listed

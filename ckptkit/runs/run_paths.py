@@ -282,10 +282,17 @@ def hint_at_near(place: PathLike, meant: str = "") -> str:
     except OSError:
         names = []
     missing = path.parts[len(above.parts)] if len(path.parts) > len(above.parts) else ""
-    near = get_close_matches(missing, names, 1, _NEAR)
-    if near:
-        rest = path.parts[len(above.parts) + 1 :]
-        return "; ".join(filter(None, [f"did you mean {Path(above, near[0], *rest)}?", meant]))
+    rest = path.parts[len(above.parts) + 1 :]
+    is_file = not rest and bool(path.suffix)  # else only a folder can be meant
+    possible = [name for name in names if is_file or Path(above, name).is_dir()]
+    near = [
+        Path(above, name, *rest) for name in get_close_matches(missing, possible, _LISTED, _NEAR)
+    ]
+    there = next((place for place in near if place.exists()), None)
+    if there is not None:
+        return "; ".join(filter(None, [f"did you mean {there}?", meant]))
+    if near:  # what is missing in that folder, which is one level further down
+        return hint_at_near(near[0], meant)
     if meant and above == Path():
         return meant
     listed = ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

@@ -30,6 +30,8 @@ S3_PROTOCOLS = frozenset({"s3", "s3a"})
 _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
 WORK_INFIX = ".ckptkit-"
 """In the names of the hidden folders in which outputs are staged."""
+BESIDE_FILES = ".ckptkit-model"
+"""Where integrations write a model for a folder that keeps its other files, before they move it."""
 MARKS_FOLDER = ".ckptkit"
 """In the folder of a run: what the processes that use it leave for one another."""
 
@@ -304,6 +306,28 @@ def hidden_name(name: str, mark: str) -> str:
     '.checkpoint-5.ckptkit-0123abcd-1'
     """
     return f".{name}{WORK_INFIX}{mark}"
+
+
+_STAGED = re.compile(
+    rf"(?:(?P<folder>[^/]+)/)?\.(?P<name>[^/]+?){re.escape(WORK_INFIX)}[0-9a-f]{{8,}}(?:-\d+)?"
+    r"(?:/files)?(?![^/])"
+)
+
+
+def unstaged_path(path: str) -> str:
+    """Returns a path as the user knows it: where what is staged in a hidden folder will be.
+
+    >>> unstaged_path("runs/.checkpoint-5.ckptkit-0123abcd-1/rng.bin")
+    'runs/checkpoint-5/rng.bin'
+    >>> unstaged_path("out/.out.ckptkit-0123456789abcdef/files/model.safetensors")
+    'out/model.safetensors'
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        folder, name = found["folder"], found["name"]
+        return name if folder in {None, name} else f"{folder}/{name}"
+
+    return _STAGED.sub(replace, path).replace(f"/{BESIDE_FILES}", "")
 
 
 def check_relative(path: str, where: str) -> None:

@@ -442,14 +442,14 @@ class Checkpointer:
             if free is not None:
                 save.error = error  # other ranks may wait for it
                 return free
-            logger.warning("step %d was not saved: %s", save.attempt.step, error)
+            logger.warning("%s was not saved: %s", save.attempt, error)
             save.handle.fail(error)
             return None
         skipped = SkippedError(
             f"{len(self._slots)} earlier saves are still under way"
             if len(self._slots) > 1
             else "the save before is still under way",
-            where=f"step {save.attempt.step}",
+            where=str(save.attempt),
         )
         logger.warning("%s", skipped)
         save.handle.fail(skipped)

@@ -13,6 +13,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.core.text import size_text
 from ckptkit.training.save.staging import Staged
+from ckptkit.training.step_names import name_save
 
 
 class Reported(Protocol):
@@ -220,9 +221,9 @@ class SaveReport:
         local = local if self.local_seconds else ""
         without = f" WITHOUT {', '.join(sorted(self.lost))}" if self.lost else ""
         return (
-            f"step {self.step} saved{without} in {self.path}: {size_text(self.total_bytes)}"
-            f" ({size_text(self.size_bytes)} by this rank{linked}), blocked"
-            f" {self.blocked_seconds * 1e3:.0f} ms"
+            f"{name_save(self.step, self.path)} saved{without} in {self.path}:"
+            f" {size_text(self.total_bytes)} ({size_text(self.size_bytes)} by this rank{linked}),"
+            f" blocked {self.blocked_seconds * 1e3:.0f} ms"
             f" ({size_text(self.bytes_per_second)}/s{share}{waiting}), durable after"
             f" {self.durable_seconds:.2f} s{local}, committed after {self.committed_seconds:.2f} s"
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from torch import nn
@@ -13,9 +15,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, KeyPath, Shape
+from ckptkit.formats.discovery import parse_step
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.lora.dialects import AdapterNames, holds_adapters
+from ckptkit.storage.locations import unstaged_path
 
 RNG = "rng"
 """The key of the random number generators in the layout `dcp`."""
@@ -26,11 +30,28 @@ VALUES_FILES = "ckptkit/values_rank_"
 TRAINER_STATE = "trainer_state.json"
 """The file with the Trainer's own state."""
 
+logger = logging.getLogger(__name__)
+
+_COUNTED = "checkpoint_"  # with automatic_checkpoint_naming of accelerate
 _COMPILED = "_orig_mod"
 _PARALLEL = (DistributedDataParallel, DataParallel)
 _RUNNERS = (*_PARALLEL, FullyShardedDataParallel)
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED})
 """The names under which FSDP1, activation checkpointing and `torch.compile` keep a module."""
+
+
+def name_save(step: int, folder: object) -> str:
+    """Returns what messages call a save: its step, unless saves were counted instead of steps.
+
+    Those that accelerate names itself are counted, and those in folders without a number.
+
+    >>> name_save(5, "run/checkpoint-5"), name_save(0, "run/final"), name_save(0, "checkpoint_0")
+    ('step 5', "'final'", "'checkpoint_0'")
+    """
+    path = unstaged_path(str(folder))
+    name = PurePath(path).name
+    is_step = parse_step(path) == step and not name.startswith(_COUNTED)
+    return f"step {step}" if is_step else repr(name)
 
 
 def model_unit(index: int) -> str:
@@ -142,6 +163,12 @@ def innermost(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def model_class(model: nn.Module) -> type:
+    """Returns the class of a model inside of its wrappers, not that which FSDP2 derives of it."""
+    kinds = type(innermost(model)).__mro__
+    return next(kind for kind in kinds if not kind.__module__.startswith("torch."))
+
+
 def ask_disk_names(
     model: nn.Module,
     config: Mapping[str, Any] | None,
@@ -161,8 +188,7 @@ def ask_disk_names(
     Returns:
         The names, or None where they are the live ones or not known; why they are not known.
     """
-    inner: Any = innermost(model)
-    own = next(cls for cls in type(inner).__mro__ if not cls.__module__.startswith("torch."))
+    inner, own = innermost(model), model_class(model)
     need = determine_need(config, has_base=True)
     if config is None or need.kind != "ask" or not own.__module__.startswith("transformers."):
         return None, ""
@@ -178,6 +204,39 @@ def ask_disk_names(
         return answer_names(NamingRequest(plain, tensors, base), conversions), ""
     except Exception as error:  # noqa: BLE001  live names do without
         return None, f"{type(error).__name__}: {error}"
+
+
+def ask_live_class(
+    own: type,
+    config: Mapping[str, Any],
+    live: Mapping[Fqn, Shape],
+    disk: Mapping[str, Collection[Fqn]],
+    *,
+    is_converted: bool,
+) -> tuple[bool, str]:
+    """Asks the class of a live model, in this process, whether tensors are all that it has.
+
+    Args:
+        own: The class of the model.
+        config: Its parsed `config.json`, as it is written.
+        live: The shapes of the tensors of the whole model.
+        disk: The names on disk, each with the live tensors that it is made of.
+        is_converted: Whether these are names of `save_pretrained`; else they are the live ones.
+
+    Returns:
+        Whether that is certain; why transformers does not know the model, if so.
+    """
+    if all(kind.__module__ != "transformers.modeling_utils" for kind in own.__mro__):
+        return False, ""  # transformers need not be imported here
+    try:
+        from ckptkit.hub_names.transformers import loading, model_classes
+
+        if not own.__module__.startswith("transformers."):  # building it may do anything
+            return False, model_classes.explain_foreign(config)
+        return loading.loads_as_built(config, live, disk, is_converted=is_converted), ""
+    except Exception as error:  # noqa: BLE001  a process is asked, which says what is wrong
+        logger.debug("the class of the live model did not answer: %r", error)
+        return False, ""
 
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES

@@ -38,7 +38,7 @@ from ckptkit.storage.local.durable import (
     replace_folder,
     sync_folders,
 )
-from ckptkit.storage.locations import check_relative
+from ckptkit.storage.locations import check_relative, unstaged_path
 from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections, with_findings
 from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
 from ckptkit.writer.record import RECORDS_FOLDER, RankRecord, WrittenFile, parse_record
@@ -169,7 +169,7 @@ class _Folder:
     """The working folder, which all ranks wrote into."""
 
     def __init__(self, path: Path) -> None:
-        self.location = str(path)
+        self.location = unstaged_path(str(path))
         self._path = path
 
     def read(self, path: str) -> bytes | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
 from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile
 from ckptkit.storage.local.durable import make_folders, naming, put_file
-from ckptkit.storage.locations import check_relative
+from ckptkit.storage.locations import check_relative, unstaged_path
 from ckptkit.writer.messages import ByteCounter, Drain, Written
 from ckptkit.writer.persist import DirectFile
 from ckptkit.writer.record import RECORDS_FOLDER, WrittenFile, parse_record
@@ -49,7 +49,7 @@ def read_small(folder: Path, path: str) -> bytes:
     try:
         return (folder / path).read_bytes()
     except FileNotFoundError as error:
-        raise MissingFileError(_GONE, where=str(folder / path)) from error
+        raise MissingFileError(_GONE, where=unstaged_path(str(folder / path))) from error
 
 
 def recorded_files(folder: Path, records: Mapping[str, bytes]) -> list[WrittenFile]:
@@ -71,12 +71,13 @@ def open_written(path: Path, size_bytes: int, disk: Disk) -> OpenFile:
     try:
         file = disk.open_for_reading(path)
     except FileNotFoundError as error:
-        raise MissingFileError(_GONE, where=str(path)) from error
+        raise MissingFileError(_GONE, where=unstaged_path(str(path))) from error
     current_bytes = file.status().st_size
     if current_bytes != size_bytes:
         file.close()
         raise TruncatedFileError(
-            f"expected {size_bytes:,} bytes, found {current_bytes:,}", where=str(path)
+            f"expected {size_bytes:,} bytes, found {current_bytes:,}",
+            where=unstaged_path(str(path)),
         )
     file.advise_sequential()
     return file

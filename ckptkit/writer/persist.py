@@ -22,7 +22,7 @@ from ckptkit.core.errors import SaveError
 from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile, is_refused
 from ckptkit.storage.local.durable import make_folders, naming, put_file
-from ckptkit.storage.locations import check_relative
+from ckptkit.storage.locations import check_relative, unstaged_path
 from ckptkit.writer.messages import (
     ArchiveData,
     ByteCounter,
@@ -334,7 +334,7 @@ class Persister:
         if self._buffer is None:
             raise SaveError(
                 self._problem,
-                where=request.folder,
+                where=unstaged_path(request.folder),
                 hint="check that /dev/shm is large enough; the next save tries again",
             )
         with memoryview(self._buffer) as buffer:

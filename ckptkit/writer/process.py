@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError
 from ckptkit.storage.local.disk import Disk, is_out_of_space
+from ckptkit.storage.locations import unstaged_path
 from ckptkit.writer.messages import (
     Answer,
     Buffer,
@@ -236,7 +237,7 @@ def as_failure(error: BaseException, where: str) -> CkptkitError:
             where=where,
             hint="this is a bug of ckptkit; please report it with this text",
         )
-    where = os.fsdecode(error.filename) if error.filename else where
+    where = unstaged_path(os.fsdecode(error.filename) if error.filename else where)
     reason = error.strerror or str(error)
     if is_out_of_space(error):
         return NoSpaceError(

@@ -154,23 +154,28 @@ class Option:
 
 Declaration = Argument | Option
 
+OUTPUT = "Output"
+VERBOSE = Option("--verbose", OUTPUT, "Show whole hints and whole lists of names, however long.")
+_OF_OUTPUT = ("as_json", "quiet", "events", "verbose")
+
 
 def command(
     *declared: Declaration, parses: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function that takes an `Output` and one keyword for each declaration.
 
-    The values of `--json`, `--quiet` and `--events` are in the `Output` instead. Errors of the
-    function become messages and exit statuses.
+    The values of `--json`, `--quiet`, `--events` and of `--verbose`, which all commands have, are
+    in the `Output` instead. Errors of the function become messages and exit statuses.
 
     Args:
         declared: Arguments and options, in the order of the help.
         parses: Whether the function gets parsed values, or calls `parse_values` itself.
     """
+    declared = (*declared, VERBOSE)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         def run(**typed: Any) -> None:
-            shown = {name: typed.get(name, False) for name in ("as_json", "quiet", "events")}
+            shown = {name: typed.get(name, False) for name in _OF_OUTPUT}
             output = Output(**shown)
             with exit_on_errors(output):
                 values = parse_values(declared, typed) if parses else typed

@@ -31,6 +31,7 @@ from ckptkit.options import (
 )
 from ckptkit.runs.save_order import BestMode
 from ckptkit.storage.locations import Sources, parse_options, resolve_places
+from ckptkit_cli._command import OUTPUT as OUTPUT  # noqa: PLC0414  a group as the others below
 from ckptkit_cli._command import Argument, Option
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ KEPT = "Which steps stay"
 HUB = "The repository"
 COMPARED = "What is compared"
 AVERAGED = "What is averaged"
-OUTPUT = "Output"
 
 SRC = Argument(
     "src",

@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerificationError,
 )
-from ckptkit.core.text import Aside, make_printable, without_url_secrets
+from ckptkit.core.text import Aside, abridge, make_printable, without_url_secrets
 from ckptkit.core.text import counted as counted  # noqa: PLC0414  part of what pages are made with
 from ckptkit.version import __version__
 
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _MIN_ELASTIC = 16
 _MAX_TEXT = 2000
+_MOST_LINES = 4  # of a message
+_LOG_COLUMNS = 100  # of a line that no terminal breaks
+_LABEL_COLUMNS = 30
+_REST = " (--verbose shows all)"
 
 escaped = make_printable
 
@@ -197,12 +201,21 @@ class Output:
         as_json: Whether stdout gets one JSON document and nothing else.
         quiet: Whether only errors are shown.
         events: Whether stderr gets one JSON document per line and nothing else.
+        verbose: Whether hints and lists of names on stderr are never cut.
     """
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        events: bool = False,
+        verbose: bool = False,
+    ) -> None:
         self.as_json = as_json
         self.quiet = quiet
         self.events = events
+        self.verbose = verbose
         self._colour = takes_colour(sys.stdout)
         self._colour_messages = takes_colour(sys.stderr)
 
@@ -261,11 +274,23 @@ class Output:
             return
         self._write_message(label, "red", text)
         if hint:
-            _tell(f"  hint: {escaped(hint)}\n")
+            _tell(f"  hint: {self._shorten(escaped(hint))}\n")
 
     def _write_message(self, label: str, style: Style, text: str) -> None:
         shown = painted(label, style) if self._colour_messages else label
-        _tell(f"{shown}: {wrapped(escaped(text), width=None, first='')[0]}\n")
+        _tell(f"{shown}: {self._shorten(escaped(text), drops=False)}\n")
+
+    def _shorten(self, text: str, *, drops: bool = True) -> str:
+        """Returns a hint of at most four lines, unless all of it is wanted.
+
+        Of what is found, only lists of names are cut.
+        """
+        if self.verbose:
+            return text
+        columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else _LOG_COLUMNS
+        most = _MOST_LINES * columns - len(_REST) - _LABEL_COLUMNS
+        text = abridge(text, most, _REST, drops=drops)
+        return wrapped(text, width=None, first="")[0]
 
 
 def stamped(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
         ),
         *("--also", "--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
         *("--memory-limit", "--workers", "--json", "--quiet", "--like", "--vocab-size"),
-        *("--if-exists", "--events", "--src-option", "--dst-option"),
+        *("--if-exists", "--events", "--src-option", "--dst-option", "--verbose"),
         *("--engine", "--slice", "--bandwidth", "--optimizer", "--model-config"),
         *("--resume", "--delete-source", "--strip-prefix", "--map", "--check"),
         *("--cast-all", "--generation-config", "--tokenizer-from"),

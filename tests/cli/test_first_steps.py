@@ -41,6 +41,16 @@ def test_short_options_and_help_of_a_command() -> None:
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify", "ls"])
+def test_no_path_is_proposed_that_cannot_exist(command: str, tmp_path: Path) -> None:
+    (tmp_path / "llama.log").touch()
+    missing = run_command(command, tmp_path / "llama" / "iter_0000007")
+    assert f"hint: {tmp_path} contains llama.log" in missing.stderr
+    (tmp_path / "llama-8b" / "iter_0000005").mkdir(parents=True)
+    other = run_command(command, tmp_path / "llama" / "iter_0000007")
+    assert f"hint: did you mean {tmp_path}/llama-8b/iter_0000005?" in other.stderr
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "consolidate"])
 def test_a_missing_path_is_hinted_at(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,7 +163,7 @@ def test_the_script_for_a_shell_is_shown(shell: str) -> None:
     assert f"_CKPTKIT_COMPLETE=complete_{shell}" in shown
 
 
-CLI_ONLY = {"dry_run", "slice", "as_json", "quiet", "events", "report"}
+CLI_ONLY = {"dry_run", "slice", "as_json", "quiet", "events", "verbose", "report"}
 API_ONLY = {"listener"}
 RENAMED = {"src_option": "src_options", "dst_option": "dst_options"}
 OF_MERGING = {"adapter": "adapters"} | dict.fromkeys(

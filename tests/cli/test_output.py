@@ -44,6 +44,20 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+def test_messages_take_four_lines_unless_all_of_them_are_wanted(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    hints = {}
+    for words in ([], ["--verbose"]):
+        lines = run_command("inspect", tmp_path, *words).stderr.splitlines()
+        hints[bool(words)] = next(line for line in lines if line.startswith("  hint: "))
+    assert len(hints[False]) <= 400 < len(hints[True])
+    shown, end = hints[False].split(" …")
+    assert end == " (--verbose shows all)"
+    assert hints[True].startswith(f"{shown};")
+    document = json.loads(run_command("inspect", tmp_path, "--json").stdout)
+    assert hints[True].endswith(document["error"]["hint"])
+
+
 @pytest.fixture(autouse=True)
 def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "COLUMNS"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptkit
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.run_paths import hold_step
 from tests.command_line import Result, run_command
@@ -42,6 +43,13 @@ def test_ls_shows_a_line_for_each_step_and_why_one_is_not_complete(training: Pat
     assert [step["complete"] for step in document["steps"]] == [True, True, False]
     assert document["steps"][0]["metrics"] == {"loss": 0.01}
     assert document["steps"][0]["age_seconds"] < 3600
+
+
+def test_a_run_one_folder_down_is_listed_by_python_as_by_the_command(training: Path) -> None:
+    above = ckptkit.list_run(training.parent)
+    assert above.location == str(training)
+    shown = json.loads(run("ls", training.parent, "--json").stdout)
+    assert [step.name for step in above.steps] == [step["name"] for step in shown["steps"]]
 
 
 def test_prune_shows_the_same_table_in_a_dry_run_and_tells_what_it_freed(training: Path) -> None:

@@ -216,7 +216,7 @@ def test_options_of_the_command_and_of_python_are_the_same() -> None:
     ours = {parameter.name for parameter in command.params}
     placed = {"host", "port", "label", "access_key", "secret_key", "secret_key_from", "no_auth"}
     placed |= {"follow", "interval"}
-    shown = {"json_lines", "quiet", "help"}
+    shown = {"json_lines", "quiet", "verbose", "help"}
     hints = {"lora_alpha", "use_rslora", "fan_in_fan_out", "token_indices", "adapter", "src_option"}
     theirs = {*ServeOptions.__annotations__} - {"overrides", "adapters", "src_options"}
     assert ours - placed - shown - hints - {"src"} == theirs

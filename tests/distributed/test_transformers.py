@@ -25,7 +25,7 @@ OPTIONS = (
     "native",
     "nothing",
 )
-EDGES = ("narrow", "asked", "skipping", "adding", "uploading", "adapters")
+EDGES = ("narrow", "asked", "hints", "skipping", "adding", "uploading", "adapters")
 Found = dict[str, list[str]]  # by check
 
 
@@ -207,6 +207,14 @@ def test_a_save_that_was_asked_for_is_not_lost_to_the_best_one(found: Found) -> 
 
 def test_what_saves_cost_is_reported_where_the_trainer_reports(found: Found) -> None:
     assert "reported True" in found["asked"]
+
+
+def test_a_user_of_install_is_told_how_the_trainer_takes_an_option(found: Found) -> None:
+    assert found["hints"][:2] == ["True", "3"]
+
+
+def test_the_final_model_starts_no_process_of_transformers(found: Found) -> None:
+    assert found["hints"][2] == "True"
 
 
 def test_neither_the_best_step_nor_the_last_is_skipped(found: Found) -> None:

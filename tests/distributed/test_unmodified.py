@@ -125,7 +125,7 @@ def test_a_script_of_accelerates_that_is_killed_goes_on_to_the_same_end(
     assert final_loss(resumed.stdout) == final_loss(stock.stdout)
     assert names(run) == names(tmp_path / "stock/checkpoints") == ["checkpoint_2"]
     assert resumed.stderr.count(TELLS) == 1
-    told = re.findall(r"step (\d+) saved in", resumed.stderr)
+    told = re.findall(r"'checkpoint_(\d+)' saved in", resumed.stderr)
     assert told  # on one rank, and once for each save
     assert len(told) == len(set(told))
     assert (run / "checkpoint_2/ckptkit.json").exists()

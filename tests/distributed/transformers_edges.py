@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from peft import PromptTuningConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -16,7 +19,7 @@ from transformers import LlamaForCausalLM, Trainer
 from transformers.integrations import TensorBoardCallback
 from transformers.utils import hub
 
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import RefusedError, ResumeError
 from ckptkit.integrations.transformers import install
 from tests.distributed.tiny_trainers import (
     WORDS,
@@ -105,6 +108,52 @@ def check_skipping(check: str, folder: Path) -> None:
     made.train()
     now = {name: local_part(value) for name, value in made.model.named_parameters()}
     say(check, {3, 5} <= set(steps_in(run)), differing(now, watching.models[3]))
+
+
+class Shy(torch.optim.AdamW):
+    """Does not show its state while it is saved."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "state" and object.__getattribute__(self, "param_groups")[0].get("hides"):
+            raise RuntimeError("the state lies on the moon")
+        return super().__getattribute__(name)
+
+
+def check_hints(check: str, folder: Path) -> None:
+    """What a user of `install` reads who has no Checkpointer, and an export of a new process."""
+    run = folder / check
+
+    def make(**options: Any) -> Trainer:
+        made = trainer("fsdp2", run, max_steps=2)
+        install(made, **options)
+        return made
+
+    first = make()
+
+    def create(*arguments: Any) -> Any:
+        optimizer = type(first).create_optimizer(first, *arguments)
+        optimizer.__class__ = Shy
+        return optimizer
+
+    first.create_optimizer = create
+    first._save_checkpoint = partial(_hiding, first, first._save_checkpoint)
+    first.train()
+    with pytest.raises(ResumeError) as caught:
+        make().train(resume_from_checkpoint=True)
+    say(check, "install(trainer, unfit_optimizer='reset')" in caught.value.hint)
+    again = make(unfit_optimizer="reset")
+    again.args.max_steps = 3
+    again.train(resume_from_checkpoint=True)
+    say(check, again.state.global_step)
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    again.save_model(str(run / "final"))
+    say(check, sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) == before)
+
+
+def _hiding(made: Trainer, save: Callable[..., None], *arguments: Any) -> None:
+    made.optimizer.optimizer.param_groups[0]["hides"] = True
+    save(*arguments)
+    made.optimizer.optimizer.param_groups[0]["hides"] = False
 
 
 def check_adding(check: str, folder: Path) -> None:

@@ -39,6 +39,7 @@ from tests.distributed.transformers_edges import (
     check_adapters,
     check_adding,
     check_asked,
+    check_hints,
     check_skipping,
     check_uploading,
 )
@@ -131,6 +132,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "secrets": check_secrets,
     "model": check_model,
     "asked": check_asked,
+    "hints": check_hints,
     "skipping": check_skipping,
     "adding": check_adding,
     "uploading": check_uploading,

@@ -13,6 +13,7 @@ import transformers
 import ckptkit
 from ckptkit.consumers.folder_truth import FolderTexts, tell_truth
 from tests.reports.folders import REPORTS, notes_of, save
+from tests.small_models import class_named, small_model_config
 
 CASE = REPORTS / "14-use-cache"
 SMALL = {
@@ -80,6 +81,30 @@ def test_a_model_type_without_a_cache_is_left_without_one(tmp_path: Path) -> Non
     config.save_pretrained(tmp_path / "step")
     ckptkit.consolidate(tmp_path / "step", tmp_path / "out")
     assert config_of(tmp_path / "out")["use_cache"] is False
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("LlamaForCausalLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM", "OPTForCausalLM"),
+        *("MixtralForCausalLM", "BertForMaskedLM", "LlamaForSequenceClassification"),
+        *("T5ForConditionalGeneration", "LlamaModel", "Qwen2_5_VLForConditionalGeneration"),
+    ],
+)
+def test_a_configuration_without_a_class_gets_it_or_a_warning(name: str, tmp_path: Path) -> None:
+    kind = class_named(name)
+    torch.manual_seed(0)
+    model = kind(small_model_config(kind))
+    save(model.state_dict(), tmp_path / "step")
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path / "step")
+    notes = notes_of(ckptkit.consolidate, tmp_path / "step", tmp_path / "out")
+    written = config_of(tmp_path / "out").get("architectures")
+    warned = [note for note in notes if "names no class in 'architectures'" in note]
+    assert (written or [], len(warned)) == (([name], 0) if "CausalLM" in name else ([], 1))
+    loaded, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in loaded.state_dict().items())
 
 
 def test_a_model_that_generates_nothing_needs_no_cache(tmp_path: Path) -> None:

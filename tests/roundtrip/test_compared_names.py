@@ -170,6 +170,16 @@ def test_weights_with_biases_that_the_base_lacks_are_refused(tmp_path: Path) -> 
     assert "--exclude" not in error.hint  # they were trained
 
 
+def test_many_parts_that_the_model_has_not_are_left_out_by_one_pattern(tmp_path: Path) -> None:
+    model = model_of()
+    probes = {f"probe_{letter}.scale": torch.ones(2) for letter in "abcdefghijkl"}
+    src = trained(tmp_path / "src", model.state_dict() | probes, model.config)
+    error = refused(src, tmp_path)
+    assert "--exclude 'probe_*'" in error.hint
+    notes_of(src, tmp_path / "out", exclude=["probe_*"])
+    loaded(tmp_path / "out", model)
+
+
 def test_a_head_of_another_kind_is_refused_unless_it_is_left_out(tmp_path: Path) -> None:
     model = model_of()
     head = {"v_head.summary.weight": torch.ones(1, 32), "v_head.summary.bias": torch.ones(1)}

@@ -27,8 +27,10 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import LoadStateDictConfig
 
+from ckptkit.core.index import Fqn, Shape
 from ckptkit.hub_names.known_models import find_doubled_prefix
 from ckptkit.hub_names.transformers.answers import torch_dtype
 from ckptkit.hub_names.transformers.model_classes import build_model, named_class, unsaved_names
@@ -188,16 +190,23 @@ def _settle(model: Any, info: Any) -> None:
 
 def _targets(model: Any, names: Iterable[str], conversions: list[Any]) -> dict[str, str]:
     """Returns what each name is for in the model, as loading finds it."""
+    return {name: target for name, (target, _) in _find_targets(model, names, conversions).items()}
+
+
+def _find_targets(
+    model: Any, names: Iterable[str], conversions: list[Any]
+) -> dict[str, tuple[str, bool]]:
+    """Returns what each name is for in the model, and whether it is converted on the way."""
     own = model.state_dict()
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
     found = {}
     for name in names:
-        target, _ = rename_source_key(name, renamings, converters, prefix, own)
+        target, converter = rename_source_key(name, renamings, converters, prefix, own)
         if target not in own and name in own:
-            target, _ = rename_source_key(name, [], [], prefix, own)
-        found[name] = target
+            target, converter = rename_source_key(name, [], [], prefix, own)
+        found[name] = target, converter is not None
     return found
 
 
@@ -230,6 +239,63 @@ def _own_files(model: Any) -> Tensors:
 def _built(model_class: Any, request: LoadRequest) -> Any:
     named = {**request.config, "architectures": [model_class.__name__]}
     return build_model(named, ())
+
+
+def loads_as_built(
+    config: Mapping[str, Any],
+    live: Mapping[Fqn, Shape],
+    disk: Mapping[str, Collection[Fqn]],
+    *,
+    is_converted: bool,
+) -> bool:
+    """Returns whether tensors are, for certain, all those of the class that a configuration names.
+
+    For a process that trains: it builds the class without weights, once, and loads nothing. Element
+    types are left out, since torch's default would change for all threads.
+
+    Args:
+        config: The configuration as it is written.
+        live: The shapes that training holds, by name, with tied ones under each name.
+        disk: The names on disk, each with the live tensors that it is made of.
+        is_converted: Whether those are what `save_pretrained` makes of the live ones; else they are
+            live names.
+    """
+    if _reaches_beyond(config):
+        return False
+    model = build_model(_without_types(config), list(live))
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if not live.items() <= own.items():
+        return False
+    targets = _find_targets(model, disk, get_model_conversion_mapping(model))
+    for name, (target, passes_converter) in targets.items():
+        if target not in disk[name] or (passes_converter and not is_converted):
+            return False
+    written = {source for sources in disk.values() for source in sources}
+    info = _Info(own.keys() - written, set())
+    _settle(model, info)
+    return not info.missing_keys - unsaved_names(model)
+
+
+def _without_types(value: Any) -> Any:
+    """Returns a configuration without element types, also those of its parts."""
+    if isinstance(value, list):
+        return [_without_types(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = (key for key in value if key not in {"dtype", "torch_dtype"})
+    return {key: _without_types(value[key]) for key in kept}
+
+
+def _reaches_beyond(config: Mapping[str, Any]) -> bool:
+    """Returns whether building a class may communicate, or look up weights of its backbone.
+
+    Source: transformers 5.23, `PreTrainedModel._from_config` under ZeRO-3, and `load_backbone`.
+    """
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    has_backbone = any(
+        part.get("backbone") or part.get("use_pretrained_backbone") for part in parts
+    )
+    return has_backbone or is_deepspeed_zero3_enabled()
 
 
 # --- what the user may have meant ---

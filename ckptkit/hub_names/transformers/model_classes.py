@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from ckptkit.core.errors import CannotPlanError
 
@@ -58,6 +59,18 @@ def list_kept(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(sorted(always)), tuple(sorted(in_float16))
 
 
+def explain_foreign(config: Mapping[str, Any]) -> str:
+    """Says that transformers itself has no model type; empty where it may have it."""
+    model_type = config.get("model_type")
+    if model_type in CONFIG_MAPPING_NAMES or named_class(config) is not None:
+        return ""
+    return _lacks(str(model_type))
+
+
+def _lacks(model_type: str) -> str:
+    return f"transformers {transformers.__version__} has no model type {model_type!r}"
+
+
 def _config_class(config: Mapping[str, Any]) -> Any:
     model_type = str(config.get("model_type"))
     if model_type in CONFIG_MAPPING:
@@ -65,9 +78,7 @@ def _config_class(config: Mapping[str, Any]) -> Any:
     # A part of a model may be saved on its own, and its type is not registered.
     own = getattr(named_class(config), "config_class", None)
     if own is None or own.model_type != model_type:
-        raise CannotPlanError(
-            f"transformers {transformers.__version__} has no model type {model_type!r}"
-        )
+        raise CannotPlanError(_lacks(model_type))
     return own
 
 
@@ -106,8 +117,31 @@ def named_class(config: Mapping[str, Any]) -> Any:
 
 
 def _build(model_class: Any, config: Any) -> Any:
-    with torch.device("meta"):
+    with torch.device("meta"), _DrawNothing():  # type: ignore[no-untyped-call]
         return model_class(config)
+
+
+class _DrawNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Leaves the random numbers of training as they are.
+
+    Some classes draw elements although their tensors are to have none, such as speech models with
+    `torch.Tensor(size).uniform_()`, which is never on the meta device.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **options)
+        given = getattr(args[0], "device", None) if args else None
+        if given is None:  # it makes a tensor
+            return func(*args, **{**options, "device": torch.device("meta")})
+        if given.type == "meta":
+            return func(*args, **options)
+        if not func._schema.name.endswith("_"):  # noqa: SLF001  the elements are asked for
+            raise CannotPlanError(f"the class draws random numbers by {func}")
+        return args[0]
 
 
 def list_parameters(config: Mapping[str, Any], live: list[str]) -> list[dict[str, Any]]:

@@ -32,9 +32,9 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import Fqn
+from ckptkit.core.text import list_first
 from ckptkit.integrations.accelerate.watched_parameters import find_changed, release
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.resume.materialise import is_wide_float
 from ckptkit.training.resume.unsaved_buffers import find_unsaved
 from ckptkit.training.state.bound import unwrap_optimizer

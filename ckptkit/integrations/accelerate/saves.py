@@ -23,7 +23,7 @@ from ckptkit.integrations.accelerate.accelerator_state import (
     SaveTarget,
 )
 from ckptkit.integrations.accelerate.whole_state import whole_state
-from ckptkit.integrations.checkpointers import OpenRun, export_into
+from ckptkit.integrations.checkpointers import OpenRun, export_into, naming_options
 from ckptkit.integrations.patches import STOCK
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.training import step_names
@@ -169,7 +169,9 @@ class AcceleratorSaves:
             stock_method("load_state")(accelerator, input_dir, **stock)
             return
         chosen = LoadSource(Path(choice["folder"]), choice["ours"], choice["newest"])
-        folder = self._fill(chosen, accelerator, settings)
+        call = "install(accelerator" if options is self.options else "load_state(accelerator, ..."
+        with naming_options(f"{call}, {{name}}={{value}})"):
+            folder = self._fill(chosen, accelerator, settings)
         rank = int(accelerator.process_index)
         _put_back(accelerator, folder, rank, loaders=not chosen.ours)
         states.call_load_hooks(accelerator, folder)

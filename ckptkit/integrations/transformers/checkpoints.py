@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.integrations.checkpointers import register
+from ckptkit.integrations.checkpointers import naming_options, register
 from ckptkit.integrations.patches import saves_whole_models
 from ckptkit.integrations.transformers.trainer_state import (
     ReportQueue,
@@ -361,7 +361,7 @@ class TrainerCheckpoints:
     def _resume(self, folder: Path, state: Mapping[str, object]) -> None:
         """Loads a checkpoint without random numbers, which the Trainer sets later."""
         states = rng.capture()
-        with self.open() as checkpointer:
+        with naming_options("install(trainer, {name}={value})"), self.open() as checkpointer:
             checkpointer.resume(state, folder=folder)
         rng.restore(states)
 

@@ -25,10 +25,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.index import Fqn
+from ckptkit.core.text import list_first
 from ckptkit.integrations.accelerate.deferred_weights import DeferredWeights, keep_deferred
 from ckptkit.integrations.accelerate.watched_parameters import find_changed, is_watched, watch
 from ckptkit.training.load.load_into import ModelLoad
-from ckptkit.training.resume.load_pieces import list_first
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import logging
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.integrations.scalars import values_of
 from ckptkit.runs.save_order import Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep, abandoned
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import step_names
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.run_folders import saved_steps
@@ -93,7 +95,12 @@ def holds_shards(folder: Path) -> bool:
 
 
 def has_optimizer(folder: Path) -> bool:
-    return (folder / step_names.optimizer_unit(0) / METADATA).is_file()
+    """Returns whether a checkpoint has the optimizer, or lost it when it was saved."""
+    if (folder / step_names.optimizer_unit(0) / METADATA).is_file():
+        return True
+    with suppress(OSError, CkptkitError):  # the Trainer itself writes no manifest
+        return bool(read_local_manifest(folder).source.get("lost"))
+    return False
 
 
 def remove_sentinel(folder: Path) -> None:

@@ -36,7 +36,7 @@ from ckptkit.storage.local.workdir import (
     publish,
     sweep_work_folders,
 )
-from ckptkit.storage.locations import hidden_name
+from ckptkit.storage.locations import hidden_name, unstaged_path
 from ckptkit.storage.manifests import manifest_digest, refuse_newer, refuse_unnamed_in
 
 _PLAN = "plan"
@@ -157,7 +157,7 @@ def read_parts(
             if len(data) != size or crc32(data) != expected:
                 raise ChecksumError(
                     f"other bytes than were written were found from byte {at:,} on",
-                    where=str(path),
+                    where=unstaged_path(str(path)),
                     hint="the storage does not show what another machine wrote; export to another",
                 )
             yield name, starts, memoryview(data)
@@ -212,6 +212,7 @@ class SharedTarget:
         overwrite: bool = False,
         seen: str | None = None,
         disk: Disk = LOCAL_DISK,
+        named: Path | None = None,
     ) -> None:
         """Enters the hidden folder, and makes it and missing parents where they are not there.
 
@@ -221,23 +222,24 @@ class SharedTarget:
             overwrite: Whether a directory that holds something is replaced by the commit.
             seen: What `manifest_digest` returned when the processes began; None for now.
             disk: The file operations of the platform.
-
+            named: What messages call the directory; None for `out`.
         """
-        self.location = str(out)
-        self._named = out
+        named = named or out
+        self.location = str(named)
+        self._named = named
         self._overwrite = overwrite
         self._disk = disk
         self._made_folders: list[Path] = []
-        with translate_errors(out):
+        with translate_errors(named):
             self._out = out.resolve()
             self._seen = manifest_digest(self._out) if seen is None else seen
-            refuse_file(self._out, out)
+            refuse_file(self._out, named)
             is_fixed = _is_fixed(self._out)
             if not is_free(self._out, self._disk):
                 if not overwrite:
-                    raise output_exists_error(out)
+                    raise output_exists_error(named)
                 if is_fixed:
-                    raise not_replaceable_error(out)
+                    raise not_replaceable_error(named)
             parent = self._out if is_fixed else self._out.parent
             self._made_folders = make_missing(parent)
             try:
@@ -245,10 +247,10 @@ class SharedTarget:
             except BaseException:
                 remove_empty(self._made_folders)
                 raise
-        self._files = StagedFiles(self._work.files, out, self._disk)
+        self._files = StagedFiles(self._work.files, named, self._disk)
         self.folder = self._work.path
         self.removal = f"rm -r '{self.folder}'"
-        self.notes = WorkNotes(self.folder, out, self._disk)
+        self.notes = WorkNotes(self.folder, named, self._disk)
 
     def plan(self) -> bytes | None:
         note = self.notes.get(_PLAN)

@@ -36,7 +36,7 @@ from ckptkit.storage.local.workdir import (
     reclaim_work_folder,
     sweep_work_folders,
 )
-from ckptkit.storage.locations import check_relative
+from ckptkit.storage.locations import check_relative, unstaged_path
 from ckptkit.storage.manifests import manifest_mark, refuse_newer, refuse_unnamed_in
 
 OPEN_FILES = 64
@@ -179,7 +179,7 @@ def translate_errors(named: Path, size_bytes: int = 0) -> Iterator[None]:
         if is_out_of_space(error):
             raise _no_space(named, size_bytes) from error
         reason = (error.strerror or str(error)).lower()
-        name = f" (at {error.filename!r})" if error.filename else ""
+        name = f" (at {unstaged_path(str(error.filename))!r})" if error.filename else ""
         raise OutputError(f"cannot be written: {reason}{name}", where=str(named)) from error
 
 

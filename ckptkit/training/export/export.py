@@ -43,6 +43,7 @@ from ckptkit.training.export.output_plan import (
     ExportNames,
     ExportRequest,
     ExportView,
+    LiveModel,
     Table,
     adapter_options,
     disk_names,
@@ -72,6 +73,7 @@ from ckptkit.training.export.tensor_writes import (
 from ckptkit.training.handle import ExportHandle, ExportReport, SaveHandle
 from ckptkit.training.save.saver import OURS
 from ckptkit.training.state.collect import BoundState
+from ckptkit.training.step_names import model_class
 
 logger = logging.getLogger(__name__)
 _RANGES = "ranges"
@@ -87,6 +89,7 @@ class _Written:
     """What this rank wrote."""
 
     plan: Plan
+    live: LiveModel
     is_adapter: bool
     answer: Mapping[str, Any]
 
@@ -118,7 +121,9 @@ class ExportAttempt:
         try:
             request, name = self._request, f"{self._peers.nonce}/{self._number}"
             nonce = hashlib.sha256(name.encode()).hexdigest()[:16]
-            target = SharedTarget(request.out, nonce, overwrite=request.overwrite)
+            target = SharedTarget(
+                request.out, nonce, overwrite=request.overwrite, named=request.named
+            )
             self._target = target
             how = self._agreed_way(target)
             bound = find_bound()
@@ -140,7 +145,7 @@ class ExportAttempt:
         except CkptkitError as error:
             self._fail(handle, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("exporting to %s", self._request.out)
+            logger.exception("exporting to %s", self._request.named)
             self._fail(handle, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
         else:
             if self._target is not None:
@@ -161,7 +166,7 @@ class ExportAttempt:
         key = f"exports/{self._number}"
         decided = self._peers.store.compare_set(key, b"", choice.encode()).decode()
         if decided == _RANGES and choice != _RANGES:
-            raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.out))
+            raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.named))
         return decided
 
     def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
@@ -170,7 +175,7 @@ class ExportAttempt:
             if options.dtype != usual.dtype:
                 raise RefusedError(
                     f"{reason}; from shards an adapter is taken with the numbers that it has",
-                    where=str(self._request.out),
+                    where=str(self._request.named),
                     hint="leave dtype out, or export the adapter to another place",
                 )
             self._next = ("adapter", "extract"), adapter_options(bound)
@@ -184,7 +189,7 @@ class ExportAttempt:
             self._next = ("consolidate",), arguments
         self._give_up()
         if self._peers.rank == 0:
-            logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
+            logger.warning("%s: %s; it is saved sharded instead", self._request.named, reason)
         self._saved = save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
 
     def _write(
@@ -196,7 +201,8 @@ class ExportAttempt:
         by_ranges: bool,
     ) -> _Written:
         exported = view_model(bound)
-        plan, names = self._plan(exported, bound, side_files(bound, sidecar))
+        plan, live = self._plan(exported, bound, side_files(bound, sidecar))
+        names = live.names
         parts = [
             BoxWrite(place, exported.table[source].dtype, box, local)
             for name, place in places_of(plan).items()
@@ -219,18 +225,19 @@ class ExportAttempt:
             rows = file.rows
         target.finish(mark_of(self._peers.rank))
         size = sum(part.size_bytes for part in parts)
-        answer = answer_of(plan, shares, size, out=str(self._request.out), rows=rows)
-        return _Written(plan, exported.is_adapter, answer)
+        answer = answer_of(plan, shares, size, out=str(self._request.named), rows=rows)
+        return _Written(plan, live, exported.is_adapter, answer)
 
     def _plan(
         self, exported: ExportView, bound: BoundState, side: Mapping[str, bytes]
-    ) -> tuple[Plan, ExportNames]:
+    ) -> tuple[Plan, LiveModel]:
         table, options = self._whole(exported), self._request.options
+        modules, names = parts_of_model(bound), ExportNames(None)
+        own = model_class(modules[0])
         if exported.is_adapter:
-            return plan_adapter(table, side, options), ExportNames(None)
-        names = ExportNames(None)
+            return plan_adapter(table, side, options), LiveModel(own, table, names)
         if options.names != "live":
-            names = disk_names(parts_of_model(bound), table, parse_config(side))
+            names = disk_names(modules, table, parse_config(side))
         self._request = replace(self._request, versions=names.versions)
 
         def is_tied(name: Fqn, other: Fqn) -> bool:
@@ -239,11 +246,11 @@ class ExportAttempt:
                 return True
             return bool(self._agree(same is not False, all))
 
-        kept, where = kept_of(parts_of_model(bound)), str(self._request.out)
+        kept, where = kept_of(modules), str(self._request.named)
         plan = plan_model(table, side, options, is_tied, names, kept, where=where)
         for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
-            logger.warning("%s: %s", self._request.out, note)
-        return plan, names
+            logger.warning("%s: %s", self._request.named, note)
+        return plan, LiveModel(own, table, names)
 
     def _whole(self, exported: ExportView) -> Table:
         """Returns the tensors of the whole model, which ranks of a pipeline have to exchange."""
@@ -263,7 +270,7 @@ class ExportAttempt:
 
         def decide(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             if not written.is_adapter:
-                compare_with_model(written.plan, self._request)
+                compare_with_model(written.plan, self._request, written.live)
             patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
             committed = commit(
                 target,
@@ -281,7 +288,7 @@ class ExportAttempt:
         except CkptkitError as error:
             if not decided:
                 raise
-            logger.warning("%s is complete, but not all ranks know: %s", self._request.out, error)
+            logger.warning("%s is complete, but not all ranks know: %s", self._request.named, error)
             return decided[0]
         return answer
 
@@ -319,7 +326,7 @@ class ExportAttempt:
             self._target = None
         self._give_up()
         hint = f" ({error.hint})" if error.hint else ""
-        logger.error("%s was not exported: %s%s", self._request.out, error, hint)
+        logger.error("%s was not exported: %s%s", self._request.named, error, hint)
         handle.fail(error)
 
     def _give_up(self) -> None:
@@ -333,7 +340,7 @@ class ExportAttempt:
             assert self._written is not None  # noqa: S101  begin() returned
             committed = self._commit(self._written)
             return ExportReport(
-                path=self._request.out,
+                path=self._request.named,
                 size_bytes=self._written.answer["size_bytes"],
                 total_bytes=committed["size_bytes"],
                 durable_seconds=durable - began,
@@ -342,7 +349,7 @@ class ExportAttempt:
         report = self._saved.report()
         name, options = self._next
         command = [
-            *("ckptkit", *name, str(report.path), str(self._request.out)),
+            *("ckptkit", *name, str(report.path), str(self._request.named)),
             *options,
             *(["--overwrite"] if self._request.overwrite else []),
         ]
@@ -457,7 +464,7 @@ class Exporter:
         self._count += 1
         attempt = ExportAttempt(self._peers, self._count, request, self._timeout_seconds)
         attempt.begin(find_bound, self._sidecar, save_instead)
-        handle = ExportHandle(request.out)
+        handle = ExportHandle(request.named)
         durable = time.perf_counter()
         thread = threading.Thread(
             target=lambda: attempt.finish(handle, began, durable),

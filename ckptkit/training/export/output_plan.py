@@ -78,6 +78,7 @@ from ckptkit.plan.ties import (
     untie_config,
 )
 from ckptkit.plan.weight_kinds import refuse_random_weights
+from ckptkit.storage.locations import BESIDE_FILES
 from ckptkit.training.sidecar import collect_sidecar
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.dtensors import Copies, has_data
@@ -154,6 +155,21 @@ class ExportNames:
                 shared = intersect(box, window.box)
                 if shared is not None:
                     yield _moved(shared, place, window), _taken(local, box, shared, window)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """What is known of a live model without keeping it.
+
+    Attributes:
+        model_class: Its class.
+        table: The tensors of the whole model.
+        names: Their names on disk.
+    """
+
+    model_class: type
+    table: Table
+    names: ExportNames
 
 
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
@@ -243,6 +259,11 @@ class ExportRequest:
     overwrite: bool
     source: Mapping[str, Any]
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def named(self) -> Path:
+        """The directory as the user knows it."""
+        return self.out.parent if self.out.name == BESIDE_FILES else self.out
 
 
 @dataclass(frozen=True, slots=True)

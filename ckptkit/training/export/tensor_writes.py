@@ -4,9 +4,9 @@ Blocks go through a few reused buffers: the calling thread casts while others wr
 back. Casts from float32 use torch's rounding, which is fastest; the bytes are those of `Caster`.
 
 Rank 0 compares the plan with the model of the configuration, joins the checksums of all ranks, and
-makes the folder visible, while the other ranks wait in the background. A process of its own does
-the comparison, though training may have imported transformers: building a model changes torch's
-default element type for a moment, and may communicate under ZeRO-3.
+makes the folder visible, while the other ranks wait in the background. What is known of the family
+answers, or the class of the live model, built without weights. Only where neither is certain, a
+process of its own does: it says what does not fit, and may communicate and change torch's settings.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ckptkit.core.index import Box, Fqn, Ints, Shape, Span
 from ckptkit.core.manifest import CRC32_SCHEME, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.casts import Caster, overflow_error
+from ckptkit.hub_names.model_shapes import is_as_described
 from ckptkit.options import changed_options
 from ckptkit.plan.load_report import EXPORT
 from ckptkit.plan.plan import Literal, Plan
@@ -43,12 +44,19 @@ from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.shared_target import PartFile, SharedTarget
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES
 from ckptkit.training.agree.peers import name_ranks, poll_until
-from ckptkit.training.export.output_plan import ExportRequest, OutputPlace, digest_of_plan
+from ckptkit.training.export.output_plan import (
+    ExportRequest,
+    LiveModel,
+    OutputPlace,
+    digest_of_plan,
+)
 from ckptkit.training.save.staging import is_plain
+from ckptkit.training.step_names import ask_live_class
 from ckptkit.version import __version__
 
 logger = logging.getLogger(__name__)
 _PROOF = "live"
+_WAITED = "it is committed once a process of transformers has compared the names with the model"
 _FLOAT32 = BY_NAME["float32"]
 _TARGETS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -296,7 +304,7 @@ def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
     return math.prod(box.sizes[axis:]), starts
 
 
-def compare_with_model(plan: Plan, request: ExportRequest) -> None:
+def compare_with_model(plan: Plan, request: ExportRequest, live: LiveModel) -> None:
     """Compares names and shapes with the model of the configuration that is written."""
     bodies = (file.segments[0].body for file in plan.files if file.path == CONFIG and file.segments)
     data = next((body.data for body in bodies if isinstance(body, Literal)), None)
@@ -304,9 +312,22 @@ def compare_with_model(plan: Plan, request: ExportRequest) -> None:
         return
     config = parse_model_config(data, where=CONFIG)
     tensors = {str(spec.name): (spec.dtype, spec.shape) for _, _, spec in plan.specs()}
-    subject = Subject(config, tensors, frozenset(), str(request.out), advice=EXPORT)
-    for note in compare_now(subject):
-        logger.warning("%s: %s", request.out, note)
+    subject = Subject(config, tensors, frozenset(), str(request.named), advice=EXPORT)
+    is_loaded, doubt = is_as_described(subject.request), ""
+    if not is_loaded:
+        is_loaded, doubt = ask_live_class(
+            live.model_class,
+            subject.request.config,
+            {name: spec.shape for name, spec in live.table.items()},
+            {name: live.names.sources(Fqn(name)) for name in tensors},
+            is_converted=bool(live.names.versions),
+        )
+    if is_loaded:
+        return
+    if not doubt:
+        logger.info("%s: %s", request.named, _WAITED)
+    for note in compare_now(subject, doubt):
+        logger.warning("%s: %s", request.named, note)
 
 
 def answer_of(
@@ -366,7 +387,7 @@ def commit(
     Returns:
         What all ranks get to know.
     """
-    where = str(request.out)
+    where = str(request.named)
     digest = digest_of_plan(plan)
     other = [rank for rank, answer in enumerate(answers) if answer["plan"] != digest]
     if other:

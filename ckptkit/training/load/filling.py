@@ -23,6 +23,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.geometry import flat_offset
 from ckptkit.core.index import Box, Fqn, Key, Shape, TensorEntry
+from ckptkit.core.text import list_first
 from ckptkit.core.tiles import Walk, walk_boxes
 from ckptkit.engine.box_reads import (
     CastMemory,
@@ -46,7 +47,7 @@ from ckptkit.training.load.tensor_sources import (
     TensorSources,
     best_entry,
 )
-from ckptkit.training.resume.load_pieces import list_first, memory_of
+from ckptkit.training.resume.load_pieces import memory_of
 from ckptkit.training.resume.restore import copied_changes
 from ckptkit.training.state.memory_changes import count_changes
 

@@ -14,11 +14,11 @@ import torch
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
+from ckptkit.core.text import list_first
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.storage.places import Place
 from ckptkit.training.resume.load_pieces import (
     FillReport,
-    list_first,
     load_pieces,
     match_entries,
     names_of,

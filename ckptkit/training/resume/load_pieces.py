@@ -24,6 +24,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ChecksumError, ResumeError
 from ckptkit.core.geometry import flat_offset
 from ckptkit.core.index import Box, Key, Shape, TensorEntry, TensorIndex
+from ckptkit.core.text import list_first
 from ckptkit.core.tiles import Walk
 from ckptkit.engine.box_reads import plan_chunk_reads, read_chunks
 from ckptkit.engine.checksum_tracker import NumberedRecord
@@ -34,7 +35,6 @@ from ckptkit.training.state.pieces import Piece
 
 # Of one record; matrices split by columns have thousands of parts, and stay unproven.
 _MOST_PARTS = 256
-_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +178,6 @@ def unexpected_keys(index: TensorIndex, pieces: Sequence[Piece]) -> list[Key]:
     """Returns the stored tensors, sorted, that no piece has under any of its names."""
     wanted = {name for piece in pieces for name in names_of(piece)}
     return sorted(key for key in index.tensors if key not in wanted)
-
-
-def list_first(names: Sequence[str]) -> str:
-    """Lists the first names, and says how many more there are."""
-    more = len(names) - _SHOWN_NAMES
-    return ", ".join(map(repr, names[:_SHOWN_NAMES])) + (f" and {more:,} more" if more > 0 else "")
 
 
 def names_of(piece: Piece) -> Iterator[Key]:

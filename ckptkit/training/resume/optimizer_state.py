@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry
-from ckptkit.training.resume.load_pieces import list_first
+from ckptkit.core.text import list_first
 from ckptkit.training.resume.materialise import Slots, allocate_state, step_without_effect
 from ckptkit.training.resume.restore import set_nested
 from ckptkit.training.resume.stored_step import StoredStep

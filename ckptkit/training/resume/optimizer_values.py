@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath
-from ckptkit.core.text import a_kind
-from ckptkit.training.resume.load_pieces import list_first
+from ckptkit.core.text import a_kind, list_first
 from ckptkit.training.resume.materialise import Slots, has_state
 from ckptkit.training.resume.optimizer_state import composed_places
 from ckptkit.training.resume.restore import (

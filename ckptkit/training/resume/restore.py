@@ -23,11 +23,11 @@ from torch import nn
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath
-from ckptkit.core.text import a_kind
+from ckptkit.core.text import a_kind, list_first
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.training import step_names
-from ckptkit.training.resume.load_pieces import list_first, load_pieces
+from ckptkit.training.resume.load_pieces import load_pieces
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import PER_RANK, shown_name

@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import TensorIndex
-from ckptkit.core.text import size_text
+from ckptkit.core.text import list_first, size_text
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES, step_folders
@@ -40,7 +40,6 @@ from ckptkit.training.resume.load_pieces import (
     FillReport,
     Packed,
     cross_check,
-    list_first,
     pack,
     unpack,
 )
@@ -49,7 +48,7 @@ from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.pieces import Piece
-from ckptkit.training.step_names import model_unit
+from ckptkit.training.step_names import model_unit, name_save
 from ckptkit.training.tiers.url_run import NearPlace, steps_of_place
 from ckptkit.writer.merge import few_collections
 
@@ -384,7 +383,8 @@ class _Attempt:
         if self.peers.rank == 0:
             read = size_text(sum(report.bytes_read for report in reports.values()))
             seconds = time.perf_counter() - start
-            logger.info("resumed from step %d: %s in %.2f s on rank 0", step, read, seconds)
+            done = name_save(step, folder)
+            logger.info("resumed from %s: %s in %.2f s on rank 0", done, read, seconds)
             unverified = [key for report in reports.values() for key in report.unverified]
             if unverified:
                 logger.info("no checksums were stored for %s", list_first(unverified))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, Manifest, check_manifest_size
-from ckptkit.core.text import Closing
+from ckptkit.core.text import Closing, list_first
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.runs.step_manifests import Findings, read_findings
@@ -26,7 +26,6 @@ from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import step_names
-from ckptkit.training.resume.load_pieces import list_first
 from ckptkit.training.state.bound import PER_RANK, Layout, index_of, shown_name
 from ckptkit.training.state.collect import BoundModel, BoundObject, BoundOptimizer, BoundState
 from ckptkit.training.state.dtensors import Copies

@@ -11,6 +11,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, error_from_json
 from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess
+from ckptkit.training.step_names import name_save
 from ckptkit.writer.messages import Commit, Discard, RecordProof, StepCommitted
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class SaveAttempt:
     @property
     def step_name(self) -> str:
         return Path(self.final).name
+
+    def __str__(self) -> str:
+        return name_save(self.step, self.final)
 
 
 class StepCommitter:
@@ -133,7 +137,7 @@ class StepCommitter:
         )
         assert isinstance(answer, StepCommitted)  # noqa: S101  the answer to `Commit`
         for note in answer.notes:
-            logger.warning("step %d: %s", attempt.step, note)
+            logger.warning("%s: %s", attempt, note)
         return {
             "size_bytes": answer.size_bytes,
             "removed": list(answer.removed),

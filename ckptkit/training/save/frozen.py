@@ -231,7 +231,7 @@ class FrozenFiles:
 
     def _log_doubt(self, doubt: _Doubt, attempt: SaveAttempt) -> None:
         """Logs why everything is written, and stores which weights changed since the last save."""
-        logger.info("step %d: frozen weights are written again: %s", attempt.step, doubt.reason)
+        logger.info("%s: frozen weights are written again: %s", attempt, doubt.reason)
         again = self._changed & doubt.changed
         self._changed = doubt.changed
         if again:

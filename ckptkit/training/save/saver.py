@@ -120,21 +120,21 @@ class CommitCoordinator(SaveBackend):
             self._clear()
             self.fail(save, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("ending the save of step %d", save.attempt.step)
+            logger.exception("ending the save of %s", save.attempt)
             self.fail(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
         else:
             if self._barrier.rank == 0:
                 logger.info("%s", report)
                 for name, reason in sorted(report.lost.items()):
                     logger.error(
-                        "step %d was saved without the state of %s, and no older step is removed"
+                        "%s was saved without the state of %s, and no older step is removed"
                         " for it: %s",
-                        report.step,
+                        save.attempt,
                         name,
                         reason,
                     )
             for note in report.notes:
-                logger.warning("step %d, rank %d: %s", report.step, self._barrier.rank, note)
+                logger.warning("%s, rank %d: %s", save.attempt, self._barrier.rank, note)
             save.handle.succeed(report)
             try:
                 if self._listener is not None:
@@ -149,7 +149,7 @@ class CommitCoordinator(SaveBackend):
     def fail(save: Save, error: CkptkitError) -> None:
         """Ends a save that is not committed."""
         hint = f" ({error.hint})" if error.hint else ""
-        logger.error("step %d was not saved: %s%s", save.attempt.step, error, hint)
+        logger.error("%s was not saved: %s%s", save.attempt, error, hint)
         save.handle.fail(error)
 
     def _clear(self) -> None:
@@ -187,8 +187,8 @@ class CommitCoordinator(SaveBackend):
                 logger.info("step %d was committed, after which %s", save.attempt.step, error)
                 return committed
             logger.warning(
-                "the outcome of step %d could not be sent to all ranks: %s",
-                save.attempt.step,
+                "the outcome of %s could not be sent to all ranks: %s",
+                save.attempt,
                 error,
             )
             agreed = decided[0]

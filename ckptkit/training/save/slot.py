@@ -120,7 +120,7 @@ class SaveSlot:
         except CkptkitError as error:
             save.error = error
         except Exception as error:  # a bug of ours must not end the training
-            logger.exception("staging step %d", save.attempt.step)
+            logger.exception("staging %s", save.attempt)
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
         except BaseException as error:  # such as Ctrl-C
             save.error = SaveError(f"the save was interrupted by {type(error).__name__}")
@@ -230,7 +230,7 @@ class SaveSlot:
         except CkptkitError as error:
             save.error = error
         except Exception as error:
-            logger.exception("saving step %d", save.attempt.step)
+            logger.exception("saving %s", save.attempt)
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
 
     def _finish(self, save: Save) -> None:

@@ -386,8 +386,8 @@ class _Walk:
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that belongs to no"
             " model in the state",
             where=".".join(map(str, self._path)),
-            hint="put the model that it belongs to into the mapping, and make the optimizer"
-            " after the model was wrapped",
+            hint="create the optimizer after prepare(model), fully_shard(model) or whatever wraps"
+            " the model, which may replace its parameters; and put the model into the state",
         )
 
     def _keep(self, path: KeyPath, leaf: Leaf) -> None:

@@ -106,7 +106,7 @@ class TieredBackend(SaveBackend):
         except CkptkitError as error:
             self._give_up(save, error)
         except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("keeping step %d on the node", save.attempt.step)
+            logger.exception("keeping %s on the node", save.attempt)
             self._give_up(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
 
     def kill(self) -> None:
@@ -134,7 +134,7 @@ class TieredBackend(SaveBackend):
         if not written["again"]:
             raise error
         if self._barrier.rank == 0:
-            logger.warning("step %d goes to shared storage at once: %s", save.attempt.step, error)
+            logger.warning("%s goes to shared storage at once: %s", save.attempt, error)
         return False
 
     def _agree(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -271,7 +271,7 @@ class DrainQueue:
         except CkptkitError as error:
             save.error = error
         except Exception as error:  # a bug of ours must not leave the caller waiting
-            logger.exception("draining step %d", attempt.step)
+            logger.exception("draining %s", attempt)
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
         save.attempt = replace(attempt, folder=attempt.shared)
 

@@ -26,7 +26,7 @@ _COMMANDS = (
     *("push", "pull", "ls", "prune"),
 )
 _OWN_KEYS = ("command", "id")
-_NO_KEYS = frozenset({"--help", "--json", "--events", "--quiet"})  # set by the batch
+_NO_KEYS = frozenset({"--help", "--json", "--events", "--quiet", "--verbose"})  # set by the batch
 _MOST_CHARACTERS = 1 << 20
 _WRITTEN = ("out", "folder")  # arguments; `push` reads the second
 _READ_OPTIONS = (

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ckptkit.core.errors import OutputExistsError, UsageError
+from ckptkit.core.errors import OutputExistsError, ResumeError, UsageError
 from ckptkit.integrations.lightning import StrategySaves, load
 from ckptkit.training import SaveReport
+from ckptkit.training.settings import check_options
 
 MODEL = torch.nn.Linear(4, 4)
 FILES = {"meta.pt": b"what Lightning keeps beside the shards"}
@@ -85,9 +87,37 @@ def test_a_directory_is_loaded_where_nothing_can_be_written(
     saves.close()
     before = there(tmp_path), there(tmp_path / "a.ckpt")
     other = torch.nn.Linear(4, 4)
-    load({"model": other}, tmp_path / "a.ckpt", timeout_seconds=10)
+    load({"model": other}, tmp_path / "a.ckpt", check_options({"timeout_seconds": 10}))
     assert torch.equal(other.weight, MODEL.weight)
     assert (there(tmp_path), there(tmp_path / "a.ckpt")) == before
+
+
+class Shy(torch.optim.SGD):
+    """Does not show its state once it is told to hide it."""
+
+    hides = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "state" and object.__getattribute__(self, "hides"):
+            raise RuntimeError("the state lies on the moon")
+        return super().__getattribute__(name)
+
+
+def test_an_optimizer_that_cannot_go_on_is_reset_as_the_message_says(
+    saves: StrategySaves, tmp_path: Path
+) -> None:
+    shy = Shy(MODEL.parameters(), lr=0.1, momentum=0.9)
+    shy.hides = True
+    saves.save(tmp_path / "a.ckpt", {"model": MODEL, "optimizer": shy}, files=FILES, step=1)
+    saves.close()
+    other = torch.nn.Linear(4, 4)
+    state = {"model": other, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)}
+    with pytest.raises(ResumeError, match="was not saved with this step") as caught:
+        load(state, tmp_path / "a.ckpt", check_options({}))
+    option = "unfit_optimizer='reset' in checkpointer={...} of the strategy"
+    assert option in caught.value.hint
+    load(state, tmp_path / "a.ckpt", check_options({"unfit_optimizer": "reset"}))
+    assert torch.equal(other.weight, MODEL.weight)
 
 
 def test_options_that_lightning_decides_about_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit.core.errors import OutputError
+from ckptkit.core.errors import OutputError, OutputExistsError, OverflowRefusedError
 from ckptkit.core.manifest import Manifest
 from ckptkit.integrations import checkpointers as model_folders
 from ckptkit.integrations.checkpointers import _move_into, export_into
@@ -86,3 +86,39 @@ def test_a_model_that_cannot_go_to_its_place_is_said_to_be_whole_elsewhere(tmp_p
     assert caught.value.where == str(out)
     with ckptkit.open(out / ".ckptkit-model") as weights:
         assert torch.equal(weights["weight"], model.weight)
+
+
+def test_messages_name_the_folder_that_the_user_gave(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, model = tmp_path / "out", nn.Linear(2, 2)
+    with caplog.at_level("INFO"), Checkpointer(tmp_path / "run") as checkpointer:
+        export_into(checkpointer, out, model, is_first=True)
+        with torch.no_grad():
+            model.weight[0, 0] = 1e9
+        with pytest.raises(OverflowRefusedError) as caught:
+            export_into(checkpointer, out, model, is_first=True, dtype="float16")
+        (tmp_path / "file").touch()
+        with pytest.raises(OutputError) as blocked:
+            export_into(checkpointer, tmp_path / "file", model, is_first=True)
+    assert f"exported to {out}: " in caplog.text
+    assert ".ckptkit-" not in f"{caplog.text} {caught.value} {blocked.value} {blocked.value.hint}"
+
+
+def test_a_save_without_a_number_in_its_name_is_called_by_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"model": nn.Linear(2, 2)}
+    with caplog.at_level("INFO"), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state, name="final").result(60)
+        checkpointer.save(5, state).result(60)
+        checkpointer.resume(state, folder=tmp_path / "final")
+        (tmp_path / "taken").mkdir()
+        (tmp_path / "taken" / "notes.txt").touch()
+        with pytest.raises(OutputExistsError):
+            checkpointer.save(0, state, name="taken").result(60)
+    assert f"'final' saved in {tmp_path / 'final'}: " in caplog.text
+    assert f"step 5 saved in {tmp_path / 'checkpoint-5'}: " in caplog.text
+    assert "resumed from 'final'" in caplog.text
+    assert "'taken' was not saved: " in caplog.text
+    assert "step 0" not in caplog.text

@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 import ckptkit
+from ckptkit.conversion.naming_program import AnswerCache, NamingProgram
 from ckptkit.core.checksums import ChecksumShare
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
@@ -349,3 +351,81 @@ def test_a_configuration_with_an_infinite_number_is_understood(
     load_into(other, out)
     for name, values in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], values), name
+
+
+def small_model(name: str) -> Any:
+    kind = class_named(name)
+    config, _ = small_model_config(kind), torch.manual_seed(0)
+    return kind(config)
+
+
+@pytest.fixture
+def without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts of a process that asks transformers fail, and nothing was answered before."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("transformers was asked in another process")
+
+    monkeypatch.setattr(NamingProgram, "ask", fail)
+    monkeypatch.setattr(AnswerCache, "read", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",  # of a family in the shipped data
+        "BertForMaskedLM",
+        "LlavaForConditionalGeneration",
+        "MixtralForCausalLM",  # whose experts are converted
+        "HubertForCTC",  # which draws random numbers even without elements
+        "T5ForConditionalGeneration",  # with tied embeddings
+    ],
+)
+@pytest.mark.usefixtures("without_programs")
+def test_the_class_of_the_live_model_says_what_it_has(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model(name)
+    before = torch.get_rng_state()
+    with caplog.at_level("INFO"), Checkpointer(tmp_path / "run") as checkpointer:
+        out = checkpointer.export(tmp_path / "out", state={"model": model}).result(60)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() == torch.float32
+    assert not [row.message for row in caplog.records if "compared" in row.message]
+    loaded, report = type(model).from_pretrained(out, output_loading_info=True)
+    assert not any(report.values())
+    own = model.state_dict()
+    assert all(torch.equal(own[key], value) for key, value in loaded.state_dict().items())
+
+
+@pytest.mark.usefixtures("without_programs")
+def test_a_class_that_transformers_does_not_know_is_not_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mine(PreTrainedModel):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.up = nn.Linear(3, 3)
+            self.post_init()
+
+    class MyConfig(PretrainedConfig):  # type: ignore[misc]
+        model_type = "mine"
+
+    state = {"model": Mine(MyConfig())}
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.export(tmp_path / "out", state=state).result(60)
+    assert "were not compared with the model of config.json: transformers" in caplog.text
+    assert "has no model type 'mine'" in caplog.text
+
+
+def test_a_layer_that_the_configuration_still_counts_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small_model("BertForMaskedLM")
+    del model.bert.encoder.layer[-1]
+    with caplog.at_level("INFO"), Checkpointer(tmp_path / "run") as checkpointer:
+        handle = checkpointer.export(tmp_path / "out", state={"model": model})
+        with pytest.raises(RefusedError, match="would be missing and made at random"):
+            handle.result(60)
+    assert "a process of transformers has compared the names" in caplog.text
+    assert not (tmp_path / "out").exists()

@@ -326,6 +326,20 @@ def test_a_step_without_its_optimizer_removes_no_older_one(tmp_path: Path) -> No
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
 
 
+def test_an_optimizer_that_is_older_than_the_parameters_is_refused(tmp_path: Path) -> None:
+    state = state_of(torch.optim.SGD)
+    for module in state["model"].modules():  # as sharding replaces them
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    checkpointer = Checkpointer(tmp_path)
+    with checkpointer, pytest.raises(UsageError, match="belongs to no model") as caught:
+        checkpointer.prepare(state)
+    assert "create the optimizer after prepare(model)" in caught.value.hint
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1)
+    with Checkpointer(tmp_path) as again:
+        again.save(1, state).result(60)
+
+
 def test_a_parameter_of_no_model_is_still_refused(tmp_path: Path) -> None:
     state = state_of(torch.optim.SGD)
     state["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
