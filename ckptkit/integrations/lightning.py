@@ -166,7 +166,7 @@ def load(state: Mapping[str, Any], path: Path, settings: Settings) -> None:
         except Exception as error:
             decline(peers, error, timeout_seconds=timeout_seconds)
             raise
-        bound = bound.resuming(settings.unfit_optimizer)
+        bound = bound.resuming(settings.unfit_optimizer, settings.missing_groups)
         with naming_options("{name}={value} in checkpointer={{...}} of the strategy"):
             resume_from(bound, path.absolute(), peers, timeout_seconds=timeout_seconds)
     finally:

@@ -130,7 +130,7 @@ def complete(line: str, shell: str = "bash") -> str:
         ("ckptkit adapter ", ["extract", "merge", "from-diff"]),
         ("ckptkit delta ", ["create", "apply"]),
         ("ckptkit adapter merge --qlora-base ", ["dequantized", "original"]),
-        ("ckptkit watch --as ", ["auto", "model", "adapter"]),
+        ("ckptkit watch --as ", ["auto", "model", "adapter", "merged"]),
         ("ckptkit inspect ", []),
     ],
 )
@@ -164,7 +164,7 @@ def test_the_script_for_a_shell_is_shown(shell: str) -> None:
 
 
 CLI_ONLY = {"dry_run", "slice", "as_json", "quiet", "events", "verbose", "report"}
-API_ONLY = {"listener"}
+API_ONLY = {"listener", "progress"}
 RENAMED = {"src_option": "src_options", "dst_option": "dst_options"}
 OF_MERGING = {"adapter": "adapters"} | dict.fromkeys(
     ("lora_alpha", "use_rslora", "fan_in_fan_out", "token_indices"), "overrides"

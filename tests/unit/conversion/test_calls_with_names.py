@@ -52,6 +52,7 @@ ALLOWED = {
     ("ckptkit/integrations/checkpointers", "_move_into", "hidden.rglob"): CONSTANT,
     ("ckptkit/integrations/checkpointers", "_move_into", "out.glob"): CONSTANT,
     ("ckptkit/conversion/naming_program", "_library", ".glob"): CONSTANT,
+    ("ckptkit/conversion/source/model_folders", "_hint_at_prefix", "glob.escape"): ESCAPED,
     ("ckptkit/conversion/naming_program", "start_program", "subprocess.Popen"): PROGRAM,
     ("ckptkit/name_maps/shipped", "list_map_names", "_FOLDER.glob"): CONSTANT,
     ("ckptkit/options", "find_patterns", "fnmatchcase"): ESCAPED,
