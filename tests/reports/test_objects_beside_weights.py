@@ -23,9 +23,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -826,6 +828,33 @@ def test_packed_weights_are_refused_by_class_with_a_way_out_that_works(
     torch.save(plain, tmp_path / "plain.bin")
     tensors, _ = converted(tmp_path / "plain.bin", tmp_path / "out")
     assert_same(tensors, {"layer.weight": codes.float() / 2, "layer.bias": torch.ones(64)})
+
+
+@pytest.mark.filterwarnings("ignore:.*is an Enum subclass", "ignore:.*torchao")
+def test_the_way_out_works_for_weights_of_torchao_beside_plain_dtensors(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.LayerNorm(64))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    torch.save(model.state_dict(), tmp_path / "model.bin")
+    with pytest.raises(UnsupportedError, match="torchao") as error:
+        converted(tmp_path / "model.bin", tmp_path / "out")
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+        state = {**model.state_dict(), "sharded": sharded}
+        held = types.SimpleNamespace(state_dict=lambda: state)
+        expression = error.value.hint.split("`")[1]
+        plain = eval(expression, {"torch": torch, "model": held})  # noqa: S307 - as the hint says
+        assert plain["sharded"] is sharded
+        dcp.save(plain, checkpoint_id=tmp_path / "plain")
+    finally:
+        distributed.destroy_process_group()
+    tensors, _ = converted(tmp_path / "plain", tmp_path / "out")
+    weights = {name: t for name, t in model.state_dict().items() if name != "0.weight"}
+    expected = {**weights, "0.weight": model[0].weight.dequantize(), "sharded": torch.ones(4, 2)}
+    assert_same(tensors, expected)
 
 
 def test_packed_states_of_an_optimizer_are_refused_where_they_are_wanted(

@@ -184,9 +184,10 @@ def _find_marks(metadata: object) -> UnreadTensor | None:
 
 
 _PLAIN = "save it again as a plain tensor on the CPU"
-_DEQUANTIZE = (
+_DEQUANTIZE = (  # classes of packed numbers say how; a plain DTensor would only refuse
     "load it where it was saved, and save `{name: tensor.dequantize() if tensor.is_quantized or"
-    " type(tensor) is not torch.Tensor else tensor for name, tensor in model.state_dict().items()}`"
+    " type(tensor).dequantize is not torch.Tensor.dequantize else tensor for name, tensor in"
+    " model.state_dict().items()}`"
 )
 # Tensors of a package's own classes: what they are, and what to do about them.
 _PACKAGES = {
