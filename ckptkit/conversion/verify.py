@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import ChunkTable, Key, Problem, TensorEntry, TensorIndex
-from ckptkit.core.manifest import UNVERIFIED, Manifest
+from ckptkit.core.manifest import TRAINING, UNVERIFIED, Manifest
 from ckptkit.core.text import counted, size_text
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
@@ -171,7 +171,7 @@ def run_verification(
             manifest = None
             with suppress(MissingFileError):
                 manifest = read_manifest(source)
-            if manifest is not None and manifest.tensors:
+            if manifest is not None and manifest.kind != TRAINING:  # an output, of any size
                 is_chosen = select == ITSELF or not _has_steps(source, manifest)
                 if is_chosen:
                     return _Output(source, manifest, str(place)).verify(listener)

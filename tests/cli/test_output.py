@@ -207,7 +207,8 @@ def test_a_pipe_gets_whole_names_and_one_line_for_each_fact() -> None:
 
 
 def test_progress_is_drawn_on_a_terminal_and_wiped_off(tmp_path: Path) -> None:
-    shown = on_terminal(100, "consolidate", LLAMA, tmp_path / "out")
+    slowly = ("--bandwidth", "12KB")  # so that it is drawn
+    shown = on_terminal(100, "consolidate", LLAMA, tmp_path / "out", *slowly)
     assert "consolidate: " in shown
     assert "B/s" in shown
     silent = on_terminal(100, "consolidate", LLAMA, tmp_path / "quiet", "--quiet")

@@ -97,7 +97,7 @@ def test_a_call_shows_a_bar_in_a_terminal_and_takes_it_off(tmp_path: Path) -> No
     sent = os.read(ours, 65536).decode()
     os.close(theirs)
     os.close(ours)
-    assert re.search(r"\rconsolidate: +\d+%\|.*\| [\d.]+k/16\.1k \[", sent)
+    assert re.search(r"\rconsolidate: +\d+%\|.*\| [\d.]+k/16\.\dk \[", sent)
     assert re.search(r"\r +\r$", sent)
 
 
@@ -108,7 +108,7 @@ def test_a_call_writes_lines_into_a_log_if_it_is_asked_to(tmp_path: Path, progre
         run_script(text, errors=log.fileno())
     lines = (tmp_path / "log").read_text().splitlines()
     assert len(lines) == progress
-    assert not progress or re.match(r"consolidate: [\d.]+kB of 16\.1kB \(\d+%\), ", lines[0])
+    assert not progress or re.match(r"consolidate: [\d.]+kB of 16\.\dkB \(\d+%\), ", lines[0])
 
 
 class Heard:
