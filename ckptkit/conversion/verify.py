@@ -385,7 +385,7 @@ class _Output:
             if candidate.format in {wanted, TorchOptimizerReader.name}
             and not holding.isdisjoint(candidate.files)
         ]
-        if not any(index.format == wanted for index in indexes):
+        if holding and not any(index.format == wanted for index in indexes):
             raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
         return indexes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.core.errors import NotACheckpointError
+from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs import usage
 from ckptkit.runs.listing import RunListing
@@ -130,10 +130,10 @@ def test_a_step_that_is_removed_while_files_are_listed_has_none(tmp_path: Path) 
 
 def test_where_no_step_lies_the_error_tells_what_does(tmp_path: Path) -> None:
     save_step(tmp_path / "one/deeper", 1)
-    assert len(ckptkit.list_run(tmp_path / "one").steps) == 1
-    with pytest.raises(NotACheckpointError) as caught:
+    assert len(ckptkit.list_run(tmp_path).steps) == 1
+    save_step(tmp_path / "other", 1)
+    with pytest.raises(AmbiguousSourceError, match="holds 2 runs: one/deeper, other"):
         ckptkit.list_run(tmp_path)
-    assert "deeper" in caught.value.hint
     with pytest.raises(NotACheckpointError) as of_step:
         ckptkit.list_run(tmp_path / "one/deeper/checkpoint-1")
     assert "directory above" in of_step.value.hint
