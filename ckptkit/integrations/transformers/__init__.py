@@ -17,7 +17,9 @@ import copy
 import glob
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -285,7 +287,7 @@ def _without_the_hub(trainer: Any, checkpoints: TrainerCheckpoints) -> Iterator[
     if upload is not None:
         trainer.push_in_progress = None
         for job in upload.jobs:
-            job.add_done_callback(partial(_report_upload, trainer.hub_model_id))
+            _follow_upload(trainer.hub_model_id, job)
     if checkpoints.unpushed:
         trainer.args.save_total_limit = None
     try:
@@ -306,7 +308,15 @@ def _push_model(trainer: Any, checkpoints: TrainerCheckpoints) -> None:
             commit_message="Model save", revision=trainer.args.hub_revision, blocking=False
         )
     if isinstance(upload, Future):
-        upload.add_done_callback(partial(_report_upload, trainer.hub_model_id))
+        _follow_upload(trainer.hub_model_id, upload)
+
+
+def _follow_upload(repo_id: str, upload: Future[Any]) -> None:
+    upload.add_done_callback(partial(_report_upload, repo_id))
+    # The client hashes and uploads files in pools of threads, which the end of the program closes
+    # before `atexit` runs.
+    register: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]  # noqa: SLF001
+    register(futures.wait, [upload])
 
 
 def _report_upload(repo_id: str, upload: Future[Any]) -> None:
