@@ -173,8 +173,13 @@ def allocate_state(
             continue
         state: dict[str, Any] = optimizer.state[parameter]
         for name, entry in stored[slot.fqn].items():
-            if not isinstance(state.get(name), torch.Tensor):
-                is_part = entry.shape == slot.shape and name not in numbers
+            is_part = entry.shape == slot.shape and name not in numbers
+            value, is_number = state.get(name), entry.elements == 1
+            # What a later step has made of it, in a resume from an earlier one.
+            is_other = (is_part or is_number) and (
+                isinstance(value, torch.Tensor) and (value.numel() == 1) != is_number
+            )
+            if is_other or not isinstance(value, torch.Tensor):
                 state[name] = _empty(
                     parameter, slot, name, entry, on_device=on_device, is_part=is_part
                 )
