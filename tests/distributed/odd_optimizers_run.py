@@ -54,6 +54,17 @@ class Net(nn.Module):
         return loss
 
 
+class Narrow(nn.Module):
+    """Its heads have one, two and three outputs, of whose biases ranks hold none, one or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, outputs) for outputs in (1, 2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([head(x) for head in self.heads], 1).pow(2).mean()
+
+
 def network() -> nn.Module:
     torch.manual_seed(3)
     return Net()
@@ -62,6 +73,13 @@ def network() -> nn.Module:
 def fsdp2() -> nn.Module:
     net = network()
     fully_shard(net.wide)  # type: ignore[arg-type]
+    fully_shard(net)
+    return net
+
+
+def narrow() -> nn.Module:
+    torch.manual_seed(3)
+    net = Narrow()
     fully_shard(net)
     return net
 
@@ -104,6 +122,24 @@ class Late(torch.optim.Optimizer):
                 parameter.add_(state["m"], alpha=-group["lr"])
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts steps in a tensor of one dimension, as Sophia does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["count"], state["m"] = torch.zeros(1), torch.zeros_like(parameter)
+                state["count"] += 1
+                state["m"].lerp_(parameter.grad, 0.1)
+                parameter.add_(state["m"], alpha=-group["lr"] / state["count"].item())
+
+
 Make = tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]
 CASES: Mapping[str, Make] = {
     "ao8_fsdp2": (fsdp2, low_bit.AdamW8bit),
@@ -116,6 +152,7 @@ CASES: Mapping[str, Make] = {
     "bnb8_paged_ddp": (ddp, bits_and_bytes.PagedAdamW8bit),
     "late_fsdp2": (fsdp2, Late),
     "late_small_fsdp2": (fsdp2, partial(Late, small=True)),
+    "counting_fsdp2": (narrow, Counting),
     "bnb32_paged_fsdp1": (lambda: fsdp1(original=True), bits_and_bytes.PagedAdamW),
 }
 

@@ -17,7 +17,7 @@ from ckptkit.training import Checkpointer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("odd_optimizers_run.py")
-CASES = 11
+CASES = 12
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +87,18 @@ def test_state_of_paged_32_bit_optimizers_goes_on_anywhere(saved: Path, tmp_path
     assert found["step"] == 2
     assert found["state1"].shape == found["state2"].shape == model.long.shape
     assert found["state2"].any()
+
+
+def test_a_number_is_no_part_of_a_tensor_where_a_rank_holds_one_element(
+    saved: Path, tmp_path: Path
+) -> None:
+    heads = nn.ModuleList(nn.Linear(64, outputs) for outputs in (1, 2, 3))
+    model = nn.Module()
+    model.heads = heads
+    optimizer = torch.optim.Optimizer(model.parameters(), {"lr": 5.0})
+    with Checkpointer(tmp_path) as checkpointer:
+        state = {"model": model, "optimizer": optimizer}
+        assert checkpointer.resume(state, folder=saved / "run" / "counting_fsdp2") == 2
+    for parameter in model.parameters():
+        assert torch.equal(optimizer.state[parameter]["count"], torch.tensor([2.0]))
+        assert optimizer.state[parameter]["m"].shape == parameter.shape

@@ -95,6 +95,9 @@ class Ranks:
         """Runs the command that both logs print."""
         commands = {re.findall(r"`ckptkit (watch [^`]*)`", self.log(rank))[-1] for rank in range(2)}
         (command,) = commands
+        self.run(command)
+
+    def run(self, command: str) -> None:
         words = [sys.executable, "-m", "ckptkit_cli", *shlex.split(command)]
         environment = self.environment | {"HF_TOKEN": TOKEN}
         subprocess.run(words, env=environment, check=True, timeout=LIMIT_SECONDS)
@@ -111,8 +114,8 @@ def start(hub: HubServer, tmp_path: Path) -> Start:
     return started
 
 
-def titles(hub: HubServer) -> list[str]:
-    return [commit.message.split(" (")[0] for commit in hub.repo(REPO).commits]
+def titles(hub: HubServer, repo_id: str = REPO) -> list[str]:
+    return [commit.message.split(" (")[0] for commit in hub.repo(repo_id).commits]
 
 
 def wait_until(check: Callable[[], bool]) -> None:
@@ -211,3 +214,19 @@ def test_the_final_model_is_pushed_beside_and_its_failure_is_told(
         assert found["sum"] == 2
         assert found["save_model"] < 30
     assert "a model that the Trainer uploads is not pushed to org/tiny" in ranks.log(0)
+    hub.clear()
+    (command,) = re.findall(r"`ckptkit (push [^`]*)`", ranks.log(0))
+    ranks.run(command)
+    assert "Push a model with ckptkit" in titles(hub)
+
+
+def test_a_final_model_whose_upload_lasts_longer_than_the_program_is_pushed(
+    hub: HubServer, start: Start
+) -> None:
+    # Before the client hashes the files, in threads of its own.
+    hub.before.append((re.compile("POST .*/preupload/"), lambda: time.sleep(4)))
+    other = "org/beside"  # the process of the test before goes on with its repository
+    ranks = start(pushes_model=True, hub_model_id=other)
+    assert ranks.statuses() == [0, 0]
+    wait_until(lambda: hub.has(other) and len(titles(hub, other)) == 3)
+    assert sorted(titles(hub, other)) == ["Model save", *STEPS]

@@ -17,7 +17,10 @@ import copy
 import glob
 import inspect
 import logging
+import shlex
+import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -285,7 +288,7 @@ def _without_the_hub(trainer: Any, checkpoints: TrainerCheckpoints) -> Iterator[
     if upload is not None:
         trainer.push_in_progress = None
         for job in upload.jobs:
-            job.add_done_callback(partial(_report_upload, trainer.hub_model_id))
+            _follow_upload(trainer, job)
     if checkpoints.unpushed:
         trainer.args.save_total_limit = None
     try:
@@ -306,19 +309,31 @@ def _push_model(trainer: Any, checkpoints: TrainerCheckpoints) -> None:
             commit_message="Model save", revision=trainer.args.hub_revision, blocking=False
         )
     if isinstance(upload, Future):
-        upload.add_done_callback(partial(_report_upload, trainer.hub_model_id))
+        _follow_upload(trainer, upload)
 
 
-def _report_upload(repo_id: str, upload: Future[Any]) -> None:
+def _follow_upload(trainer: Any, upload: Future[Any]) -> None:
+    repo_id, revision = trainer.hub_model_id, trainer.args.hub_revision
+    words = ["ckptkit", "push", str(Path(trainer.args.output_dir).absolute()), repo_id]
+    words += ["--revision", revision] if revision else []
+    upload.add_done_callback(partial(_report_upload, repo_id, shlex.join(words)))
+    # The client hashes and uploads files in pools of threads, which the end of the program closes
+    # before `atexit` runs.
+    register: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]  # noqa: SLF001
+    register(futures.wait, [upload])
+
+
+def _report_upload(repo_id: str, again: str, upload: Future[Any]) -> None:
     error = None if upload.cancelled() else upload.exception()
     if error is not None:
         program_end().has_failed = True
         text = redact_secrets(f"{type(error).__name__}: {error}")
         logger.error(
-            "a model that the Trainer uploads is not pushed to %s: %s; `trainer.push_to_hub()`"
-            " tries again",
+            "a model that the Trainer uploads is not pushed to %s: %s; once that is mended, `%s`"
+            " pushes it",
             repo_id,
             text,
+            again,
         )
 
 

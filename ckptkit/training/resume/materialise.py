@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -156,6 +157,14 @@ def allocate_state(
         step_without_effect(
             optimizer, lambda: all(name in optimizer.state.get(p, {}) for p, name in odd)
         )
+    # Of a parameter of one element, a number looks like a part.
+    numbers = {
+        name
+        for parameter, _ in parameters
+        for slot in slots[id(parameter)]
+        for name, entry in stored.get(slot.fqn, {}).items()
+        if entry.elements == 1 and math.prod(slot.shape) > 1
+    }
     for parameter, on_device in parameters:
         own = slots[id(parameter)]
         slot = next((slot for slot in own if slot.fqn in stored), None)
@@ -164,8 +173,16 @@ def allocate_state(
             continue
         state: dict[str, Any] = optimizer.state[parameter]
         for name, entry in stored[slot.fqn].items():
-            if not isinstance(state.get(name), torch.Tensor):
-                state[name] = _empty(parameter, slot, name, entry, on_device=on_device)
+            is_part = entry.shape == slot.shape and name not in numbers
+            value, is_number = state.get(name), entry.elements == 1
+            # What a later step has made of it, in a resume from an earlier one.
+            is_other = (is_part or is_number) and (
+                isinstance(value, torch.Tensor) and (value.numel() == 1) != is_number
+            )
+            if is_other or not isinstance(value, torch.Tensor):
+                state[name] = _empty(
+                    parameter, slot, name, entry, on_device=on_device, is_part=is_part
+                )
 
 
 def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
@@ -191,10 +208,16 @@ def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
 
 
 def _empty(
-    parameter: torch.Tensor, slot: ShardLayout, name: str, entry: TensorEntry, *, on_device: bool
+    parameter: torch.Tensor,
+    slot: ShardLayout,
+    name: str,
+    entry: TensorEntry,
+    *,
+    on_device: bool,
+    is_part: bool,
 ) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry.dtype.name)
-    if entry.shape == slot.shape and (entry.shape or name != "step"):
+    if is_part and (entry.shape or name != "step"):
         if slot.start is not None:  # with padding, which no checkpoint holds
             return torch.zeros(slot.held, dtype=dtype, device=parameter.device)
         if isinstance(parameter, DTensor) or tuple(parameter.shape) == slot.held:

@@ -21,6 +21,7 @@ Source: `torch.distributed.checkpoint.state_dict._flatten_optim_state_dict` of t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -300,6 +301,7 @@ class _Walk:
         self._for_save = for_save
         self._unit, self._path, self._world, self._where = place
         self._seen: set[str] = set()
+        self._numbers: set[KeyPath] = set()  # below a state: tensors of one element, never a part
 
     def take_states(self, optimizer: Optimizer) -> _States:
         """Returns the tensors of all parameters' states, and adds the other values in them."""
@@ -315,6 +317,7 @@ class _Walk:
             groups.append(_Group(names, model))
         all_held = [state for state, _ in held]
         bound = rank_bound.is_rank_bound(optimizer, all_held)
+        self._numbers = _paths_of_numbers(all_held)
         pieces: list[Piece] = []
         objects: list[ObjectValue] = []
         if bound:
@@ -404,7 +407,8 @@ class _Walk:
             for leaf in held.leaves:
                 path = (*start, *leaf.path)
                 if isinstance(leaf.value, torch.Tensor):
-                    yield from self._pieces_of(leaf.value, slot, meshes, path)
+                    is_number = leaf.path in self._numbers and leaf.value.numel() == 1
+                    yield from self._pieces_of(leaf.value, slot, meshes, path, is_number=is_number)
                 elif writes:
                     self._keep(path, leaf)
 
@@ -424,7 +428,13 @@ class _Walk:
                 self._keep(path, leaf)
 
     def _pieces_of(
-        self, value: torch.Tensor, slot: ShardLayout, meshes: Meshes, path: KeyPath
+        self,
+        value: torch.Tensor,
+        slot: ShardLayout,
+        meshes: Meshes,
+        path: KeyPath,
+        *,
+        is_number: bool,
     ) -> Iterator[Piece]:
         """Yields the pieces of a tensor in the state of a parameter, which `slot` describes."""
         if is_composed(value):
@@ -432,8 +442,8 @@ class _Walk:
                 part = whole_layout(slot.fqn, inner, slot.replicas, slot.values)
                 yield from part.pieces(self._unit, (*path, *rest), local_part(inner))
             return
-        is_dtensor = isinstance(value, DTensor)
-        if is_dtensor or not value.dim() or tuple(value.shape) != slot.held:
+        is_whole = is_number or isinstance(value, DTensor) or not value.dim()
+        if is_whole or tuple(value.shape) != slot.held:
             copies = slot.values if value.numel() == 1 else slot.replicas
             slot = meshes.slot(slot.fqn, value, slot.values, copies)
         yield from slot.pieces(self._unit, path, local_part(value))
@@ -459,6 +469,20 @@ class _Walk:
                 self.collected.pieces += slot.pieces(self._unit, names, local_part(leaf.value))
             elif ranks.own == 0:
                 self._keep(names, leaf)
+
+
+def _paths_of_numbers(held: Iterable[ParameterState]) -> set[KeyPath]:
+    """Returns where parameters of several elements have plain tensors of one.
+
+    Where a rank holds one element of a parameter, such a tensor looks like a part of a full one.
+    """
+    return {
+        leaf.path
+        for state in held
+        for leaf in state.leaves
+        if type(leaf.value) is torch.Tensor and leaf.value.numel() == 1
+        if any(math.prod(slot.held) > 1 for slot in state.slots)
+    }
 
 
 @contextmanager

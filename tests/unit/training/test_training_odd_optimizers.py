@@ -669,3 +669,29 @@ def test_a_weight_of_several_tensors_is_refused_by_its_name(tmp_path: Path) -> N
         pytest.raises(UnsupportedError, match=r"0\.weight: a Wrapped was found, which consist"),
     ):
         checkpointer.prepare({"model": state["model"]})
+
+
+class Growing(torch.optim.Optimizer):
+    """Keeps a number for a parameter, and from its second step on a tensor of its shape."""
+
+    @torch.no_grad()
+    def step(self, _: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["m"] = state["m"] + torch.ones_like(parameter) if state else torch.tensor(0.5)
+
+
+def test_a_resume_from_an_earlier_step_puts_numbers_back_where_tensors_are_now(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = Growing(model.parameters(), {"lr": 0.1})
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            optimizer.step()
+            checkpointer.save(step, state).result(60)
+        assert checkpointer.resume(state, step=1) == 1
+        assert torch.equal(optimizer.state[model.weight]["m"], torch.tensor(0.5))
+        assert checkpointer.resume(state, step=2) == 2
+    assert torch.equal(optimizer.state[model.weight]["m"], torch.full((2, 3), 1.5))
