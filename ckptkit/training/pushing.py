@@ -222,8 +222,8 @@ class PushState:
             )
         if self.waiting:
             logger.warning(
-                "%s not pushed to %s yet: a process goes on with that after training. Should it be"
-                " killed, the next start of the run pushes the rest, or `%s`",
+                "%s not pushed to %s yet: a process goes on with that after training. What it does"
+                " not finish, the next start of the run pushes, or `%s`",
                 _listed(self.waiting),
                 repo_id,
                 self.again,
@@ -233,7 +233,7 @@ class PushState:
 def _listed(steps: Sequence[int]) -> str:
     more = f" and {len(steps) - _LISTED:,} more" if len(steps) > _LISTED else ""
     names = ", ".join(str(step) for step in sorted(steps)[-_LISTED:])
-    return f"step {names}{more}"
+    return f"{'step' if len(steps) == 1 else 'steps'} {names}{more}"
 
 
 def _command_for_rest(settings: HubSettings, place: Path | Place, state: Path) -> str:

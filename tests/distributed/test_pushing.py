@@ -133,7 +133,7 @@ def test_where_the_hub_answers_503_for_ever_the_printed_command_pushes_the_rest_
     assert ranks.statuses() == [0, 0]
     ranks.check_ends()
     for rank in range(2):
-        assert "step 2, 4 not pushed to org/tiny yet" in ranks.log(rank)
+        assert "steps 2, 4 not pushed to org/tiny yet" in ranks.log(rank)
     assert len(list(ranks.out.glob("run/checkpoint-*"))) == 2  # beyond the limit, and unpushed
     hub.clear()
     ranks.run_rest()
@@ -159,7 +159,7 @@ def test_where_the_token_is_wrong_rank_0_ends_with_a_status_of_its_own(
     assert ranks.statuses() == [7, 0]
     ranks.check_ends()
     assert "ERROR:ckptkit.training.pushing:the program ends with status 7" in ranks.log(0)
-    told = "ERROR:ckptkit.training.pushing:step 2, 4 not pushed to org/tiny: the token is wrong"
+    told = "ERROR:ckptkit.training.pushing:steps 2, 4 not pushed to org/tiny: the token is wrong"
     assert told in ranks.log(0)
     assert told in ranks.log(1)
     ranks.run_rest()

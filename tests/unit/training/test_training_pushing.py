@@ -142,7 +142,7 @@ def test_what_goes_wrong_is_raised_by_the_handle_and_told_at_the_close(
     saver.save(2, state())
     saver.close()
     assert wait_for_end(saver)
-    assert "step 1, 2 not pushed to org/trained: the token is wrong" in caplog.text
+    assert "steps 1, 2 not pushed to org/trained: the token is wrong" in caplog.text
     assert "step 2 is not pushed: org/trained: the token is wrong or expired" in caplog.text
     assert not hub.has(REPO)
     assert wrong not in caplog.text
@@ -172,7 +172,7 @@ def test_a_hub_that_is_down_does_not_hold_the_close_up_and_the_command_pushes_th
     began = time.monotonic()
     saver.close()
     assert time.monotonic() - began < 5
-    assert "step 1, 2 not pushed to org/trained yet" in caplog.text
+    assert "steps 1, 2 not pushed to org/trained yet" in caplog.text
     os.kill(processes[0], 0)  # it goes on
     told = CliRunner().invoke(make_application(), ["ls", str(tmp_path / "run")]).stdout
     assert told.count("org/trained (waits)") == 2
