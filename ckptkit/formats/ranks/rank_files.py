@@ -158,7 +158,7 @@ def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
     kind = "metadata" if _METADATA.fullmatch(match["stem"]) else "model"
     if _OPTIMIZER.fullmatch(match["stem"]):
         kind = "optimizer"
-    size = match["size"] and int(match["size"])
+    size = int(match["size"]) if match["size"] else None
     return (folder, "", match["stem"]), RankFile(path, kind, int(match["rank"]), size)
 
 
