@@ -2,7 +2,8 @@
 
 Source: bitsandbytes 0.50, `functional.py` (two codes of 4 bits in a byte, in a column of any
 element type); AutoGPTQ and AutoAWQ, whose `qweight` and `qzeros` pack as many numbers into 32 bits;
-compressed-tensors, `nvfp4-pack-quantized` (two in a byte); openai/gpt-oss, MXFP4 (`_blocks`); peft,
+compressed-tensors, `pack-quantized` (`weight_packed` by columns, `weight_zero_point` by rows) and
+`nvfp4-pack-quantized` (two in a byte); openai/gpt-oss, MXFP4 (`_blocks`); peft,
 `tuners/lora/layer.py` (A has the rank first, B second).
 """
 
@@ -82,7 +83,7 @@ def _describe(name: str, shape: Shape, dtype: str, group: Mapping[str, Shape]) -
                 return StoredWeight(0, label)
     labels = {label for label, ending in _COMPANIONS if any(map(ending.search, group))}
     if name.endswith(".qweight"):
-        bits = _find_bits(name.removesuffix("qweight"), group)
+        bits = _find_bits(group, "qzeros", "scales", 1)
         return StoredWeight(elements * _WORD_BITS // bits if bits else elements, _bits_text(bits))
     is_eight_bit = any(other.endswith("SCB") for other in group)
     if any(_STATE in other for other in group) or (not is_eight_bit and _is_column(name, shape)):
@@ -92,8 +93,9 @@ def _describe(name: str, shape: Shape, dtype: str, group: Mapping[str, Shape]) -
     ) and "scales" in labels
     if is_paired and dtype == "uint8":
         return StoredWeight(2 * elements, FOUR_BIT)
-    if name.endswith("weight_packed"):  # of how many bits, the configuration says alone
-        return StoredWeight(elements, "packed")
+    if name.endswith("weight_packed"):  # without zero points, the configuration alone has the bits
+        bits = _find_bits(group, "weight_zero_point", "weight_scale", 0)
+        return StoredWeight(elements * _WORD_BITS // bits if bits else elements, _bits_text(bits))
     if "scales" in labels and dtype in {"int8", "uint8"}:
         return StoredWeight(elements, _bits_text(8))
     return StoredWeight(elements)
@@ -112,10 +114,20 @@ def _is_column(name: str, shape: Shape) -> bool:
     )
 
 
-def _find_bits(stem: str, group: Mapping[str, Shape]) -> int:
-    """Returns the bits of a number of GPTQ or AWQ; 0 if its zero points do not show them."""
-    zeros, scales = group.get(f"{stem}qzeros", ()), group.get(f"{stem}scales", ())
-    if len(zeros) != _MATRIX or len(scales) != _MATRIX or not scales[1]:
+def _find_bits(group: Mapping[str, Shape], zeros: str, scales: str, packed: int) -> int:
+    """Returns the bits of a number where zero points show them, else 0.
+
+    Args:
+        group: Shapes of what is stored for a weight, by name.
+        zeros: How the name of its zero points ends, which are packed as the weight is.
+        scales: How that of its scales ends.
+        packed: The dimension in which zero points are packed.
+    """
+    first, second = (
+        next((shape for name, shape in group.items() if name.endswith(f".{ending}")), ())
+        for ending in (zeros, scales)
+    )
+    if len(first) != _MATRIX or len(second) != _MATRIX or not second[packed]:
         return 0
-    bits = _WORD_BITS * zeros[1] // scales[1]
-    return bits if bits in _BITS and bits * scales[1] == _WORD_BITS * zeros[1] else 0
+    bits = _WORD_BITS * first[packed] // second[packed]
+    return bits if bits in _BITS and bits * second[packed] == _WORD_BITS * first[packed] else 0

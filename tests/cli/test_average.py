@@ -248,6 +248,14 @@ def test_the_newest_complete_steps_of_a_run_are_taken(made: Path, tmp_path: Path
     few = run("average", copy, tmp_path / "more", "--last", "9")
     assert few.returncode == 4
     assert "5 complete steps were found" in few.stderr
+    assert f"pass --last 5; `ckptkit ls {copy}` lists" in few.stderr
+    assert run("average", copy, tmp_path / "five", "--last", "5").returncode == 0
+    assert "checkpoint-2000 is not complete" in run("ls", copy).stdout
+    only = tmp_path / "only"
+    shutil.copytree(copy / "checkpoint-2000", only / "checkpoint-2000")
+    none = run("average", only, tmp_path / "more", "--last", "1")
+    assert none.returncode == 4
+    assert "pass --last" not in none.stderr
     shutil.copytree(made / "checkpoint-9", copy / "epoch-3")
     with pytest.raises(AmbiguousSourceError, match="steps of 2 kinds"):
         ckptkit.average(copy, tmp_path / "more", last=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,15 +69,27 @@ def test_numbered_states_whose_names_nothing_proves_are_refused_and_the_hint_wor
     assert_equal(weights(tmp_path / "out"), load_file(parts / "unproven_weights.safetensors"))
 
 
+@pytest.mark.parametrize(
+    "name", ["model_world_size_2_rank_{}.pt", "model_{}.pt", "ckpt-rank0000{}-of-00002.pt"]
+)
 @pytest.mark.parametrize("case", ["loop", "other_keys", "extra_state", "bare"])
-def test_what_a_loop_saved_under_the_names_of_verl_is_read_by_its_keys(
-    parts: Path, tmp_path: Path, case: str
+def test_what_a_loop_saved_under_the_names_of_a_framework_is_read_by_its_keys(
+    parts: Path, tmp_path: Path, case: str, name: str
 ) -> None:
-    ckptkit.consolidate(parts / case, tmp_path / "out")
+    source = tmp_path / "source"
+    source.mkdir()
+    for rank in range(2):
+        stored = parts / case / f"model_world_size_2_rank_{rank}.pt"
+        shutil.copy(stored, source / name.format(rank))
+    ckptkit.consolidate(source, tmp_path / "out")
     assert_equal(weights(tmp_path / "out"), load_file(parts / "trained_weights.safetensors"))
     if case == "bare":
         return
-    ckptkit.consolidate(parts / case, tmp_path / "both", optimizer=True)
+    if name == "model_{}.pt":  # the reader does not keep the order, which proves the names
+        with pytest.raises(RefusedError, match="has a number and no name"):
+            ckptkit.consolidate(source, tmp_path / "both", optimizer=True)
+        return
+    ckptkit.consolidate(source, tmp_path / "both", optimizer=True)
     saved = torch.load(tmp_path / "both" / "optimizer.bin", weights_only=True)  # noqa: TID251
     flat = {f"{n}.{k}": v for n, own in saved["state"].items() for k, v in own.items()}
     assert_equal(flat, load_file(parts / "trained_states.safetensors"))

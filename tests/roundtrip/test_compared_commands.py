@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -411,6 +411,22 @@ def gptq(state: State) -> State:
             f"{module}.g_idx": torch.zeros(columns, dtype=torch.int32),
         }
     return packed
+
+
+@pytest.mark.parametrize(("model_type", "loads"), [("mistral", True), ("qwen2", False)])
+def test_a_class_of_another_model_type_is_not_what_is_compared(
+    saved: Path, tmp_path: Path, model_type: str, loads: bool
+) -> None:
+    source = changed(saved, tmp_path / "source", dict, model_type=model_type)
+    assert json.loads((source / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    if loads:
+        ckptkit.consolidate(source, tmp_path / "out")
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+        live = load_file(saved / "model.safetensors")
+        assert all(torch.equal(found[name], value) for name, value in live.items())
+        return
+    with pytest.raises(RefusedError, match=r"would not load as Qwen2ForCausalLM .*q_proj\.bias"):
+        ckptkit.consolidate(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("missing", [[], ["transformers"]], ids=["asked", "not-installed"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
+import shlex
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
@@ -161,7 +162,8 @@ def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
             f"{len(steps):,} complete steps were found{more if others else ''}, {count:,} were"
             " expected",
             where=run.location,
-            hint="pass a smaller --last; `ckptkit ls` lists the steps",
+            hint=(f"pass --last {len(steps)}; " if steps else "")
+            + f"`ckptkit ls {shlex.quote(run.location)}` lists the steps, and what they lack",
         )
     return tuple(run.beside(step.path) for step in steps[-count:])
 

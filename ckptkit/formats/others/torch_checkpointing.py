@@ -75,7 +75,7 @@ from ckptkit.formats.ranks.rank_files import (
     find_with_metadata,
     parse_numbered_name,
 )
-from ckptkit.formats.ranks.reader import RankAssembly
+from ckptkit.formats.ranks.reader import RankAssembly, drop_first_key, have_state_dicts
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.formats.trees import classify, join_path
 from ckptkit.storage.base import Source
@@ -450,6 +450,9 @@ def _torch_index(source: Source, folder: str, files: _ItemFiles, where: str) -> 
             contents.append(loader.load(RankFile(path, "model", rank), prefix))
             if contents[-1].is_distributed:
                 distributed.setdefault(item, set()).add(rank)
+    of_model = len(files.archives.get("model", ()))
+    if have_state_dicts(contents[:of_model]):
+        contents[:of_model] = map(drop_first_key, contents[:of_model])
     if not contents:
         return TensorIndex(FORMAT, (), RecordTable.of([]), {}, run=RunFacts())
     if _ALL_ITEMS in distributed and len(distributed) > 1:

@@ -53,7 +53,10 @@ _ACCELERATE = re.compile(
 )
 # fairseq and metaseq; the parts of a model-parallel run are not those of one model.
 _FAIRSEQ = re.compile(r"(?P<stem>(?!.*model_part-[1-9]).*)-shard(?P<rank>\d{1,7})\.pt")
-_OTHER = re.compile(r"(?P<stem>.*?)[-_.]?rank[-_.]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)")
+_OTHER = re.compile(
+    r"(?P<stem>.*?)[-_.]?rank[-_.]?(?P<rank>\d{1,7})(?:[-_.]?of[-_.]?(?P<size>\d{1,7}))?"
+    r"\.(?:pt|pth|bin|ckpt)"
+)
 _OPTIMIZER = re.compile(r".*optim.*", re.IGNORECASE)
 _METADATA = re.compile(r".*meta.*", re.IGNORECASE)  # a file that users of FairScale save
 # Files of ranks that hold no state of a model.
@@ -155,7 +158,8 @@ def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
     kind = "metadata" if _METADATA.fullmatch(match["stem"]) else "model"
     if _OPTIMIZER.fullmatch(match["stem"]):
         kind = "optimizer"
-    return (folder, "", match["stem"]), RankFile(path, kind, int(match["rank"]))
+    size = int(match["size"]) if match["size"] else None
+    return (folder, "", match["stem"]), RankFile(path, kind, int(match["rank"]), size)
 
 
 _CONTENTS: Mapping[Kind, str] = {

@@ -131,16 +131,9 @@ class RankFilesReader:
             has_prefix = files.writer in {VERL, ACCELERATE} or kind != "model"
             under = prefix if has_prefix else ()
             contents[kind] = [loader.load(file, under) for file in files.of(kind)]
-            if kind == "model" and under and _have_state_dicts(contents[kind]):
-                files = replace(files, writer="")  # a loop's own dictionary under such a name
-                contents[kind] = [
-                    replace(
-                        held,
-                        tensors={path[1:]: value for path, value in held.tensors.items()},
-                        values={path[1:]: value for path, value in held.values.items()},
-                    )
-                    for held in contents[kind]
-                ]
+            if kind == "model" and under and have_state_dicts(contents[kind]):
+                files = replace(files, writer="")
+                contents[kind] = [drop_first_key(held) for held in contents[kind]]
         for of_kind in contents.values():
             check_counters(of_kind)
         shards = find_fairscale_shards(contents["model"], contents["metadata"], where)
@@ -155,12 +148,24 @@ class RankFilesReader:
         return index
 
 
-def _have_state_dicts(contents: Sequence[RankContents]) -> bool:
-    """Returns whether files below `model` have state dicts: `{"model": ..., "optimizer": ...}`."""
+def have_state_dicts(contents: Sequence[RankContents]) -> bool:
+    """Returns whether files below `model` have state dicts: `{"model": ..., "optimizer": ...}`.
+
+    A loop may give its own dictionary a name by which a framework writes the weights alone.
+    """
     paths = [path[1:] for held in contents for path in held.tensors]
     paths = [path for path in paths if path and not str(path[0]).endswith(EXTRA_STATE)]
     is_bare = any(len(path) == 1 and is_name_of_weight(str(path[0])) for path in paths)
     return not is_bare and any(len(path) > 1 for path in paths)
+
+
+def drop_first_key(held: RankContents) -> RankContents:
+    """Returns contents whose paths begin with the second key, where files have state dicts."""
+    return replace(
+        held,
+        tensors={path[1:]: value for path, value in held.tensors.items()},
+        values={path[1:]: value for path, value in held.values.items()},
+    )
 
 
 def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> TensorIndex:

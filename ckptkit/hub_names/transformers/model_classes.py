@@ -31,19 +31,22 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
         live: Names that training holds; they choose the class where the configuration does not.
 
     Returns:
-        The model of the class that was trained.
+        The model of the class that the configuration names, unless its model type is that of
+        others, which the auto classes would load.
     """
     parsed = _parse(_config_class(config), config)
     parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
-    named = named_class(config)
-    if named is not None:
-        return _build(named, parsed)
     classes: list[Any] = []
     for task in (*(f"MODEL_FOR_{task}_MAPPING" for task in _TASKS), "MODEL_MAPPING"):
         mapping = getattr(modeling_auto, task, {})
         if type(parsed) in mapping:
             found = mapping[type(parsed)]
             classes += found if isinstance(found, tuple) else (found,)
+    named = named_class(config)
+    if named is not None and (
+        not classes or named in classes or isinstance(parsed, named.config_class)
+    ):
+        return _build(named, parsed)
     models = (_build(model_class, parsed) for model_class in classes)
     return _find_closest(models, live, str(config.get("model_type")))
 

@@ -66,6 +66,28 @@ FP8 = "float8_e4m3fn"
             0,
             "zero points",
         ),
+        # compressed-tensors: zero points, packed by rows, show the bits
+        (
+            [
+                ("fc.weight_packed", (16, 2), "int32"),
+                ("fc.weight_zero_point", (2, 1), "int32"),
+                ("fc.weight_scale", (16, 1), "bfloat16"),
+                ("fc.weight_shape", (2,), "int64"),
+            ],
+            "fc.weight_packed",
+            256,
+            "4-bit",
+        ),
+        (
+            [
+                ("fc.weight_packed", (16, 4), "int32"),
+                ("fc.weight_zero_point", (4, 1), "int32"),
+                ("fc.weight_scale", (16, 1), "bfloat16"),
+            ],
+            "fc.weight_packed",
+            256,
+            "8-bit",
+        ),
         # MXFP4, NVFP4 and FP8
         (
             [
