@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
     MissingFileError,
     NotACheckpointError,
 )
-from ckptkit.core.text import Aside, counted, quote
+from ckptkit.core.text import Aside, counted, list_first, quote
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.megatron import RUN_CONFIG
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
@@ -537,6 +537,8 @@ class _Resolver:
             chosen = chosen or self._select(all_steps, named, base, select)
             if chosen is not None:
                 return replace(chosen, **self._list_run(steps, finals)) if finals else chosen
+            if steps and find_step(select) == select:
+                raise self._no_such_step(steps, base, select)
         if finals:  # a selection may name a part of the newest step
             return self._choose_newest(steps, select, finals)
         if len(runs) + bool(units) > 1:
@@ -557,6 +559,14 @@ class _Resolver:
         names = ", ".join(candidate.files[0] for candidate in ignored)
         notes = (f"left alone beside the model: {names}",) if ignored else ()
         return ResolvedSource(base, units, select, notes)
+
+    def _no_such_step(self, steps: _Steps, base: str, select: str) -> CannotPlanError:
+        names = [relative_path(step, base) for step in sorted(steps, key=self._sort_key)]
+        return CannotPlanError(
+            f"holds no step {select!r}; found {list_first(names[::-1])}",
+            where=self.location,
+            hint=f"choose one with --select {names[-1]}",
+        )
 
     def _select_final(
         self, units: Sequence[CheckpointUnit], base: str, select: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError
+from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import ResolvedSource, resolve
 from ckptkit.formats.registry import recognise
@@ -118,6 +118,13 @@ def test_steps_and_their_parts_are_selected_beside_a_final_model_as_without_one(
     chosen = _choose([*of_peft, "adapter_model.safetensors"], select="base_model_0")
     assert chosen.folder == "checkpoint-10"
     assert [unit.label for unit in chosen.units] == ["base_model_0"]
+
+
+@pytest.mark.parametrize("final", [[], ["model.safetensors"]])
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(final: list[str]) -> None:
+    with pytest.raises(CannotPlanError, match="found 'checkpoint-10', 'checkpoint-2'") as caught:
+        _choose([*_TRAINER, *final], "checkpoint-9")
+    assert caught.value.hint == "choose one with --select checkpoint-10"
 
 
 def test_a_final_model_that_is_not_whole_is_named_and_not_proposed() -> None:
