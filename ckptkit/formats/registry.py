@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptkit.core.errors import CkptkitError, InputError, NotACheckpointError
+from ckptkit.core.errors import CkptkitError, InputError, MissingFileError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 
 GROUP = "ckptkit.readers"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MOST_POINTER_BYTES = 1024
 SEARCH_DEPTH = 5  # a/step_10/policy/weights/model, of NeMo-RL, is found from the folder above `a`
 _DEEPEST = 24  # folders for the parts of a parameter's name, in formats with a file for each
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
@@ -390,12 +392,40 @@ def read_index(source: Source, candidate: Candidate) -> TensorIndex:
 
     Raises:
         InputError: If its headers are damaged, hostile or not modelled.
+        MissingFileError: If a file of it is a pointer of Git LFS.
     """
     own = (reader for reader in READERS if reader.name == candidate.format)
     reader: CheckpointReader | None = next(own, None)
     if reader is None:
         reader = next(r for r in _plug_ins().readers if r.name == candidate.format)
-    return reader.read_index(source, candidate)
+    try:
+        return reader.read_index(source, candidate)
+    except InputError as error:
+        pointer = next((path for path in candidate.files if _is_pointer(source, path)), None)
+        if pointer is None:
+            raise
+        raise MissingFileError(
+            "is a pointer of Git LFS, which was cloned without the file itself",
+            where=posixpath.join(source.location, pointer),
+            hint="run `git lfs pull` in the clone, or download the files with `hf download`",
+        ) from error
+
+
+def _is_pointer(source: Source, path: str) -> bool:
+    """Returns whether a file is what Git LFS leaves for one that was not fetched.
+
+    Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+    """
+    try:
+        size_bytes = source.stat(path).size_bytes
+        start = (
+            source.read(path, 0, len(_POINTER))
+            if len(_POINTER) <= size_bytes < _MOST_POINTER_BYTES
+            else b""
+        )
+    except InputError:
+        return False
+    return start == _POINTER
 
 
 def describe_missing(source: Source, candidate: Candidate) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
+from ckptkit.core.errors import MissingFileError
 from ckptkit.formats.registry import FileGroup, group_files
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
@@ -91,3 +92,16 @@ def test_an_output_of_ours_says_who_wrote_it(layout: str, tmp_path: Path) -> Non
     found = ckptkit.inspect(tmp_path / "out")
     assert (found.writer, found.version, found.step) == ("ckptkit", ckptkit.__version__, 4)
     assert found.ignored == ()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["model.safetensors", "pytorch_model.bin", "checkpoint/.metadata", "model-1.safetensors"],
+)
+def test_a_pointer_of_git_lfs_is_named_as_one(path: str, tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(pointer)
+    with pytest.raises(MissingFileError, match="is a pointer of Git LFS") as caught:
+        ckptkit.consolidate(tmp_path, tmp_path / "out")
+    assert caught.value.where == str(tmp_path / path)
