@@ -100,8 +100,9 @@ def test_an_output_of_ours_says_who_wrote_it(layout: str, tmp_path: Path) -> Non
 )
 def test_a_pointer_of_git_lfs_is_named_as_one(path: str, tmp_path: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
-    (tmp_path / path).parent.mkdir(exist_ok=True)
-    (tmp_path / path).write_text(pointer)
+    clone = tmp_path / "clone"
+    (clone / path).parent.mkdir(parents=True)
+    (clone / path).write_text(pointer)
     with pytest.raises(MissingFileError, match="is a pointer of Git LFS") as caught:
-        ckptkit.consolidate(tmp_path, tmp_path / "out")
-    assert caught.value.where == str(tmp_path / path)
+        ckptkit.consolidate(clone, tmp_path / "out")
+    assert caught.value.where == str(clone / path)
