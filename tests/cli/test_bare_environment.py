@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 from ckptkit.formats.registry import READERS
 from tests.contract.fault_bench import consolidated as consolidated_weights
 from tests.contract.fault_bench import weights_in
-from tests.contract.format_faults import CASES
+from tests.contract.format_faults import CASES, FaultCase
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config"
@@ -207,16 +207,22 @@ for path, out, options in json.loads(sys.argv[1]):
 def test_every_format_is_opened_and_consolidated_without_any_framework(
     bare: Environment, tmp_path: Path
 ) -> None:
-    places = [str(tmp_path / "bare" / case.fixture) for case in CASES]
+    # Its files tell no shapes, which another model has to prove.
+    like = tmp_path / "like"
+    like.mkdir()
+    fairseq2 = FaultCase("fairseq2_0_8_fsdp2", options={"like": str(like)})
+    shutil.copy(fairseq2.path.parent / "truth.safetensors", like / "model.safetensors")
+    cases = [*CASES, fairseq2]
+    places = [str(tmp_path / "bare" / case.fixture) for case in cases]
     jobs = [
         (str(case.path), place, dict(case.options))
-        for case, place in zip(CASES, places, strict=True)
+        for case, place in zip(cases, places, strict=True)
     ]
     done = bare.run("-c", CONVERT_ALL, json.dumps(jobs))
     assert done.returncode == 0, done.stderr
     by_themselves = {reader.name for reader in READERS} - {"foreign", "torch optimizer"}
     assert set(done.stdout.replace(" + ", "\n").split("\n")) >= by_themselves
-    for case, place in zip(CASES, places, strict=True):
+    for case, place in zip(cases, places, strict=True):
         here = consolidated_weights(case.path, tmp_path / case.fixture, case.options)
         assert here, case
         assert weights_in(Path(place)) == here, case

@@ -203,6 +203,9 @@ def _lose_a_rank(folder: Path, point: Point, rank: int) -> None:
     error = life.save().exception(WAIT_SECONDS)
     if point.phase == "waiting":
         assert error is None, error  # its files were there, and it had said so
+    elif error is None:  # rank 0 had committed it before it ended, which the others see
+        assert point.victim == 0, point
+        assert life.step in visible(life.run), point
     else:
         assert isinstance(error, PeerError), error
         assert point.rank_0_hosts or f"rank {point.victim} did not" in str(error), error

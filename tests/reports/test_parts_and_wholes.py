@@ -99,6 +99,14 @@ def test_parts_of_fairseq2_are_joined_where_shapes_are_known(
     assert ckptkit.verify(step).tensors == len(truth)
 
 
+def test_what_fairseq2_wrote_is_its_model(tmp_path: Path) -> None:
+    case = FIXTURES / "fairseq2_0_8_fsdp2"
+    truth = load_file(case / "truth.safetensors")
+    like = written_as(tmp_path / "like", truth)
+    ckptkit.consolidate(case / "checkpoint", tmp_path / "out", like=like)
+    assert same(weights(tmp_path / "out"), truth)
+
+
 @pytest.mark.slow
 def test_a_configuration_alone_gives_the_shapes_of_parts(tmp_path: Path) -> None:
     model = small_llama()

@@ -141,7 +141,7 @@ def test_verify_says_which_models_it_verified(run: Path) -> None:
 
 
 def test_a_selection_that_names_nothing_is_never_verified(run: Path) -> None:
-    with pytest.raises(CannotPlanError, match="holds no 'nowhere'"):
+    with pytest.raises(CannotPlanError, match="holds no state dict 'nowhere'"):
         ckptkit.verify(run, select="nowhere")
 
 
