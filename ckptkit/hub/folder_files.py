@@ -45,9 +45,9 @@ _OPTIMIZER = re.compile(
 )
 _TENSORS = r"(safetensors|bin|pt|pth|pth\.tar|ckpt|pkl)"
 _STATES = (  # how the files of a step begin that hold tensors or states
-    "adapter|bf16|checkpoint|ckpt|common|consolidated|custom_checkpoint|data|dataloader|dl_state"
+    "adapter|bf16|checkpoint|ckpt|common|consolidated|custom_checkpoint|data|dataloader|dl_state|dp"
     "|ema|embedding|epoch|exp_avg|expert|extra_state|fp16|fp32|last|layer|metadata|meta|model"
-    "|mp_rank|optim|optimizer|pytorch_model|random_states|rank|rng_state|sampler|scaler|scheduler"
+    "|mp_rank|optim|optimizer|pytorch_model|random_states|rank|rng_state|sampler|scaler|scheduler|sdp"
     "|shard|state|step|train_state|weights|zero_pp_rank|zero"
 )
 _OF_STEP = re.compile(
