@@ -127,7 +127,7 @@ class Inspection(Displayed):
     Transformers; `map` is what a name map makes of them, and `map_refusal` the error where a
     conversion would have none, as `--json` shows errors. `shards` is set where it was asked for.
     `steps` and `finals` are what else the folder holds: the steps of the run, the newest last, and
-    the models beside them, by what `--select` takes each by, with what it lacks.
+    the models beside them: what each lacks, by the selection that takes it.
     """
 
     path: str

@@ -184,9 +184,9 @@ def _check_folder(path: PathLike) -> Path:
 
 
 def _verify(folder: Path, listener: Listener) -> tuple[Verification | None, tuple[Problem, ...]]:
-    own = None  # of an output, what is beside it in the folder of a run is not verified
+    own = None  # steps beside an output are not verified with it
     with open_source(folder) as source, suppress(InputError):
-        own = ITSELF if read_manifest(source).tensors else None
+        own = None if read_manifest(source).kind == TRAINING else ITSELF
     try:
         report = run_verification(folder, select=own, listener=listener)
     except InputError as error:

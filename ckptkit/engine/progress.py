@@ -216,14 +216,14 @@ def report_to(label: str, options: ProgressOptions) -> Iterator[Listener]:
         label: What the function does.
         options: Of its caller.
     """
-    told = options.get("listener") or ignore
+    own = options.get("listener") or ignore
     if not options.get("progress"):
-        yield told
+        yield own
         return
     with ProgressBar(label) as bar:
 
         def listen(event: Event) -> None:
             bar.listen(event)
-            told(event)
+            own(event)
 
         yield listen

@@ -360,6 +360,11 @@ def _list_hints(
     yield advice.config
 
 
+def take_only(prefix: str) -> str:
+    """Returns the options that write what a prefix begins, without it, and nothing else."""
+    return shlex.join(["--strip-prefix", prefix, "--include", f"{glob.escape(prefix)}*"])
+
+
 def take_prefix(prefix: str, report: LoadReport, names: Collection[str]) -> str:
     """Returns the options that write what a prefix begins, without it, and what the model has.
 
@@ -374,7 +379,7 @@ def take_prefix(prefix: str, report: LoadReport, names: Collection[str]) -> str:
     strange |= {name for name in outside if any(map(name.startswith, copies))}
     strip = f"--strip-prefix {shlex.quote(prefix)}" if prefix else ""
     if prefix and (copies or (strange and len(strange) == len(outside))):
-        return f"{strip} --include {shlex.quote(glob.escape(prefix) + '*')}"
+        return take_only(prefix)
     patterns = find_patterns(sorted(strange), [name for name in names if name not in strange])
     left = " ".join(f"--exclude {shlex.quote(pattern)}" for pattern in patterns)
     return f"{strip} {left}".strip()

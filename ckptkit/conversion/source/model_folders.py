@@ -5,10 +5,8 @@ Of model folders, headers and indexes are read, never weights.
 
 from __future__ import annotations
 
-import glob
 import posixpath
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -50,6 +48,7 @@ from ckptkit.hub_names.outlines_table import BASE_PREFIXES
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
 from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
+from ckptkit.plan.load_report import take_only
 from ckptkit.plan.optimizer_states import (
     OptimizerStates,
     drop_unwanted_members,
@@ -236,9 +235,7 @@ def _hint_at_prefix(written: AbstractSet[Fqn], known: AbstractSet[Fqn]) -> str:
         parts = name.split(".")
         for at in range(1, len(parts)):
             if Fqn(".".join(parts[at:])) in known:
-                prefix = ".".join([*parts[:at], ""])
-                words = ("--strip-prefix", prefix, "--include", f"{glob.escape(prefix)}*")
-                return f"pass {shlex.join(words)} as well"
+                return f"pass {take_only('.'.join([*parts[:at], '']))} as well"
     return "name the model that the run was started from"
 
 

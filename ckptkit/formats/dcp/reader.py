@@ -275,7 +275,7 @@ _Objects = dict[KeyPath, InertObject | UnreadTensor | Global]
 
 
 def _read_objects(source: Source, index: TensorIndex) -> _Objects:
-    """Returns the objects of other code and the tensors among the values, of which some are read.
+    """Returns objects of other code and tensors that are in values; not all values are read.
 
     The settings of an optimizer's groups are many, and plain.
     """
