@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.adapters.base_identity import make_base_record
 from ckptkit.adapters.merge.base_model import find_prefixes
@@ -49,8 +51,7 @@ _SAVED = "modules_to_save"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # with these the folder would look like a model
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractedAdapter:
+class ExtractedAdapter(Struct, frozen=True):
     """An adapter that was written.
 
     Attributes:

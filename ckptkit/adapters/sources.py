@@ -7,11 +7,12 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.adapters.array_reader import ArrayReader
@@ -72,8 +73,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.mapped_adapters import ConvertedAdapter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRequest:
+class AdapterRequest(Struct, frozen=True, kw_only=True):
     """Which adapter is read, and how.
 
     Attributes:
@@ -129,8 +129,7 @@ _OWN_MODULE = re.compile(r"(?<![A-Za-z0-9_])module\\*\.")
 _INSIDE = ("module ", "tensor ")  # errors that do not name the checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedAdapter:
+class OpenedAdapter(Struct, frozen=True):
     """An adapter that was read and checked.
 
     Attributes:

@@ -11,8 +11,10 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.class_facts import find_left_out
 from ckptkit.consumers.table import TRANSFORMERS, Consumer, name_model
@@ -53,8 +55,7 @@ _TIMEOUT_SECONDS = 120  # after all is copied
 _SILENT_SECONDS = 1.0  # before `Waiting` is reported
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Struct, frozen=True):
     """What is compared.
 
     Attributes:

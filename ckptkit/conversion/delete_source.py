@@ -14,11 +14,11 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
+from msgspec import Struct
 
 from ckptkit.conversion.resume import read_output_manifest, verify_existing_output
 from ckptkit.conversion.source.open import (
@@ -65,8 +65,7 @@ if TYPE_CHECKING:
 _OPTION = "--delete-source"
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRemoval:
+class SourceRemoval(Struct, frozen=True):
     """The files of a source that are removed once the output is verified.
 
     Attributes:

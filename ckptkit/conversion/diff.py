@@ -7,11 +7,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.adapters import ROLES, Role, read_config, select_with_base
 from ckptkit.conversion.source.open import open_checkpoint, read_config_in
@@ -43,8 +44,7 @@ _ONE_OF_SEVERAL = (
 _SIDES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
+class TensorDifference(Struct, frozen=True):
     """A tensor that both have, with other bytes.
 
     Attributes:
@@ -58,8 +58,7 @@ class TensorDifference:
     largest: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Tolerance:
+class Tolerance(Struct, frozen=True):
     """How far values may be apart, as `numpy.allclose` and `torch.testing` have it.
 
     Attributes:
@@ -94,8 +93,7 @@ def make_tolerance(*, numeric: bool, rtol: float | None, atol: float | None) -> 
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class NumericDifference:
+class NumericDifference(Struct, frozen=True):
     """How the values of a tensor differ that both have with the same shape.
 
     Attributes:
@@ -127,8 +125,7 @@ class NumericDifference:
     change: float | None = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Difference(Displayed):
+class Difference(Displayed, Struct, frozen=True):
     """What `ckptkit diff` found.
 
     Attributes:
@@ -179,7 +176,7 @@ class Difference(Displayed):
         return Facts(f"{self.a} against {self.b}", lines, ("tensor", "difference"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"same": self.same}
+        return {**to_builtins(self), "same": self.same}
 
 
 @contextmanager

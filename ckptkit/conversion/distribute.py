@@ -14,9 +14,11 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.resume import find_written_output
 from ckptkit.conversion.write import (
@@ -317,8 +319,7 @@ def _note_name(number: int) -> str:
 _RAY_OPTION = "--engine ray"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStation:
+class NodeStation(Struct, frozen=True):
     """What a node needs to take part.
 
     Attributes:

@@ -7,10 +7,11 @@ import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.side_files import is_side_file
@@ -56,8 +57,7 @@ _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
 _ASSUME_TIED = {"tie_word_embeddings": True}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLine:
+class TensorLine(Struct, frozen=True):
     """A tensor in a report; sizes are of the full tensor, in its stored dtype."""
 
     name: str
@@ -70,8 +70,7 @@ class TensorLine:
     role: Role = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TreeLine:
+class TreeLine(Struct, frozen=True):
     """A state dict in a report.
 
     Attributes:
@@ -91,8 +90,7 @@ class TreeLine:
     split: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class TieLine:
+class TieLine(Struct, frozen=True):
     """Names that hold the same weights, or are declared to.
 
     Attributes:
@@ -107,16 +105,14 @@ class TieLine:
     declared: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MeshDimension:
+class MeshDimension(Struct, frozen=True):
     """A dimension of the mesh of devices, its name empty where it has none."""
 
     name: str
     size: int
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Inspection(Displayed):
+class Inspection(Displayed, Struct, frozen=True):
     """Everything that `ckptkit inspect` shows.
 
     The layout, the metrics and the time are those in the manifest of a step that ckptkit saved;
@@ -159,7 +155,7 @@ class Inspection(Displayed):
     framework: str = ""
     map: MapReport | None = None
     map_refusal: Mapping[str, Any] | None = None
-    shards: ShardMap | None = field(default=None, repr=False)
+    shards: ShardMap | None = None
     steps: tuple[str, ...] = ()
     finals: Mapping[str, str] = field(default_factory=dict)
 
@@ -181,7 +177,7 @@ class Inspection(Displayed):
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
         peft = None if self.peft is None else replace(self.peft, foreign=None)
-        plain = asdict(replace(self, shards=None, tensors=(), peft=peft))
+        plain = to_builtins(replace(self, shards=None, tensors=(), peft=peft))
         if peft is not None:  # `adapter` has what there is to know of it
             del plain["peft"]["foreign"]
         document = {n: value for n, value in plain.items() if n not in {"shards", "tensors"}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.resume import Resumable, refuse_resuming, verify_existing_output
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.delete_source import SourceRemoval
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
+class JobResult(Struct, frozen=True):
     """The result of a job.
 
     Attributes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.conversion.mapped_names import MappedModel, map_names
 from ckptkit.conversion.names_on_disk import Specs
@@ -30,8 +31,7 @@ _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d{0,8})(?!\d)")
 _Parts = tuple[str | frozenset[int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AppliedRule:
+class AppliedRule(Struct, frozen=True):
     """What one rule makes.
 
     Attributes:
@@ -52,8 +52,7 @@ class AppliedRule:
     left_out: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MapReport:
+class MapReport(Struct, frozen=True):
     """What a map makes of a checkpoint.
 
     Attributes:

@@ -24,10 +24,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.mapped_names import MappedModel, choose_map, map_names
 from ckptkit.conversion.source.open import OpenedCheckpoint
@@ -58,8 +59,7 @@ _WEIGHT = ".weight"
 _FC1 = ".linear_fc1"
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertedAdapter:
+class ConvertedAdapter(Struct, frozen=True):
     """A checkpoint whose adapter has the names of PEFT.
 
     Attributes:
@@ -233,8 +233,7 @@ def _split_experts(
 # --- by a name map ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Repeat:
+class _Repeat(Struct, frozen=True):
     """The same tensor several times: a factor A, of each part of a weight."""
 
     count: int

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.names_on_disk import (
     NamedProducts,
@@ -42,8 +44,7 @@ from ckptkit.plan.selection import select_model
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MappedModel:
+class MappedModel(Struct, frozen=True):
     """A model whose names a map converts.
 
     Attributes:

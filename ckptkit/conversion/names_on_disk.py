@@ -14,12 +14,13 @@ import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, start_program
@@ -44,8 +45,7 @@ _BLOCK = 1 << 20  # elements that are gathered at once
 _LIVE = "pass --names live to write the names that training holds"
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(Struct, frozen=True):
     """The inputs and outputs of one conversion that computes.
 
     Attributes:
@@ -70,8 +70,7 @@ class Conversion:
         return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
+class Converted(Struct, frozen=True):
     """The kernel of one output of a conversion; it is prepared together with the others.
 
     Attributes:
@@ -250,8 +249,7 @@ _LISTED = 3
 Specs = Mapping[Fqn, tuple[DType, Shape]]
 
 
-@dataclass(frozen=True, slots=True)
-class NamedProducts:
+class NamedProducts(Struct, frozen=True):
     """The tensors to be written, with the names on disk.
 
     Attributes:
@@ -326,8 +324,7 @@ def find_left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tenso
     return {name: spec for name, spec in tensors.items() if name not in written}
 
 
-@dataclass(frozen=True, slots=True)
-class DiskNames:
+class DiskNames(Struct, frozen=True):
     """The names on disk.
 
     Attributes:

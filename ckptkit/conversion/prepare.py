@@ -7,8 +7,10 @@ import posixpath
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from typing import Any, Self
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.consumers.class_facts import adapt_kept
 from ckptkit.consumers.folder_truth import FolderTexts, describe_lacking
@@ -129,8 +131,7 @@ _MOST_MODULE_BYTES = 1 << 28
 _TORCH_LAYOUTS = ("torch", "dcp")
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionJob:
+class ConversionJob(Struct, frozen=True):
     """A conversion as values, which can be sent to another process.
 
     Attributes:

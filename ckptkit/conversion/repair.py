@@ -13,10 +13,11 @@ import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.conversion.verify import Verification, run_verification
 from ckptkit.core.crc import crc32
@@ -43,8 +44,7 @@ _READ_BYTES = 4 << 20
 _KIND = "repair"
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
+class _Range(Struct, frozen=True):
     """Bytes of a file, and the CRC-32 that they have to have."""
 
     path: str
@@ -53,8 +53,7 @@ class _Range:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Damage:
+class _Damage(Struct, frozen=True):
     """What is wrong with the files of a folder.
 
     Attributes:

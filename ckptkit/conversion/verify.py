@@ -6,10 +6,11 @@ import posixpath
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.read import report_notes, scan
@@ -108,8 +109,7 @@ _FORMATS = {
 }  # by kind of output
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Verification(Displayed):
+class Verification(Displayed, Struct, frozen=True):
     """What `ckptkit verify` found.
 
     Attributes:
@@ -149,7 +149,7 @@ class Verification(Displayed):
         return Facts(self.path, lines, ("problem", "where", "what"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"ok": self.ok}
+        return {**to_builtins(self), "ok": self.ok}
 
 
 def run_verification(

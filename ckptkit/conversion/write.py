@@ -12,11 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import xxhash
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.conversion.compare_names import Comparison
 from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, describe_sources
@@ -75,8 +76,7 @@ if TYPE_CHECKING:  # which needs what speaks to S3
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Struct, frozen=True):
     """Bytes and memory that an execution needs.
 
     Attributes:
@@ -92,8 +92,7 @@ class Estimate:
     peak_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedOutput:
+class PlannedOutput(Struct, frozen=True):
     """A plan with everything that is needed to execute it.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,14 +27,14 @@ class Facts(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
 
 
-class Displayed(ABC):
+class Displayed:
     """Has a `repr` of one line, and a small table in notebooks."""
 
     __slots__ = ()
 
-    @abstractmethod
     def _facts(self) -> Facts:
         """Returns what is shown."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         title, lines, *_ = self._facts()

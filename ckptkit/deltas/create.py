@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,6 +18,8 @@ from typing import Any, Protocol, Self, get_args
 
 import numpy as np
 import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.write import (
@@ -72,8 +73,7 @@ _STEP_BYTES = 512 << 10
 """What is digested, compared and compressed at a time, so that it stays in a core's cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaRequest:
+class DeltaRequest(Struct, frozen=True):
     """What a delta is like.
 
     Attributes:
@@ -118,8 +118,7 @@ class DeltaRequest:
         return DeltaHead(version, version - 1, self.encoding, self.checksum)
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTensor:
+class EncodedTensor(Struct, frozen=True):
     """What was found of a tensor.
 
     Attributes:

@@ -24,10 +24,10 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, get_args
 
 import xxhash
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -114,8 +114,7 @@ def new_hasher(checksum: ChecksumFormat) -> Hasher:
     return _HASHERS[checksum]()
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaHead:
+class DeltaHead(Struct, frozen=True):
     """What the index of a delta says about all of it.
 
     Attributes:
@@ -177,8 +176,7 @@ def _parse_choice(metadata: Mapping[str, Any], key: str, known: Sequence[str], w
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaTensor:
+class DeltaTensor(Struct, frozen=True):
     """The change of one tensor.
 
     Attributes:
@@ -200,8 +198,7 @@ class DeltaTensor:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedDelta:
+class OpenedDelta(Struct, frozen=True):
     """A delta, its files open and their headers parsed.
 
     Attributes:

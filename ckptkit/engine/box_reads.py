@@ -15,10 +15,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -127,8 +128,7 @@ class CastMemory:
         return CastMemory(memory, self._source, self._target, self._where)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanRead:
+class SpanRead(Struct, frozen=True):
     """A box of a tensor that has to be computed, or decoded, in row-major order.
 
     Attributes:
@@ -302,8 +302,7 @@ def plan_chunk_reads(wanted: Iterable[WantedBox]) -> list[ChunkRead]:
     return reads
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunking:
+class _Chunking(Struct, frozen=True):
     """The chunks of one tensor, each element in exactly one of them."""
 
     chunks: ChunkTable
@@ -350,8 +349,7 @@ Done = Callable[[BoxMemory], object]
 """Is called when a box was read, with its memory; from any thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadReport:
+class ReadReport(Struct, frozen=True):
     """What `read_chunks` read.
 
     Attributes:
@@ -447,8 +445,7 @@ def _read_span(reader: TensorReader, read: SpanRead, buffer: memoryview) -> None
         read.memory.put(relative(shared, box), elements[slices_of(relative(shared, part))])
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordRead:
+class _RecordRead(Struct, frozen=True):
     """A chunk to read, and the record that holds it."""
 
     read: ChunkRead

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.index import FileRange, Key, Span
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, choose_copies
@@ -128,8 +130,7 @@ class PrefetchWindow:
             self._readers[name].prefetch([(k, span) for other, k, span in wanted if other == name])
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEstimate:
+class ReadEstimate(Struct, frozen=True):
     """What the execution of a plan reads from distant sources.
 
     Attributes:
@@ -177,8 +178,7 @@ def _reads_of(part: SegmentRange) -> Iterator[_Read]:
             yield demand.origin, demand.key, demand.place
 
 
-@dataclass(frozen=True, slots=True)
-class _DirectRead:
+class _DirectRead(Struct, frozen=True):
     run: ByteRun
     at: int  # in the buffer of the task
 
@@ -321,8 +321,7 @@ def _object_of(origin: Origin, path: str) -> CopySource | None:
     return origin.source.copy_source(path) if isinstance(origin.source, ObjectSource) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
+class _Candidate(Struct, frozen=True):
     """A tensor that may have chunks to copy, as far as the index shows.
 
     Attributes:

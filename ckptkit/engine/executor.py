@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.checksums import leaf_sums
@@ -58,8 +59,7 @@ DISTANT_WORKERS = 8
 Put = Callable[[Task, memoryview], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutionSettings:
+class ExecutionSettings(Struct, frozen=True):
     """How an execution may use the machine.
 
     Attributes:

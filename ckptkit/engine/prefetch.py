@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from ckptkit.core.index import FileRange, Key, Span, TensorIndex
 from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks
@@ -23,8 +24,7 @@ from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
 from ckptkit.storage.base import Source, distant
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRun:
+class ByteRun(Struct, frozen=True):
     """Bytes of a tensor that are consecutive both where they are stored and where they go.
 
     Attributes:

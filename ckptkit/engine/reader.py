@@ -12,11 +12,11 @@ import math
 import posixpath
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -118,8 +118,7 @@ BoxTarget = tuple[Overlap, BoxMemory]
 """A box of a chunk, and the memory that it goes to."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
+class ChunkRead(Struct, frozen=True):
     """Boxes of one chunk, and the memory that each of them goes to.
 
     Attributes:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import islice
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
@@ -42,8 +43,7 @@ from ckptkit.storage.base import Source
 COMPUTE_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(Struct, frozen=True):
     """What a plan reads from: opened checkpoints, and the folders of side files."""
 
     origins: Mapping[str, Origin]

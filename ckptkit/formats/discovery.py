@@ -17,9 +17,11 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -201,8 +203,7 @@ _FOLDER = re.compile(
 _DATE = re.compile(r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])(?:\d{4}|\d{6})?")
 
 
-@dataclass(frozen=True, slots=True)
-class StepName:
+class StepName(Struct, frozen=True):
     """The step in a name: a number, and the word for what is counted."""
 
     kind: str
@@ -321,8 +322,7 @@ ITSELF = "."
 """What selects the model in the folder of a run itself; where there is none, the run in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointUnit:
+class CheckpointUnit(Struct, frozen=True):
     """One or several state dicts that were written together.
 
     Attributes:
@@ -336,8 +336,7 @@ class CheckpointUnit:
     is_optimizer: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedSource:
+class ResolvedSource(Struct, frozen=True):
     """The checkpoint that a path stands for.
 
     Attributes:
@@ -364,8 +363,7 @@ DescribeMissing = Callable[[Candidate], str]
 """Says what a candidate lacks; empty if it is complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunRecords:
+class RunRecords(Struct, frozen=True):
     """What the files of runs say of their steps.
 
     Attributes:
@@ -505,8 +503,7 @@ def resolve(
     return resolved
 
 
-@dataclass(slots=True)
-class _Resolver:
+class _Resolver(Struct):
     """Descends from the root and decides folder by folder; its fields are those of `resolve`."""
 
     location: str

@@ -19,7 +19,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
@@ -67,8 +69,7 @@ _GROUPS, _STATE = "param_groups", "state"  # keys of `Optimizer.state_dict`
 EXTRA_STATE = "_extra_state"
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
+class Membership(Struct, frozen=True):
     """The state dict of a tensor: its name and kind, and the tensor's name in it."""
 
     tree: str
@@ -260,8 +261,7 @@ _TITAN = frozenset({"train_state", "lr_scheduler", "optimizer"})
 _MAX_STEP = 10**15
 
 
-@dataclass(frozen=True, slots=True)
-class Framework:
+class Framework(Struct, frozen=True):
     """The framework that wrote a checkpoint.
 
     Attributes:

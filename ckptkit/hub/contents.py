@@ -10,8 +10,10 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG
 from ckptkit.core.checksums import digest_as
@@ -33,8 +35,7 @@ _HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedFile:
+class LoadedFile(Struct, frozen=True):
     """A file of the folder in memory, parsed where it is JSON."""
 
     path: str
@@ -239,8 +240,7 @@ _CAUSAL = "ForCausalLM"
 _PLAIN = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(Struct, frozen=True):
     """What a card says.
 
     Attributes:

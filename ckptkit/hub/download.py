@@ -11,9 +11,10 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from ckptkit.conversion.verify import run_verification
 from ckptkit.core.arguments import check_arguments
@@ -184,8 +185,7 @@ _WEIGHTS = (".safetensors", ".bin")
 _TORCH = "torch"  # outputs whose tensors lie inside archives
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
+class Pulled(Struct, frozen=True):
     """The result of a pull.
 
     Attributes:
@@ -208,7 +208,8 @@ class Pulled:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
-        return asdict(self)
+        document: dict[str, Any] = to_builtins(self)
+        return document
 
 
 @check_arguments

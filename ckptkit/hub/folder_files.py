@@ -6,10 +6,11 @@ import os
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.consumers.side_files import is_side_file
 from ckptkit.consumers.table import ADAPTER_CONFIG, CONSUMERS, Consumer
@@ -68,16 +69,14 @@ _CODE = "*.py"
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(Struct, frozen=True):
     """A file that is not pushed, and why."""
 
     path: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FileSelection:
+class FileSelection(Struct, frozen=True):
     """The files of a folder that are pushed, and those that are not."""
 
     files: tuple[str, ...]

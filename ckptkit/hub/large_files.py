@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+
+from msgspec import Struct
 
 from ckptkit.core.checksums import Digest, digest_like, leaf_ranges
 from ckptkit.core.errors import (
@@ -41,8 +42,7 @@ Sink = Callable[[bytes], None]
 _HINT = "run `ckptkit verify` on the folder; write it again with `ckptkit consolidate`"
 
 
-@dataclass(frozen=True, slots=True)
-class DigestRange:
+class DigestRange(Struct, frozen=True):
     """A range of a file with a digest in the manifest: a tensor, or the whole file."""
 
     what: str
@@ -51,8 +51,7 @@ class DigestRange:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class LargeFile:
+class LargeFile(Struct, frozen=True):
     """A file that is streamed, and never held in memory as a whole.
 
     Attributes:

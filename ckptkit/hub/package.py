@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.consumers.folder_truth import TELLING, parse_texts, tell_truth
 from ckptkit.consumers.side_files import has_auto_map
@@ -92,8 +93,7 @@ class PushOptions(ProgressOptions, total=False):
     whole: str
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+class Package(Struct, frozen=True):
     """What is to be published.
 
     Attributes:

@@ -6,8 +6,9 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Unpack
+
+from msgspec import Struct, to_builtins
 
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.errors import (
@@ -66,8 +67,7 @@ Hashes = Mapping[str, frozenset[str]]
 _MOST_COMMITS = 50  # to look through for a commit whose answer was lost
 
 
-@dataclass(frozen=True, slots=True)
-class _CommitChange:
+class _CommitChange(Struct, frozen=True):
     """The changes of one commit.
 
     Attributes:
@@ -90,8 +90,7 @@ class _CommitChange:
         return here and not any(path in tree for path in self.deleted)
 
 
-@dataclass(frozen=True, slots=True)
-class _HubCommit:
+class _HubCommit(Struct, frozen=True):
     """A commit on the Hub, and the pull request that holds it."""
 
     commit: str
@@ -107,8 +106,7 @@ class _HeadMovedError(Exception):
     """Another commit was made to the revision meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(Struct, frozen=True):
     """What a push did, or would do.
 
     Attributes:
@@ -144,7 +142,8 @@ class Pushed:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
-        return asdict(self)
+        document: dict[str, Any] = to_builtins(self)
+        return document
 
 
 @check_arguments

@@ -18,10 +18,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.errors import RefusedError
@@ -33,8 +33,7 @@ _BEFORE, _AFTER = 80, 600  # what of a text a pattern needs around its anchor
 _WINDOW = 2 * _AFTER  # anchors in the first half of it need no search of their own
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(Struct, frozen=True):
     """A kind of secret.
 
     Attributes:

@@ -11,7 +11,8 @@ Source: peft 0.21, `get_peft_model_state_dict` in `utils/save_and_load.py` and
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
@@ -39,8 +40,7 @@ EMBEDDINGS = {"embed_tokens", "lm_head"}  # peft 0.21, EMBEDDING_LAYER_NAMES
 _PREFIX = tuple(PEFT_PREFIX.rstrip(".").split("."))
 
 
-@dataclass(frozen=True, slots=True)
-class SortedTensors:
+class SortedTensors(Struct, frozen=True):
     """The tensors of one state dict, sorted by adapter.
 
     Attributes:
@@ -313,8 +313,7 @@ _OUTPUTS = frozenset(("decoder", "embed_out", "lm_head", "output_layer", "vocab_
 _SHARED = "shared"  # an input embedding that modules `embed_tokens` repeat
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterNames:
+class AdapterNames(Struct, frozen=True):
     """Selects and names the tensors of a PEFT model that belong to one adapter.
 
     Attributes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
@@ -58,8 +60,7 @@ OF_SOME_RANKS = "holds the files of some ranks only"
 """What begins the problem of a step on the disk of one of several nodes."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RunListing(Displayed):
+class RunListing(Displayed, Struct, frozen=True):
     """The steps of a run.
 
     Attributes:
@@ -326,8 +327,7 @@ _CALLS = {
 """By the framework that saved a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeAdvice:
+class ResumeAdvice(Struct, frozen=True):
     """The step to resume from.
 
     Attributes:

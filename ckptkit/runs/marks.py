@@ -18,9 +18,10 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import MissingFileError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
@@ -45,8 +46,7 @@ _TRIES = 5
 _TRY_SECONDS = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(Struct, frozen=True):
     """The process that left a mark; `host` is empty if the mark does not name it."""
 
     host: str = ""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
@@ -31,8 +33,7 @@ _NO_RULE = "nothing removes it"
 _SETTLED_SECONDS = 600.0  # after which nothing is still saving a step
 
 
-@dataclass(frozen=True, slots=True)
-class PruneLimits:
+class PruneLimits(Struct, frozen=True):
     """What is removed although no rule removes it.
 
     Attributes:
@@ -45,8 +46,7 @@ class PruneLimits:
     total_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PrunedStep:
+class PrunedStep(Struct, frozen=True):
     """The decision on a step, and its result.
 
     Attributes:
@@ -61,8 +61,7 @@ class PrunedStep:
     why: str
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Pruned(Displayed):
+class Pruned(Displayed, Struct, frozen=True):
     """The result of pruning a run.
 
     Attributes:

@@ -17,9 +17,10 @@ import re
 import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from msgspec import Struct, field, to_builtins
 
 from ckptkit.core.errors import FormatError, NoSpaceError, OutputError, RefusedError
 from ckptkit.runs.marks import FileLocks, identity_in
@@ -38,8 +39,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 PushState = Literal["pushing", "pushed"]
 
 
-@dataclass(frozen=True, slots=True)
-class StepPush:
+class StepPush(Struct, frozen=True):
     """The push of one step.
 
     Attributes:
@@ -71,8 +71,7 @@ class StepPush:
     replaces: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WatchStatus:
+class WatchStatus(Struct, frozen=True):
     """What a watch has not pushed, as `ckptkit ls` shows it, and a training that goes on.
 
     Attributes:
@@ -91,7 +90,7 @@ class WatchStatus:
     def to_json(self) -> dict[str, Any]:
         """Returns the status as plain values."""
         failed = {str(step): why for step, why in sorted(self.failed.items())}
-        return asdict(self) | {"waiting": list(self.waiting), "failed": failed}
+        return {**to_builtins(self), "waiting": list(self.waiting), "failed": failed}
 
 
 def write_status(state: Path, status: WatchStatus) -> None:
@@ -137,7 +136,7 @@ class PushJournal:
             "ckptkit_pushes": _VERSION,
             "repo_id": self.repo_id,
             "run": self._run,
-            "steps": {str(step): asdict(push) for step, push in sorted(pushes.items())},
+            "steps": {str(step): to_builtins(push) for step, push in sorted(pushes.items())},
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

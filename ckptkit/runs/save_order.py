@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.runs.steps import RunStep, abandoned
@@ -20,8 +22,7 @@ from ckptkit.storage.base import Source, is_there
 BestMode = Literal["min", "max"]
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
+class Retention(Struct, frozen=True):
     """Which steps stay: those that any rule keeps, and all if there is no rule.
 
     Attributes:

@@ -11,8 +11,9 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.threads import Throttle, WorkerThread, memory_in_use_bytes, usable_cores
@@ -32,8 +33,7 @@ PATIENCE_SECONDS = 10.0
 _LOOKS = 10  # for slow clients, in that time
 
 
-@dataclass(frozen=True, slots=True)
-class ReadingLimits:
+class ReadingLimits(Struct, frozen=True):
     """How much is read at a time.
 
     Attributes:
@@ -84,8 +84,7 @@ class _ReaderThread:
         self._reader = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Waiting(Struct, frozen=True):
     """A client that waits for buffers, since a time of the event loop."""
 
     count: int
@@ -93,16 +92,14 @@ class _Waiting:
     since: float
 
 
-@dataclass(slots=True, eq=False)
-class _Sending:
+class _Sending(Struct, eq=False):
     """A client that sends from a buffer, since a time of the event loop."""
 
     cut: Callable[[], None]
     since: float = 0.0
 
 
-@dataclass(slots=True)
-class _Filling:
+class _Filling(Struct):
     """A unit of a body that is being read, and its buffers."""
 
     blocks: list[memoryview]

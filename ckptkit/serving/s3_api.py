@@ -11,11 +11,13 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from email.utils import format_datetime, parsedate_to_datetime
 from typing import Protocol
 from urllib.parse import quote, unquote_to_bytes
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.serving.s3_errors import S3Error, Tree, make_xml
 from ckptkit.serving.served_objects import (
@@ -61,8 +63,7 @@ class Bucket(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """An answer to a request.
 
     Attributes:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from operator import itemgetter
 
 import xxhash
+from msgspec import Struct
 
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.plan.plan import Compute, OutputFile, cut_into_tasks
@@ -25,8 +25,7 @@ MOST_KEYS = 1000
 _LAST = "\U0010ffff"  # sorts behind all that follows a common prefix
 
 
-@dataclass(frozen=True, slots=True)
-class ServedObject:
+class ServedObject(Struct, frozen=True):
     """A planned file as an object.
 
     Attributes:
@@ -63,8 +62,7 @@ def make_etag(content: str, size_bytes: int) -> str:
     return f'"{xxhash.xxh3_128_hexdigest(content.encode())}-{parts}"'
 
 
-@dataclass(frozen=True, slots=True)
-class ReadUnit:
+class ReadUnit(Struct, frozen=True):
     """Bytes `[start, stop)` of a file that one thread reads in one step, into as many buffers."""
 
     start: int
@@ -100,8 +98,7 @@ def cut_into_units(entry: ServedObject, start: int, stop: int) -> Iterator[ReadU
             yield ReadUnit(at, end, -(-(end - at) // BLOCK_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class ListRequest:
+class ListRequest(Struct, frozen=True):
     """What a listing asks for.
 
     Attributes:
@@ -117,8 +114,7 @@ class ListRequest:
     most: int = MOST_KEYS
 
 
-@dataclass(frozen=True, slots=True)
-class ListedPage:
+class ListedPage(Struct, frozen=True):
     """A part of a listing.
 
     Attributes:

@@ -15,13 +15,13 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.text import Closing
@@ -42,8 +42,7 @@ _MOST_PORT = 65_535
 _ACCESS_KEY = re.compile(r"[A-Za-z0-9._+=-]{1,128}")
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
+class ServerAddress(Struct, frozen=True):
     """Where a server listens, and who may read.
 
     Attributes:
@@ -146,8 +145,7 @@ class _RefusedRequests(logging.LoggerAdapter[logging.Logger]):
         super().log(min(level, logging.DEBUG), msg, *args, **kwargs)
 
 
-@dataclass(slots=True)
-class ServedTotals:
+class ServedTotals(Struct):
     """What was served so far: answered requests, and bytes of objects."""
 
     requests: int = 0

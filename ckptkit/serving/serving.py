@@ -8,8 +8,9 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import AccessError, CkptkitError, StorageError, UsageError
 from ckptkit.core.text import Closing, event_of_note
@@ -36,8 +37,7 @@ _KEPT_STEPS = 2  # the newest, and the one before for clients that read it alrea
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServeEvent:
+class ServeEvent(Struct, frozen=True):
     """Something that happened.
 
     Attributes:
@@ -68,8 +68,7 @@ def _guard(listener: ServeListener) -> ServeListener:
     return listen
 
 
-@dataclass(frozen=True, slots=True)
-class ServeRequest:
+class ServeRequest(Struct, frozen=True):
     """What is served, where, and to whom.
 
     Attributes:

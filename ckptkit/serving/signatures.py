@@ -21,6 +21,7 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.compat import HTTPHeaders
 from botocore.credentials import Credentials
+from msgspec import Struct
 
 from ckptkit.serving.s3_errors import S3Error
 
@@ -45,8 +46,7 @@ def make_keys() -> AccessKeys:
     return AccessKeys(f"CKPT{secrets.token_hex(8).upper()}", secrets.token_urlsafe(30))
 
 
-@dataclass(frozen=True, slots=True)
-class SignedRequest:
+class SignedRequest(Struct, frozen=True):
     """What a signature covers.
 
     Attributes:
@@ -62,8 +62,7 @@ class SignedRequest:
     headers: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
+class _Claim(Struct, frozen=True):
     """A signature as the client sends it."""
 
     credential: str

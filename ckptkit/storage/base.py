@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
+from msgspec import Struct
+
 from ckptkit.core.errors import InputError, TruncatedFileError
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
@@ -254,8 +256,7 @@ SentRows = dict[str, list[Sequence[Any]]]
 Cut = Callable[[str], Sequence[ObjectPart]]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputAttempt:
+class OutputAttempt(Struct, frozen=True):
     """What all processes that fill one output have in common.
 
     Attributes:

@@ -9,10 +9,11 @@ import hashlib
 import os
 import posixpath
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
 from ckptkit.core.manifest import (
@@ -62,8 +63,7 @@ def read_local_manifest(folder: Path) -> Manifest:
     return parse_manifest(path.read_bytes(), where=str(path))
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierOutput:
+class EarlierOutput(Struct, frozen=True):
     """What the manifest of a place says of the output that is to be replaced.
 
     Attributes:

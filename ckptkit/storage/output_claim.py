@@ -14,9 +14,10 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, OutputBusyError
 from ckptkit.storage.remote.errors import ErrorTranslator, lost_place_error
@@ -34,8 +35,7 @@ _TRIES = 20
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
+class _Claim(Struct, frozen=True):
     """A claim as it was read: its content, and what a condition can be made of."""
 
     etag: str

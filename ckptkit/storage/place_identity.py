@@ -10,12 +10,13 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of, store_kind
 
@@ -264,8 +265,7 @@ def _normalize_address(text: str) -> str:
     return _THIS_MACHINE if is_here else str(mapped)
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(Struct, frozen=True):
     """A file system, or a folder of one, that is mounted somewhere.
 
     Attributes:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct, field
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError
@@ -126,8 +127,7 @@ class BackgroundResult(Generic[Report]):
         self._future.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
-class PushReport:
+class PushReport(Struct, frozen=True):
     """A step that was pushed to the Hub.
 
     Attributes:
@@ -166,8 +166,7 @@ class SkippedError(SaveError):
     usual_hint = "save less often, or let it wait with in_flight='wait'"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveReport:
+class SaveReport(Struct, frozen=True):
     """What one save cost on this rank.
 
     Attributes:
@@ -338,8 +337,7 @@ class SaveHandle(BackgroundResult[SaveReport]):
         self._freed.set()
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ExportReport:
+class ExportReport(Struct, frozen=True):
     """What one export cost on this rank.
 
     Attributes:

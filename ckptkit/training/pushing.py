@@ -22,9 +22,12 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_json
 from ckptkit.core.text import a_kind
@@ -197,8 +200,7 @@ _KEY = "pushes"  # in the store of the ranks
 _COMES_FURTHER = frozenset({"building", "pushing", "pushed", "retrying"})
 
 
-@dataclass(frozen=True, slots=True)
-class PushState:
+class PushState(Struct, frozen=True):
     """What is known of the pushes of a run, as rank 0 tells the other ranks.
 
     Attributes:
@@ -263,7 +265,7 @@ class FollowedPushes:
         """Logs what rank 0 has heard so far, without waiting for it."""
         told = PushState(None, (), (), self._again)
         with suppress(CkptkitError):
-            told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(asdict(told))))
+            told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(to_builtins(told))))
         if self._last is not None and told.last != self._last:
             told = replace(told, waiting=[*told.waiting, self._last])
         told.log(self._settings.repo_id)
@@ -503,7 +505,7 @@ class Pushing:
 
     def _publish(self) -> None:
         with suppress(CkptkitError, ValueError):  # the ranks may have ended; it may be too long
-            self._store.set(_KEY, json.dumps(asdict(self._told())).encode())
+            self._store.set(_KEY, json.dumps(to_builtins(self._told())).encode())
 
     def _start(self) -> None:
         """Starts the process if none runs."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, Literal, TypedDict, get_args
 
+from msgspec import Struct
+
 from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import a_kind
@@ -33,8 +35,7 @@ _TEXT = re.compile(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 _HINT = 'pass a number of steps such as 500, or a time such as "30min" or "2h"'
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(Struct, frozen=True):
     """A distance between saves, in steps, in time, or none.
 
     Attributes:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from msgspec import Struct
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -244,8 +244,7 @@ _SIDES = ("input", "output")
 _PEFT_PREFIX = "base_model.model."  # of names in the base model
 
 
-@dataclass(frozen=True, slots=True)
-class TensorPlaces:
+class TensorPlaces(Struct, frozen=True):
     """The DCP directory and the key path of each tensor of a model.
 
     Attributes:

@@ -11,10 +11,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
@@ -190,8 +192,7 @@ class _Folder:
             os.close(descriptor)
 
 
-@dataclass(slots=True)
-class _Attempt:
+class _Attempt(Struct):
     """The working folder of one attempt while it is committed."""
 
     folder: Path

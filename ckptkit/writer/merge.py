@@ -11,10 +11,11 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from operator import add, index, le, mul
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
@@ -147,8 +148,7 @@ _PARTS_HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MergedUnit:
+class MergedUnit(Struct, frozen=True):
     """The merged content of one DCP directory."""
 
     tensors: tuple[DcpTensor, ...]

@@ -12,12 +12,13 @@ import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+
+class Drain(Struct, frozen=True):
     """Requests a durable copy of the files that some ranks wrote.
 
     Attributes:
@@ -53,8 +54,7 @@ class Remote:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class UploadFiles:
+class UploadFiles(Struct, frozen=True):
     """Requests the upload of the files that some ranks wrote of a step.
 
     Attributes:
@@ -78,8 +78,7 @@ class UploadFiles:
     earlier: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class FinishUpload:
+class FinishUpload(Struct, frozen=True):
     """Requests the completion of a step whose files are all uploaded, the manifest last.
 
     Attributes:
@@ -134,15 +133,13 @@ class Fixed(tuple[_Item, ...]):  # noqa: SLOT001  tuples of any length have no s
         return self._text
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(Struct, frozen=True):
     """Announces the shared memory that later requests refer to; its descriptor is attached."""
 
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveData:
+class ArchiveData(Struct, frozen=True):
     """The data of one tensor's archive inside an image.
 
     Attributes:
@@ -156,8 +153,7 @@ class ArchiveData:
     crc_at: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(Struct, frozen=True):
     """A file whose bytes are in the shared buffer, except for the checksums.
 
     Attributes:
@@ -173,16 +169,14 @@ class Image:
     archives: tuple[ArchiveData, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Inline:
+class Inline(Struct, frozen=True):
     """A small file whose content is part of the message."""
 
     path: str
-    data: bytes = field(repr=False)
+    data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(Struct, frozen=True):
     """A file that several attempts share.
 
     Attributes:
@@ -196,8 +190,7 @@ class Link:
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Persist:
+class Persist(Struct, frozen=True):
     """Requests a durable write of the files of one wave of an attempt.
 
     Attributes:
@@ -228,8 +221,7 @@ class Persist:
     replicas: Sequence[tuple[int, int]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RecordProof:
+class RecordProof(Struct, frozen=True):
     """Size and checksum of a rank's record, by which a reader checks that it is complete."""
 
     rank: int
@@ -238,8 +230,7 @@ class RecordProof:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(Struct, frozen=True):
     """Requests the merge and the commit of an attempt that all ranks have written.
 
     Attributes:
@@ -266,24 +257,21 @@ class Commit:
     node_ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(Struct, frozen=True):
     """Requests the removal of the working folder of a failed attempt."""
 
     attempt: str
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
-class WriteProgress:
+class WriteProgress(Struct, frozen=True):
     """Reports that the writer is alive and how many bytes of the attempt are written."""
 
     attempt: str
     written_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(Struct, frozen=True):
     """Answers `Persist`: everything in it is durable.
 
     Attributes:
@@ -309,8 +297,7 @@ class Written:
     sums: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommitted:
+class StepCommitted(Struct, frozen=True):
     """Answers `Commit`.
 
     Attributes:
@@ -330,8 +317,7 @@ class StepCommitted:
     lost: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """Answers any request that failed; `error` is `CkptkitError.to_json()`."""
 
     attempt: str
@@ -430,7 +416,7 @@ class Channel:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Returns the fields without copies, since a record may be large and training continues."""
-    return {item.name: getattr(value, item.name) for item in fields(value)}
+    return {name: getattr(value, name) for name in value.__match_args__}
 
 
 def _texts(document: dict[str, Any]) -> list[bytes]:
@@ -453,7 +439,7 @@ def _texts(document: dict[str, Any]) -> list[bytes]:
 def _plain(value: object) -> str | dict[str, Any]:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if is_dataclass(value):
+    if hasattr(value, "__match_args__"):
         return _fields(value)
     raise TypeError(f"{type(value).__name__} cannot be sent in a message")
 

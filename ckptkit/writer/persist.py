@@ -11,11 +11,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError
@@ -242,8 +243,7 @@ class Links:
         return ""
 
 
-@dataclass(slots=True)
-class _Parts:
+class _Parts(Struct):
     """The files of an attempt so far, and what its record needs besides.
 
     Attributes:

@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import FormatError
 from ckptkit.storage.locations import check_relative
@@ -41,8 +42,7 @@ Replica = tuple[str, tuple[str | int, ...], tuple[int, ...], bool]
 """The DCP directory, the key path and the offsets of a sample; whether rank 0 writes its tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
+class WrittenFile(Struct, frozen=True):
     """A durable file of an attempt.
 
     Attributes:
@@ -56,8 +56,7 @@ class WrittenFile:
     crc32: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedOptional:
+class RecordedOptional(Struct, frozen=True):
     """A part of the state that a step may lack.
 
     Attributes:
@@ -73,8 +72,7 @@ class RecordedOptional:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class RankRecord:
+class RankRecord(Struct, frozen=True):
     """A record whose outer structure was checked.
 
     Attributes:

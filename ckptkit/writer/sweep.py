@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
@@ -23,8 +24,7 @@ _SIDECARS = re.compile(r"[0-9a-f]{8}")  # folders named after the nonce of a job
 _LOCK = ".lock"  # in work folders of other commands, which sweep them themselves
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(Struct, frozen=True):
     """A hidden directory in a run.
 
     Attributes:

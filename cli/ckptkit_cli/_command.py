@@ -11,12 +11,12 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Annotated, Any
 
 import typer
+from msgspec import Struct
 from typer.core import TyperCommand, TyperGroup
 
 from ckptkit.options import check_choice
@@ -37,8 +37,7 @@ _MEANT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(Struct, frozen=True):
     """An argument of a command.
 
     Attributes:
@@ -69,8 +68,7 @@ class Argument:
         return list(typed or ()) if self.repeated else typed
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(Struct, frozen=True):
     """An option of a command.
 
     Attributes:

@@ -7,9 +7,10 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptkit.consumers.table import (
     CONFIG,
@@ -43,8 +44,7 @@ _LISTED_TIES = 5
 _LISTED_SLICES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Consolidated:
+class Consolidated(Struct, frozen=True):
     """The result of a command that writes a model.
 
     Attributes:

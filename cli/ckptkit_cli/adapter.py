@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import typer
+from msgspec import to_builtins
 
 from ckptkit.adapters.extract import ExtractedAdapter, prepare_extraction, run_extraction
 from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
@@ -253,7 +254,7 @@ def merge(output: Output, **values: Any) -> None:
     if values["dry_run"]:
         check_merge_destination(adapters, out, base, overwrite=overwrite)
         with prepare_merge(adapters, out, request, base=base, resources=resources) as plan:
-            layers = list(map(asdict, plan.layers))
+            layers = list(map(to_builtins, plan.layers))
             output.document({**plan_json(plan.prepared, out), "layers": layers})
             output.lines(plan_page(output, plan.prepared, out))
             if request.report:
@@ -272,7 +273,7 @@ def merge(output: Output, **values: Any) -> None:
         )
     done = Consolidated(out, merged.manifest, time.perf_counter() - began, merged.notes)
     progress.warn(merged.notes)
-    output.document({**done.to_json(), "layers": list(map(asdict, merged.layers))})
+    output.document({**done.to_json(), "layers": list(map(to_builtins, merged.layers))})
     output.lines(_merge_page(output, done, merged, shows_layers=request.report))
 
 

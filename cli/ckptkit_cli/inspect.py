@@ -6,9 +6,11 @@ import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.inspect import Inspection, TensorLine, TreeLine, run_inspection
 from ckptkit.conversion.source.adapters import (
@@ -143,16 +145,14 @@ def _choose(
     return tuple(chosen if sort == _STORED else sorted(chosen, key=_SORTS[sort]))
 
 
-@dataclass(frozen=True, slots=True)
-class NextStep:
+class NextStep(Struct, frozen=True):
     """A command to run next, or none, and a remark on it; both are safe to print."""
 
     command: str
     remark: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class InspectArguments:
+class InspectArguments(Struct, frozen=True):
     """The arguments of an inspection.
 
     Attributes:

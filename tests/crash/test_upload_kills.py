@@ -92,7 +92,7 @@ class Step:
 
 
 def _fields(made: FinishUpload) -> dict[str, Any]:
-    return {name: getattr(made, name) for name in made.__slots__}
+    return {name: getattr(made, name) for name in made.__struct_fields__}
 
 
 def opened(name: str) -> Store:

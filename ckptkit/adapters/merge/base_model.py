@@ -11,8 +11,10 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.adapters.merge.merged_tensors import BaseTensor, join_sources
 from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
@@ -50,8 +52,7 @@ BASE = "base"
 """The origin of a base that was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseSource:
+class BaseSource(Struct, frozen=True):
     """A base model.
 
     Attributes:
@@ -71,8 +72,7 @@ class BaseSource:
     home: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Alignment:
+class Alignment(Struct, frozen=True):
     """How a base's tensors correspond to live tensors, and to those that are written.
 
     Attributes:
@@ -92,8 +92,7 @@ class Alignment:
     versions: Mapping[str, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NamesOfBase:
+class NamesOfBase(Struct, frozen=True):
     """How the names of a base are converted.
 
     Attributes:
@@ -348,8 +347,7 @@ def find_live_shapes(
 _COMPANION = ".weight."  # bitsandbytes prefixes scales with the weight's own name
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class PlacedTensor(Struct, frozen=True):
     """A tensor to be written.
 
     Attributes:

@@ -8,9 +8,11 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import ADAPTER_CONFIG
@@ -75,8 +77,7 @@ _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
 _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trainer
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """One adapter of a checkpoint.
 
     Attributes:
@@ -361,8 +362,7 @@ _MODEL = "pytorch_model_fsdp_"
 _OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
+class AdapterFacts(Struct, frozen=True):
     """The adapters of one model in a checkpoint.
 
     Attributes:
@@ -462,8 +462,7 @@ class AdapterFacts:
         return [*name, *config, *chosen]
 
 
-@dataclass(frozen=True, slots=True)
-class PeftFinding:
+class PeftFinding(Struct, frozen=True):
     """An adapter of PEFT, of any method, or a model that PEFT wraps.
 
     Attributes:
@@ -789,8 +788,7 @@ _NAMED = "adapters"  # where the training hooks keep those of adapters that have
 _OPTION = "--adapter-config"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterRecord:
+class AdapterRecord(Struct, frozen=True):
     """The configuration of an adapter.
 
     Attributes:
@@ -830,8 +828,7 @@ def find_record(
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedValues:
+class RecordedValues(Struct, frozen=True):
     """What files other than `adapter_config.json` record of an adapter.
 
     Attributes:

@@ -10,8 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.table import CONSUMERS
 from ckptkit.conversion.source.named_models import find_model
@@ -275,8 +277,7 @@ def _prove_parts(
         )
 
 
-@dataclass(slots=True)
-class Filling:
+class Filling(Struct):
     """A model that an output takes tensors from which the source lacks.
 
     Attributes:

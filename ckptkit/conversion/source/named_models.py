@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from typing import NoReturn
+
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     AccessError,
@@ -44,8 +45,7 @@ _OLD_PAGE = re.compile(
 _COMMIT_DIGITS = 10
 
 
-@dataclass(frozen=True, slots=True)
-class NamedModel:
+class NamedModel(Struct, frozen=True):
     """The place of a model.
 
     Attributes:

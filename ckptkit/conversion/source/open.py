@@ -6,13 +6,14 @@ import os
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import CONFIG
@@ -101,8 +102,7 @@ _ACCELERATE = "pytorch_model_fsdp_"
 _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedCheckpoint:
+class OpenedCheckpoint(Struct, frozen=True):
     """A checkpoint, its files open and their headers parsed.
 
     Attributes:

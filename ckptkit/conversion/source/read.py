@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.conversion.naming_program import ask_parameters
@@ -353,8 +353,7 @@ def _leaves(entries: Sequence[TensorEntry]) -> Iterator[Item]:
             yield entry, leaf
 
 
-@dataclass(frozen=True, slots=True)
-class Ties:
+class Ties(Struct, frozen=True):
     """Declared ties, by whether the bytes are equal.
 
     Attributes:

@@ -7,11 +7,13 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import (
     MAX_JSON_BYTES,
@@ -121,8 +123,7 @@ _NAMED = 3
 _OF_OLMO = b'"_CLASS_"'  # a key of OLMo-core's config.json, which is not one of Transformers
 
 
-@dataclass(frozen=True, slots=True)
-class SideChoice:
+class SideChoice(Struct, frozen=True):
     """Where a user wants side files to come from, before all other folders.
 
     Attributes:

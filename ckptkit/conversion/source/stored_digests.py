@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import posixpath
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.core.errors import ChecksumError, MissingFileError
@@ -15,8 +16,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest, TensorRecor
 from ckptkit.storage.manifests import read_manifest
 
 
-@dataclass(frozen=True, slots=True)
-class StoredDigest:
+class StoredDigest(Struct, frozen=True):
     """What the manifest of a folder says of a tensor.
 
     Attributes:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     AmbiguousSourceError,
@@ -56,8 +57,7 @@ if TYPE_CHECKING:
 _NAMED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(Struct, frozen=True):
     """One directory's manifest of a step."""
 
     source: Folder

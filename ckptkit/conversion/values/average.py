@@ -13,8 +13,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.open import OpenedCheckpoint, resolve_path
@@ -58,8 +59,7 @@ _WEIGHTS = (".safetensors", ".bin")
 _SCALES = "float8_e8m0fnu"  # powers of two without a sign
 
 
-@dataclass(frozen=True, slots=True)
-class AverageJob(ConversionJob):
+class AverageJob(ConversionJob, frozen=True):
     """An average as values; `src` is the last source, and the other options are for each source.
 
     Attributes:
@@ -69,7 +69,7 @@ class AverageJob(ConversionJob):
     """
 
     sources: tuple[PathLike, ...] = ()
-    weighting: Weighting = Weighting()  # noqa: RUF009  frozen
+    weighting: Weighting = Weighting()
     take_last: tuple[str, ...] = ()
 
     @classmethod
@@ -100,7 +100,7 @@ class AverageJob(ConversionJob):
                 )
             sources = find_last_steps(place_of(sources[0]), last)
         weighting.check_count(len(sources))
-        values = {entry.name: getattr(job, entry.name) for entry in fields(ConversionJob)}
+        values = {name: getattr(job, name) for name in ConversionJob.__struct_fields__}
         values |= {"src": sources[-1], "advice": AVERAGE}
         return cls(
             **values, sources=tuple(sources), weighting=weighting, take_last=tuple(take_last)
@@ -122,7 +122,7 @@ class AverageJob(ConversionJob):
             The plan, with its sources open.
         """
         request, is_cast = self.request, self.request.dtype != "keep"
-        values = {entry.name: getattr(self, entry.name) for entry in fields(ConversionJob)}
+        values = {name: getattr(self, name) for name in ConversionJob.__struct_fields__}
         job = ConversionJob(**values)
         unrounded = replace(job, request=replace(request, dtype="keep"), from_masters=is_cast)
         with ExitStack() as stack:

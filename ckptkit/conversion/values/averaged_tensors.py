@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.core.arrays import numpy_dtype
@@ -44,8 +45,7 @@ _LEAST_ELEMENTS = 1 << 14
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Weighting:
+class Weighting(Struct, frozen=True):
     """How much each source counts; sources are in order, the oldest first.
 
     Attributes:
@@ -167,8 +167,7 @@ def _divide_by_sum(weights: Sequence[float]) -> tuple[float, ...]:
     return shares
 
 
-@dataclass(frozen=True, slots=True)
-class AverageKernel(ElementKernel):
+class AverageKernel(ElementKernel, Struct, frozen=True):
     """Averages tensors of floats, in the widest type that one of them needs, and rounds once.
 
     Attributes:
@@ -206,8 +205,7 @@ class AverageKernel(ElementKernel):
             caster.cast_all(total, target[part], where=where, block_start=block.start + start)
 
 
-@dataclass(frozen=True, slots=True)
-class _OfSource:
+class _OfSource(Struct, frozen=True):
     """A kernel of one source's plan whose origins have the names of the joined plan.
 
     Attributes:
@@ -228,8 +226,7 @@ class _OfSource:
         self.kernel.run(out, block, inputs, target)
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparableOfSource:
+class _PreparableOfSource(Struct, frozen=True):
     """The same of a kernel that is prepared first."""
 
     kernel: Preparable
@@ -241,8 +238,7 @@ class _PreparableOfSource:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadingOfSource:
+class _ReadingOfSource(Struct, frozen=True):
     """Reads parts of one source's tensors, by their origins in its own plan."""
 
     reading: Reading
@@ -293,8 +289,7 @@ def _operand_of(product: Product, reading: Reading | None = None) -> Operand:
     return ComputedOperand(kernel, spec, body.reads)
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparableAverage:
+class _PreparableAverage(Struct, frozen=True):
     """An average of tensors; the kernels of some of them are prepared first."""
 
     products: tuple[Product, ...]

@@ -6,10 +6,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.adapters import ROLES, Role, select_with_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
@@ -34,8 +35,7 @@ from ckptkit.storage.places import PathLike
 _LISTED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class TensorStatistics:
+class TensorStatistics(Struct, frozen=True):
     """The numbers of one tensor; None stands for what no element has, or no float64 holds.
 
     Attributes:
@@ -82,7 +82,7 @@ class TensorStatistics:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the numbers; what a plain tensor of a plain model has not is left out."""
-        plain = asdict(self) | {"zero_share": self.zero_share}
+        plain = {**to_builtins(self), "zero_share": self.zero_share}
         if not self.label:
             del plain["label"], plain["parameters"]
         if not self.role:
@@ -90,8 +90,7 @@ class TensorStatistics:
         return plain
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Statistics(Displayed):
+class Statistics(Displayed, Struct, frozen=True):
     """What `ckptkit stats` found.
 
     Attributes:

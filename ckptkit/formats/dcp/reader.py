@@ -14,9 +14,10 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -87,8 +88,7 @@ from ckptkit.storage.base import Source, prefetch
 _Image = Mapping[str, tuple[HeaderTensor, Shape]]  # by name the tensor and its offsets
 
 
-@dataclass(slots=True)
-class Images:
+class Images(Struct):
     """Looks chunks up in the safetensors images of data files.
 
     Attributes:
@@ -162,8 +162,7 @@ _MOST_DECOMPRESSED_BYTES = 64 << 20  # of one compressed object
 _MOST_OBJECTS, _MOST_OBJECT_BYTES = 64, 64 << 10  # whose pickles are read for a note on them
 
 
-@dataclass(frozen=True, slots=True)
-class BlobRef:
+class BlobRef(Struct, frozen=True):
     """A pickled Python object of the checkpoint, which is read only when it is needed.
 
     Attributes:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.index import FileRange
 from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
@@ -19,8 +20,7 @@ _COMPARED_BYTES = 256 << 20  # of copies without comparable checksums, in all
 _WINDOW_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Struct, frozen=True):
     """A tensor of one file."""
 
     archive: TorchArchive

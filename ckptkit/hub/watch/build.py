@@ -7,10 +7,12 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergeJob
@@ -38,8 +40,7 @@ PushKind = Literal["auto", "model", "adapter", "merged"]
 the base with the adapter of the step in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PushChoice:
+class PushChoice(Struct, frozen=True):
     """Which steps are pushed; without a rule, all of them.
 
     Attributes:
@@ -137,8 +138,7 @@ _DEPTH = 8
 _READ_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class BuildSettings:
+class BuildSettings(Struct, frozen=True):
     """How the folder that is pushed is built from a step.
 
     Attributes:

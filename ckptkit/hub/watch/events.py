@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.errors import OutputError
 from ckptkit.version import __version__
@@ -35,8 +37,7 @@ EventName = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class WatchEvent:
+class WatchEvent(Struct, frozen=True):
     """An event of a watch.
 
     Attributes:
@@ -57,8 +58,7 @@ class WatchEvent:
 WatchListener = Callable[[WatchEvent], None]
 
 
-@dataclass(slots=True)
-class WatchTotals:
+class WatchTotals(Struct):
     """The totals of the events of a watch.
 
     Attributes:

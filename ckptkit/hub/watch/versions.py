@@ -14,9 +14,10 @@ import itertools
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.adapters.merge.merge_adapters import MergeJob
 from ckptkit.conversion.prepare import ConversionJob
@@ -49,8 +50,7 @@ _PUBLISHED = "published"
 """In the source of a version's manifest: the run and the step that it was made from."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSettings:
+class VersionSettings(Struct, frozen=True):
     """Where versions are published, and which of them are whole models.
 
     Attributes:
@@ -80,8 +80,7 @@ class VersionSettings:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedVersion:
+class PublishedVersion(Struct, frozen=True):
     """A version in the folder.
 
     Attributes:

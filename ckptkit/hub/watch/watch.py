@@ -12,10 +12,13 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -87,8 +90,7 @@ class Pauses(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WatchSettings:
+class WatchSettings(Struct, frozen=True):
     """How a run is watched.
 
     Attributes:

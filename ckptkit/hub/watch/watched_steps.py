@@ -12,8 +12,10 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import (
     AccessError,
@@ -158,8 +160,7 @@ def _short_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommit:
+class StepCommit(Struct, frozen=True):
     """A step's commit.
 
     Attributes:
@@ -177,8 +178,7 @@ class StepCommit:
     skipped: tuple[Skipped, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BranchSettings:
+class BranchSettings(Struct, frozen=True):
     """The branch of a repository, and what is pushed with a step.
 
     Attributes:

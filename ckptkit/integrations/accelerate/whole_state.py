@@ -16,11 +16,12 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
@@ -40,8 +41,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine and it
 _COMPILED = "_orig_mod"
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedTensor:
+class _SharedTensor(Struct, frozen=True):
     """One tensor of the model in the shared memory.
 
     Attributes:
@@ -67,8 +67,7 @@ class _SharedTensor:
         return flat.view(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _GatherPlan:
+class _GatherPlan(Struct, frozen=True):
     """The part of a rank in the gathering.
 
     Attributes:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 _ROOT = Path("/")
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
+class _Files(Struct, frozen=True):
     """Files of a version of control groups; `cached` memory is reclaimed under pressure."""
 
     limit: str

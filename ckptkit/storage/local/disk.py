@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from msgspec import Struct
+
 BLOCK_BYTES = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of this."""
 
@@ -346,8 +348,7 @@ class Closable(Protocol):
 File = TypeVar("File", bound=Closable)
 
 
-@dataclass(slots=True)
-class _Slot(Generic[File]):
+class _Slot(Struct, Generic[File]):
     file: File
     users: int = 0
 

@@ -12,8 +12,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from ckptkit.core.errors import (
     AccessError,
@@ -244,8 +245,7 @@ def _output_error(error: Exception, location: str, options: Mapping[str, Any]) -
     return OutputError(f"cannot be written: {text}", where=location, hint=hint)
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RetryPolicy(Struct, frozen=True):
     """How often a request is made, and how long to wait in between.
 
     Attributes:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32, crc32_combine
 from ckptkit.core.errors import UnsafePathError
@@ -162,8 +163,7 @@ async def _fill(filesystem: Any, path: str, start: int, target: memoryview, etag
         raise EOFError(f"{done:,} bytes came, {len(target):,} were asked for")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectSums:
+class ObjectSums(Struct, frozen=True):
     """The checksums of an object that is sent in parts.
 
     Attributes:
@@ -198,8 +198,7 @@ class ObjectSums:
         return stored.crc32 in {self.whole, self.of_parts}
 
 
-@dataclass(frozen=True, slots=True)
-class StoreChecksum:
+class StoreChecksum(Struct, frozen=True):
     """The checksum that a store keeps of an object.
 
     Attributes:
@@ -228,8 +227,7 @@ def encode_crc32(crc32: int) -> str:
     return base64.b64encode(crc32.to_bytes(_CRC_BYTES, "big")).decode("ascii")
 
 
-@dataclass(frozen=True, slots=True)
-class SentPart:
+class SentPart(Struct, frozen=True):
     """A part that the store has taken, as the request that completes the upload names it."""
 
     number: int
@@ -237,8 +235,7 @@ class SentPart:
     crc32: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectHead:
+class ObjectHead(Struct, frozen=True):
     """What a store knows of an object: size, checksum if any, ETag, and which run wrote it."""
 
     size_bytes: int

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, OutputError
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
     from ckptkit.storage.base import CopySource
 
 
-@dataclass(slots=True)
-class _Filling:
+class _Filling(Struct):
     data: BytesIO  # clients send it in pieces, and `bytes` as a whole
     missing: int
 
@@ -96,8 +97,7 @@ _DAMAGED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MultipartUpload:
+class MultipartUpload(Struct, frozen=True):
     """An upload that is to become an object.
 
     Attributes:

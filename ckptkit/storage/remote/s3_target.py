@@ -17,8 +17,9 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError, UsageError
@@ -152,8 +153,7 @@ class Publishable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class S3Prefix:
+class S3Prefix(Struct, frozen=True):
     """A prefix of a bucket to which an output is written.
 
     Attributes:

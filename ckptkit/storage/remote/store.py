@@ -11,11 +11,12 @@ import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
+
+from msgspec import Struct
 
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.storage.locations import S3_PROTOCOLS, check_below
@@ -87,8 +88,7 @@ _UNKNOWN_CONDITION = frozenset({400, 501})
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(Struct, frozen=True):
     """An object as a listing shows it.
 
     Attributes:

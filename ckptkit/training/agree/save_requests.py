@@ -20,8 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.training.agree.peers import Peers, name_ranks
@@ -44,8 +45,7 @@ _AGAIN_SECONDS = 60.0  # until the job's end is announced again, if ranks did no
 _CLOSE_SECONDS = 5.0
 
 
-@dataclass(slots=True)
-class _Clock:
+class _Clock(Struct):
     """Requests that rank 0 makes when their time comes."""
 
     interval_seconds: float | None
@@ -227,8 +227,7 @@ _NEVER_POLLED = -1
 _MARGIN_SECONDS = 0.3  # between those who give up one after another, who look now and then
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
+class SaveRequest(Struct, frozen=True):
     """A request for a save.
 
     Attributes:
@@ -248,8 +247,7 @@ class SaveRequest:
         return SaveRequest(reason, self.stop or other.stop)
 
 
-@dataclass(slots=True)
-class _Round:
+class _Round(Struct):
     """An open round; `limit` is when this rank voids it."""
 
     number: int

@@ -15,10 +15,12 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypedDict
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.open import check_path
 from ckptkit.core.arguments import refuse_unknown
@@ -84,8 +86,7 @@ SaveInstead = Callable[[BoundState, str], SaveHandle]
 """Saves the state sharded, under a name of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(Struct, frozen=True):
     """What this rank wrote."""
 
     plan: Plan

@@ -12,11 +12,11 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from ckptkit.core.checksums import crc32_combine
@@ -37,8 +37,7 @@ from ckptkit.training.state.pieces import Piece
 _MOST_PARTS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class FillReport:
+class FillReport(Struct, frozen=True):
     """What filling the pieces took, and what was proven of the bytes.
 
     Attributes:

@@ -10,9 +10,10 @@ import json
 import logging
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
+
+from msgspec import Struct
 
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
@@ -42,8 +43,7 @@ Bound = BoundModel | BoundOptimizer | BoundObject
 _APART = PER_RANK | {"model", "optimizer"}  # all others have a file alike
 
 
-@dataclass(frozen=True, slots=True)
-class SavedEntry:
+class SavedEntry(Struct, frozen=True):
     """An entry of the mapping that a step was saved from.
 
     Attributes:

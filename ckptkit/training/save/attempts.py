@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from ckptkit.core.errors import CkptkitError, error_from_json
 from ckptkit.storage.places import Place
@@ -20,8 +21,7 @@ _TIMES = 3  # removals of each folder, since late ranks may still write into it
 _VISIBLE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class SaveAttempt:
+class SaveAttempt(Struct, frozen=True):
     """One attempt to save one step, the same on every rank.
 
     Attributes:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, compress, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
@@ -34,8 +35,7 @@ _PARTS = 100  # of a frozen weight; each save checks one
 _PART_BYTES = 4096  # at least, except for smaller weights
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStep:
+class CopyStep(Struct, frozen=True):
     """One copy from a piece into the buffer.
 
     Attributes:
@@ -65,8 +65,7 @@ class CopyStep:
         return self.start + (self.stop - self.first) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Struct, frozen=True):
     """The elements of a frozen weight in one wave, cut into about a hundred parts.
 
     Attributes:
@@ -137,8 +136,7 @@ _ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any archive
 _SAVE_HINT = "convert it to a dense tensor, or leave it out of the state"
 
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
+class SavePlan(Struct, frozen=True):
     """The layout of a rank's files; valid as long as `signature_of` the pieces is equal.
 
     A state that does not fit into the allowed memory is written in waves, each from the start of
@@ -227,8 +225,7 @@ def plan_save(
     return waves.plan(units, pieces, frozen, signature_of(pieces, owned))
 
 
-@dataclass(slots=True)
-class _OpenImage:
+class _OpenImage(Struct):
     """An image that grows."""
 
     path: str
@@ -539,8 +536,7 @@ DATA_ALIGNMENT = 64
 _ARCHIVES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class TensorArchive:
+class TensorArchive(Struct, frozen=True):
     """The archive of one tensor without its data.
 
     Attributes:

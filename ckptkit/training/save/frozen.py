@@ -17,13 +17,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
 from ckptkit.storage.locations import MARKS_FOLDER
@@ -39,8 +39,7 @@ _FOLDER = "frozen"
 _MOST_LINKS = 1000  # fewer than any file system allows that has hard links at all
 
 
-@dataclass(frozen=True, slots=True)
-class WaveFiles:
+class WaveFiles(Struct, frozen=True):
     """The files of one wave.
 
     Attributes:
@@ -58,8 +57,7 @@ class WaveFiles:
     on_written: Callable[[Written], object] = lambda _: None
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFiles:
+class SaveFiles(Struct, frozen=True):
     """The files of one save.
 
     Attributes:
@@ -71,8 +69,7 @@ class SaveFiles:
     frozen: bool
 
 
-@dataclass(slots=True)
-class _KeptFiles:
+class _KeptFiles(Struct):
     """Files of frozen weights that later saves may link.
 
     Attributes:
@@ -300,8 +297,7 @@ def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
     return [pieces[number] for number in dict.fromkeys(step.piece for step in steps)]
 
 
-@dataclass(frozen=True, slots=True)
-class VersionWatch:
+class VersionWatch(Struct, frozen=True):
     """The state of a frozen weight at a save, as plain values.
 
     Attributes:
@@ -348,8 +344,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     return unwrap_dtensor(tensor).untyped_storage()
 
 
-@dataclass(frozen=True, slots=True)
-class FileMark:
+class FileMark(Struct, frozen=True):
     """The identity of a file at a save."""
 
     path: Path

@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.errors import CkptkitError, PeerError, SaveError, error_from_json
 from ckptkit.runs.step_manifests import read_findings
@@ -22,8 +23,7 @@ logger = logging.getLogger(__name__)
 OURS = "this is a bug of ckptkit; please report it with the log's traceback"
 
 
-@dataclass(slots=True)
-class Save:
+class Save(Struct):
     """A save under way on this rank.
 
     Attributes:

@@ -7,10 +7,10 @@ import mmap
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec import Struct
 
 from ckptkit.core.errors import NoSpaceError
 from ckptkit.storage.local.control_groups import available_bytes
@@ -22,8 +22,7 @@ _PLACE_HINT = f"{_HINT}, or set TMPDIR to a folder with room"
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.EFBIG})
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlaces:
+class MemoryPlaces(Struct, frozen=True):
     """Sources of shared memory, in this order.
 
     Attributes:

@@ -12,7 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ckptkit.core.errors import WriterError, error_from_json
 from ckptkit.core.threads import weak_callback
@@ -38,8 +39,7 @@ Command = Callable[[int], Sequence[str]]
 """From the number of an inherited socket to the command that serves it."""
 
 
-@dataclass(frozen=True, slots=True)
-class WriterTimeouts:
+class WriterTimeouts(Struct, frozen=True):
     """How long to wait for a writer, and what to start.
 
     Attributes:

@@ -12,10 +12,12 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
@@ -309,8 +311,7 @@ def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"error": error_from_json(error).located(f"rank {rank}").to_json(), "again": again}
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
+class Recovery(Struct, frozen=True):
     """Drains what earlier jobs left on the nodes' disks.
 
     Attributes:

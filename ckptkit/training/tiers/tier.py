@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
@@ -40,8 +42,7 @@ class RunIdentity(NamedTuple):
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class NodeCopy:
+class NodeCopy(Struct, frozen=True):
     """The files of one node's ranks of a step.
 
     Attributes:
@@ -61,8 +62,7 @@ class NodeCopy:
         return (self.path / _DRAINED).exists()
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTier:
+class LocalTier(Struct, frozen=True):
     """A node's own disk, from the view of one of its ranks.
 
     Attributes:
@@ -167,8 +167,7 @@ def open_tier(
     return LocalTier(opening.path, opening.ranks, run, owner, leads=leads, lock=opening.lock)
 
 
-@dataclass(slots=True)
-class _Opening:
+class _Opening(Struct):
     """The steps of opening a node's directory; an error of one rank is raised on all."""
 
     path: Path

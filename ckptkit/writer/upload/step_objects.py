@@ -19,9 +19,10 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
@@ -108,8 +109,7 @@ _SUFFIX = ".uploaded"
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError)
 
 
-@dataclass(slots=True)
-class UploadedFiles:
+class UploadedFiles(Struct):
     """What of a step was uploaded before, in files next to the records on the node's own disk.
 
     It only saves work: an entry counts if the store still has that very object. Each process writes

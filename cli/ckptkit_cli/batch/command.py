@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast, get_args
 
 import typer
+from msgspec import Struct
 
 from ckptkit.core.errors import InputError, UsageError
 from ckptkit.options import IfExists, positive_number
@@ -118,8 +118,7 @@ _SIGNALLED = 128
 _STOP_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class BatchResult:
+class BatchResult(Struct, frozen=True):
     """The result of a job.
 
     Attributes:

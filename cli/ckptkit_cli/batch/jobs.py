@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.open import check_path
 from ckptkit.core.errors import CkptkitError, UsageError
@@ -35,8 +37,7 @@ _READ_OPTIONS = (
 _NO_PLACES = ("repo-id",)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchJob:
+class BatchJob(Struct, frozen=True):
     """One line of a batch.
 
     Attributes:
