@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.conversion.source.adapters import ROLES, Role, read_config, select_with_base
@@ -19,7 +19,7 @@ from ckptkit.conversion.source.open import open_checkpoint, read_config_in
 from ckptkit.conversion.source.read import leaf_span, report_notes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, UsageError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.text import counted
@@ -176,7 +176,7 @@ class Difference(Displayed, Struct, frozen=True):
         return Facts(f"{self.a} against {self.b}", lines, ("tensor", "difference"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        return {**to_builtins(self), "same": self.same}
+        return {**plain_fields(self), "same": self.same}
 
 
 @contextmanager

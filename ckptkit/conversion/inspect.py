@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
@@ -28,7 +28,7 @@ from ckptkit.conversion.source.adapters import (
 from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
 from ckptkit.conversion.source.side_folders import SIDE_FOLDERS, SideFolders
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
@@ -177,7 +177,7 @@ class Inspection(Displayed, Struct, frozen=True):
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
         peft = None if self.peft is None else replace(self.peft, foreign=None)
-        plain = to_builtins(replace(self, shards=None, tensors=(), peft=peft))
+        plain = plain_fields(replace(self, shards=None, tensors=(), peft=peft))
         if peft is not None:  # `adapter` has what there is to know of it
             del plain["peft"]["foreign"]
         document = {n: value for n, value in plain.items() if n not in {"shards", "tensors"}}

@@ -11,10 +11,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from ckptkit.conversion.source.open import SOURCE_IDENTITY, describe_sources
 from ckptkit.conversion.write import (

@@ -9,14 +9,14 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.conversion.source.read import report_notes, scan
 from ckptkit.core.checksums import digest_like
 from ckptkit.core.crc import crc32
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import (
     CannotPlanError,
     ChecksumError,
@@ -149,7 +149,7 @@ class Verification(Displayed, Struct, frozen=True):
         return Facts(self.path, lines, ("problem", "where", "what"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        return {**to_builtins(self), "ok": self.ok}
+        return {**plain_fields(self), "ok": self.ok}
 
 
 def run_verification(

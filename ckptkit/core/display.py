@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+
+from msgspec import Struct, to_builtins
 
 from ckptkit.core.text import make_printable
 
 _MOST_CHARACTERS = 200
 _MOST_ROWS = 20
+
+
+def plain_fields(record: Struct) -> dict[str, Any]:
+    """Returns the fields of a record as values of JSON, records in it too."""
+    return cast("dict[str, Any]", to_builtins(record, enc_hook=str))  # of subclasses of `str`
 
 
 class Facts(NamedTuple):

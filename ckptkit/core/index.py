@@ -6,16 +6,16 @@ and records) is held in numpy columns and handed out as small frozen values on d
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NewType, Protocol, overload
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
@@ -31,7 +31,7 @@ CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors", "zstd_to
 UNKNOWN = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FileRef:
     """A source file.
 
@@ -45,7 +45,7 @@ class FileRef:
     path: str
     size_bytes: int
     identity: str
-    modified: float = field(default=0.0, compare=False)
+    modified: float = dataclasses.field(default=0.0, compare=False)
 
 
 class Record(Struct, frozen=True):

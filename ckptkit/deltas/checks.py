@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from ckptkit.conversion.verify import Verification
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.index import Fqn, Problem, Shape
@@ -100,7 +100,7 @@ class DeltaInspection(Displayed, Struct, frozen=True):
         return Facts(self.path, lines, ("tensor", "stored"), rows)
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": "delta", **to_builtins(self), "changed_share": self.changed_share}
+        return {"format": "delta", **plain_fields(self), "changed_share": self.changed_share}
 
 
 def inspect_delta(place: PathLike) -> DeltaInspection:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.text import counted, size_text
 
 Severity = Literal["ok", "warning", "error"]
@@ -83,7 +83,7 @@ class Diagnosis(Displayed, Struct, frozen=True):
             "where": self.where,
             "errors": len(self.errors),
             "warnings": len(self.warnings),
-            "findings": [to_builtins(finding) for finding in self.findings],
+            "findings": [plain_fields(finding) for finding in self.findings],
         }
 
 

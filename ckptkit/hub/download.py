@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from ckptkit.conversion.verify import run_verification
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.checksums import DIGEST_SCHEME, digest_of
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import (
     CkptkitError,
     NoSpaceError,
@@ -208,8 +209,7 @@ class Pulled(Struct, frozen=True):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
-        document: dict[str, Any] = to_builtins(self)
-        return document
+        return plain_fields(self)
 
 
 @check_arguments

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from ckptkit.core.arguments import check_arguments
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import (
     HubError,
     RefusedError,
@@ -142,8 +143,7 @@ class Pushed(Struct, frozen=True):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
-        document: dict[str, Any] = to_builtins(self)
-        return document
+        return plain_fields(self)
 
 
 @check_arguments

@@ -20,8 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import FormatError, NoSpaceError, OutputError, RefusedError
 from ckptkit.runs.marks import FileLocks, identity_in
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
@@ -90,7 +91,7 @@ class WatchStatus(Struct, frozen=True):
     def to_json(self) -> dict[str, Any]:
         """Returns the status as plain values."""
         failed = {str(step): why for step, why in sorted(self.failed.items())}
-        return {**to_builtins(self), "waiting": list(self.waiting), "failed": failed}
+        return {**plain_fields(self), "waiting": list(self.waiting), "failed": failed}
 
 
 def write_status(state: Path, status: WatchStatus) -> None:
@@ -136,7 +137,7 @@ class PushJournal:
             "ckptkit_pushes": _VERSION,
             "repo_id": self.repo_id,
             "run": self._run,
-            "steps": {str(step): to_builtins(push) for step, push in sorted(pushes.items())},
+            "steps": {str(step): plain_fields(push) for step, push in sorted(pushes.items())},
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

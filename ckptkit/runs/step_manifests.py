@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import InputError, MissingFileError, TruncatedFileError
 from ckptkit.core.index import FileRange, Problem, RunFacts, TensorIndex

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
+from ckptkit.core.display import plain_fields
 from ckptkit.core.errors import CkptkitError, HubError, UsageError, error_from_json
 from ckptkit.core.text import a_kind
 from ckptkit.core.threads import weak_callback
@@ -265,7 +266,7 @@ class FollowedPushes:
         """Logs what rank 0 has heard so far, without waiting for it."""
         told = PushState(None, (), (), self._again)
         with suppress(CkptkitError):
-            told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(to_builtins(told))))
+            told = PushState(**json.loads(self._store.get(_KEY) or json.dumps(plain_fields(told))))
         if self._last is not None and told.last != self._last:
             told = replace(told, waiting=[*told.waiting, self._last])
         told.log(self._settings.repo_id)
@@ -505,7 +506,7 @@ class Pushing:
 
     def _publish(self) -> None:
         with suppress(CkptkitError, ValueError):  # the ranks may have ended; it may be too long
-            self._store.set(_KEY, json.dumps(to_builtins(self._told())).encode())
+            self._store.set(_KEY, json.dumps(plain_fields(self._told())).encode())
 
     def _start(self) -> None:
         """Starts the process if none runs."""

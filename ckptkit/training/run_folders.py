@@ -8,10 +8,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.manifest import Manifest

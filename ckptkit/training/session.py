@@ -10,11 +10,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsIndex, cast
 
 import torch
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.manifest import Manifest

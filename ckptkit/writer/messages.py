@@ -7,15 +7,15 @@ the frame that announces them.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 
 class Drain(Struct, frozen=True):
@@ -41,7 +41,7 @@ class Drain(Struct, frozen=True):
     earlier: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Remote:
     """A run in an object store.
 
@@ -51,7 +51,7 @@ class Remote:
     """
 
     url: str
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
 
 class UploadFiles(Struct, frozen=True):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.name_maps.shipped import describe_map_names

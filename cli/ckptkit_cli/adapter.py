@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 import typer
-from msgspec import to_builtins
+from msgspec.structs import replace
 
 from ckptkit.adapters.extract import ExtractedAdapter, prepare_extraction, run_extraction
 from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
@@ -22,6 +21,7 @@ from ckptkit.adapters.merge.report import MergedLayer
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.consumers.table import find_consumer
 from ckptkit.conversion.write import check_destination
+from ckptkit.core.display import plain_fields
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
 from ckptkit.lora.accounting import ModuleRow
@@ -254,7 +254,7 @@ def merge(output: Output, **values: Any) -> None:
     if values["dry_run"]:
         check_merge_destination(adapters, out, base, overwrite=overwrite)
         with prepare_merge(adapters, out, request, base=base, resources=resources) as plan:
-            layers = list(map(to_builtins, plan.layers))
+            layers = list(map(plain_fields, plan.layers))
             output.document({**plan_json(plan.prepared, out), "layers": layers})
             output.lines(plan_page(output, plan.prepared, out))
             if request.report:
@@ -273,7 +273,7 @@ def merge(output: Output, **values: Any) -> None:
         )
     done = Consolidated(out, merged.manifest, time.perf_counter() - began, merged.notes)
     progress.warn(merged.notes)
-    output.document({**done.to_json(), "layers": list(map(to_builtins, merged.layers))})
+    output.document({**done.to_json(), "layers": list(map(plain_fields, merged.layers))})
     output.lines(_merge_page(output, done, merged, shows_layers=request.report))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -10,12 +11,12 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import typer
+from msgspec.structs import replace
 
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.side_folders import SideChoice
@@ -424,7 +425,7 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
     else:
         text += f"the run {os.fspath(below)} below it is not watched"
     page.listen(WatchEvent("warning", None, {"message": text}))
-    return replace(request, run=below) if ends else request
+    return dataclasses.replace(request, run=below) if ends else request
 
 
 @contextmanager

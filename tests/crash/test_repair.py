@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -9,7 +10,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -361,7 +361,7 @@ def test_a_full_disk_loses_nothing(
 def test_a_file_system_without_hard_links_is_mended_too(tiers: tuple[Path, Path]) -> None:
     step, copy = tiers
     flip(step / SHARD)
-    assert run_repair(step, [copy], disk=replace(Disk(), hard_links=False)).ok
+    assert run_repair(step, [copy], disk=dataclasses.replace(Disk(), hard_links=False)).ok
     assert contents(step) == contents(copy)
 
 

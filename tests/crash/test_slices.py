@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, prepare_merge, run_merge

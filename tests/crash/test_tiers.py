@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import fcntl
 import importlib
 import json
@@ -16,12 +17,12 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -48,7 +49,7 @@ writing: Any = importlib.import_module("writing")
 NATIVE = Disk()
 SECONDS = 30.0
 EVERY_PLATFORM = pytest.mark.parametrize(
-    "disk", [NATIVE, replace(NATIVE, direct_io=False), Disk.portable()]
+    "disk", [NATIVE, dataclasses.replace(NATIVE, direct_io=False), Disk.portable()]
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import fcntl
 import importlib
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -288,7 +288,7 @@ def test_large_files_in_the_page_cache_are_made_durable_on_the_way(
     tally, seen = ByteCounter(), []
     monkeypatch.setattr(OpenFile, "sync", lambda _: seen.append(tally.done_bytes))
     image = Image("x", 0, 20_480, ())
-    with images.ImageWriter(replace(Disk(), direct_io=False), tally) as writer:
+    with images.ImageWriter(dataclasses.replace(Disk(), direct_io=False), tally) as writer:
         writer.write(tmp_path / "x", image, memoryview(bytearray(image.size_bytes)))
     assert seen == [4096, 12_288, 20_480]  # before the last write is counted, and at the end
 

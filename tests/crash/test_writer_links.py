@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib
 import json
 import os
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from msgspec.structs import replace
 from torch import nn
 
 import ckptkit
@@ -114,7 +115,7 @@ def test_a_link_that_is_refused_costs_no_save(number: int, tmp_path: Path) -> No
 
 
 def test_without_hard_links_on_the_platform_nothing_is_kept(tmp_path: Path) -> None:
-    link, answer = keeping(tmp_path, replace(NATIVE, hard_links=False))
+    link, answer = keeping(tmp_path, dataclasses.replace(NATIVE, hard_links=False))
     assert not answer.kept
     assert not Path(link.kept).exists()
 

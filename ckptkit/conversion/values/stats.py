@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.conversion.source.adapters import ROLES, Role, select_with_base
@@ -17,7 +17,7 @@ from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.read import open_with_names, report_notes, scan
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.arrays import numpy_dtype
-from ckptkit.core.display import Displayed, Facts
+from ckptkit.core.display import Displayed, Facts, plain_fields
 from ckptkit.core.errors import NotFiniteError
 from ckptkit.core.index import Key, Shape, TensorEntry
 from ckptkit.core.text import counted
@@ -82,7 +82,7 @@ class TensorStatistics(Struct, frozen=True):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the numbers; what a plain tensor of a plain model has not is left out."""
-        plain = {**to_builtins(self), "zero_share": self.zero_share}
+        plain = {**plain_fields(self), "zero_share": self.zero_share}
         if not self.label:
             del plain["label"], plain["parameters"]
         if not self.role:

@@ -6,18 +6,19 @@ such as wrong credentials, end a watch, since no step could be pushed.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from ckptkit.core.errors import (
@@ -541,12 +542,12 @@ class WatchRequest:
     run: PathLike
     repo_id: str
     state: Path | None = None
-    settings: WatchSettings = field(default_factory=WatchSettings)
-    branch: BranchSettings = field(default_factory=BranchSettings)
+    settings: WatchSettings = dataclasses.field(default_factory=WatchSettings)
+    branch: BranchSettings = dataclasses.field(default_factory=BranchSettings)
     tag_prefix: str = TAG_PREFIX
-    retention: Retention = field(default_factory=Retention)
+    retention: Retention = dataclasses.field(default_factory=Retention)
     versions: VersionSettings | None = None
-    token: str | None = field(default=None, repr=False)
+    token: str | None = dataclasses.field(default=None, repr=False)
     endpoint: str | None = None
     waits_for_lock: bool = False
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import posixpath
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast, get_args
 
+import msgspec.structs
 from msgspec import Struct
 
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
@@ -108,7 +108,7 @@ def _entry(document: Mapping[str, Any]) -> SavedEntry:
     if position is not None and type(position) is not int:
         raise TypeError(position)
     entry = SavedEntry(key, position, *texts)
-    return dataclasses.replace(entry, stages=document.get("stages") is True)
+    return msgspec.structs.replace(entry, stages=document.get("stages") is True)
 
 
 def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
@@ -180,16 +180,16 @@ def _at_places(bound: BoundState, saved: Mapping[str, SavedEntry]) -> BoundState
         adapter = adapter_names(model.module) if entry.base_unit else None
         base_unit = entry.base_unit if adapter else ""
         places = TensorPlaces(entry.unit, _path(model, entry), adapter, base_unit)
-        models.append(dataclasses.replace(model, places=places))
+        models.append(msgspec.structs.replace(model, places=places))
     optimizers = [
-        dataclasses.replace(o, unit=saved[_name(o)].unit, path=_path(o, saved[_name(o)]))
+        msgspec.structs.replace(o, unit=saved[_name(o)].unit, path=_path(o, saved[_name(o)]))
         for o in bound.optimizers
     ]
     others = [
-        dataclasses.replace(other, unit=saved[_name(other)].unit, file=saved[_name(other)].file)
+        msgspec.structs.replace(other, unit=saved[_name(other)].unit, file=saved[_name(other)].file)
         for other in bound.others
     ]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         bound,
         models=tuple(models),
         optimizers=tuple(optimizers),

@@ -11,9 +11,10 @@ import logging
 import posixpath
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import CkptkitError, FormatError, InputError, UsageError
 from ckptkit.core.index import FileRange, FileRef

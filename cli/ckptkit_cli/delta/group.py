@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
 import typer
+from msgspec.structs import replace
 
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text

@@ -7,8 +7,9 @@ import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import size_text

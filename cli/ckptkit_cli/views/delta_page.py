@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ckptkit.core.text import size_text
 from ckptkit.deltas.checks import DeltaInspection

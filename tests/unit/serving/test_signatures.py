@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ckptkit.serving.s3_api import parse_request
 from ckptkit.serving.s3_errors import S3Error
@@ -94,13 +95,13 @@ def test_the_region_is_that_of_the_client() -> None:
 
 @pytest.mark.parametrize("make", [signed, presigned])
 def test_another_secret_is_refused(make: Any) -> None:
-    request = make("/ckptkit/key", replace(KEYS, secret_key="another"))  # noqa: S106
+    request = make("/ckptkit/key", dataclasses.replace(KEYS, secret_key="another"))  # noqa: S106
     assert refused(request).code == "SignatureDoesNotMatch"
 
 
 @pytest.mark.parametrize("make", [signed, presigned])
 def test_another_access_key_is_refused(make: Any) -> None:
-    request = make("/ckptkit/key", replace(KEYS, access_key="CKPT0124"))
+    request = make("/ckptkit/key", dataclasses.replace(KEYS, access_key="CKPT0124"))
     assert refused(request).code == "InvalidAccessKeyId"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import mmap
 import os
@@ -9,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,7 +94,7 @@ def test_a_new_file_has_its_size_and_is_never_an_old_one(
 @ON_LINUX
 def test_preallocation_reserves_the_blocks(tmp_path: Path) -> None:
     NATIVE.create_file(tmp_path / "x", 1 << 20)
-    replace(NATIVE, preallocation=False).create_file(tmp_path / "y", 1 << 20)
+    dataclasses.replace(NATIVE, preallocation=False).create_file(tmp_path / "y", 1 << 20)
     assert (tmp_path / "x").stat().st_blocks * 512 >= 1 << 20
     assert (tmp_path / "y").stat().st_blocks == 0
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
 import stat
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -426,7 +426,7 @@ def test_a_filled_output_is_refused_with_exit_5_and_untouched(tmp_path: Path) ->
     assert contents(tmp_path) == {"out/mine": b"mine"}
 
 
-@pytest.mark.parametrize("disk", [NATIVE, PORTABLE, replace(NATIVE, exchange=False)])
+@pytest.mark.parametrize("disk", [NATIVE, PORTABLE, dataclasses.replace(NATIVE, exchange=False)])
 def test_an_output_filled_meanwhile_is_left_alone(tmp_path: Path, disk: Disk) -> None:
     target = LocalTarget(tmp_path / "out", disk=disk)
     fill(target, {"x": b"x"})

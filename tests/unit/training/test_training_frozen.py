@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -292,7 +292,7 @@ def test_frozen_weights_in_waves_are_linked_as_well(tmp_path: Path) -> None:
 
 
 def test_where_links_are_refused_it_is_said_once_and_all_is_always_written(job: Job) -> None:
-    job.disk = replace(NATIVE, hard_links=False)
+    job.disk = dataclasses.replace(NATIVE, hard_links=False)
     assert not job.linked()
     assert [note for note in job.notes if "hard links were refused" in note]
     assert not job.linked()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import weakref
-from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
 from ckptkit.core.index import Box
@@ -211,18 +212,18 @@ def test_the_signature_changes_with_all_that_the_plan_depends_on() -> None:
     local = torch.ones(4, 4)
     base = piece("w", local)
     others = [
-        replace(base, unit="v"),
-        replace(base, key_path=("w",)),
-        replace(base, shape=(8, 4)),
-        replace(base, places=(Box((4, 0), (4, 4)),)),
-        replace(base, aliases=(("tied",),)),
-        replace(base, replicas=Replicas(spread=False)),
-        replace(base, local=local.bfloat16()),
-        replace(base, local=local.t()),
-        replace(base, local=torch.ones(4, 4, device="meta")),
+        dataclasses.replace(base, unit="v"),
+        dataclasses.replace(base, key_path=("w",)),
+        dataclasses.replace(base, shape=(8, 4)),
+        dataclasses.replace(base, places=(Box((4, 0), (4, 4)),)),
+        dataclasses.replace(base, aliases=(("tied",),)),
+        dataclasses.replace(base, replicas=Replicas(spread=False)),
+        dataclasses.replace(base, local=local.bfloat16()),
+        dataclasses.replace(base, local=local.t()),
+        dataclasses.replace(base, local=torch.ones(4, 4, device="meta")),
     ]
     own = signature_of([base], [True])
-    assert own == signature_of([replace(base, local=torch.zeros(4, 4))], [True])
+    assert own == signature_of([dataclasses.replace(base, local=torch.zeros(4, 4))], [True])
     assert len({own, signature_of([base], [False])}) == 2
     assert own not in [signature_of([other], [True]) for other in others]
     assert hash(own) == hash(plan_save([base], [True], rank=0).signature)
