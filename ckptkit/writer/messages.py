@@ -416,7 +416,7 @@ class Channel:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Returns the fields without copies, since a record may be large and training continues."""
-    return {name: getattr(value, name) for name in value.__match_args__}
+    return {name: getattr(value, name) for name in type(value).__match_args__}
 
 
 def _texts(document: dict[str, Any]) -> list[bytes]:
@@ -439,7 +439,7 @@ def _texts(document: dict[str, Any]) -> list[bytes]:
 def _plain(value: object) -> str | dict[str, Any]:
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    if hasattr(value, "__match_args__"):
+    if hasattr(type(value), "__match_args__"):
         return _fields(value)
     raise TypeError(f"{type(value).__name__} cannot be sent in a message")
 
