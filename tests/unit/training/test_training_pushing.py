@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -38,7 +40,8 @@ from tests.planted_secrets import SECRETS
 from tests.sampled import sampled
 
 REPO = "org/trained"
-WAIT = 120
+WAIT = 240
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -322,17 +325,72 @@ def test_a_program_whose_push_failed_ends_with_a_status_unless_it_fails_by_itsel
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_" + "Bb2" * 12)
 
-    def status(end: str, name: str, more: str = "hub_timeout_seconds=60") -> int:
-        script = SCRIPT.replace('"org/trained"', f'"org/trained", {more}')
-        script = script.replace("raise SystemExit(0)", end)
-        words = [sys.executable, "-c", script, str(tmp_path / name), "0"]
+    def status(end: str, name: str, *host: str) -> int:
+        script = SCRIPT.replace('"org/trained"', '"org/trained", hub_timeout_seconds=60')
+        path = tmp_path / f"{name}.py"
+        path.write_text(script.replace("raise SystemExit(0)", end))
+        words = [sys.executable, *host, str(path), str(tmp_path / name), "0"]
         return subprocess.run(words, check=False, timeout=WAIT).returncode
 
-    assert status("raise SystemExit(0)", "raised") == 7
+    assert status("", "returned") == 7
     assert status("sys.exit()", "ended") == 7
-    assert status("sys.exit(3)", "failed") == 3
+    assert status("raise SystemExit(3)", "failed") == 3
     assert status("1 / 0", "raising") == 1
+    assert status("", "without_gpu", str(EXAMPLES / "on_cpu.py")) == 7
     assert not hub.has(REPO)
+
+
+CAUGHT = """
+try:
+    sys.exit({})
+except SystemExit as end:
+    assert end.code == {}
+"""
+ENDS = {
+    "": 7,
+    "sys.exit(0)": 7,
+    "sys.exit(None)": 7,
+    "exit()": 7,
+    "quit(code=0)": 7,
+    CAUGHT.format(1, 1): 7,
+    "threading.Thread(target=sys.exit, args=[3]).start()": 7,
+    "atexit._run_exitfuncs(); os._exit(program_end().status)": 7,
+    "sys.exit(3)": 3,
+    "exit(3)": 3,
+    "raise SystemExit(3)": 3,
+    "def main():\n" + indent(CAUGHT.format(0, 0), " ") + " raise SystemExit(3)\nmain()": 3,
+    CAUGHT.format(0, 0) + "    raise SystemExit(3)": 3,
+    "threading.Thread(target=sys.exit, args=[0]).start(); raise SystemExit(3)": 3,
+    "sys.exit('why')": 1,
+    CAUGHT.format(0, 0) + "1 / 0": 1,
+    "os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "raise SystemExit(0)": 0,  # whose status cannot be told from that of the one with 3
+}
+FAILED = """
+from ckptkit.training.pushing import program_end
+program_end().has_failed = True
+import atexit, os, signal, sys, threading
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [["-c"], ["-m"], []])
+def test_failed_pushes_take_the_place_of_the_status_0_alone(
+    host: list[str], tmp_path: Path
+) -> None:
+    def status(end: str) -> int:
+        name = f"end_{list(ENDS).index(end)}"
+        (tmp_path / f"{name}.py").write_text(FAILED + end)
+        last = {"-c": FAILED + end, "-m": name}.get("".join(host), f"{name}.py")
+        words = [sys.executable, *host, last]
+        done = subprocess.run(
+            words, check=False, timeout=WAIT, cwd=tmp_path, stdin=subprocess.DEVNULL
+        )
+        return done.returncode
+
+    with ThreadPoolExecutor(2) as pool:
+        assert dict(zip(ENDS, pool.map(status, ENDS), strict=True)) == ENDS
 
 
 @pytest.mark.parametrize(
