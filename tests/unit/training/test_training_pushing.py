@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -367,30 +367,37 @@ ENDS = {
     "raise KeyboardInterrupt": -signal.SIGINT,
     "raise SystemExit(0)": 0,  # whose status cannot be told from that of the one with 3
 }
-FAILED = """
+FORKED = """
+import atexit, gc, json, os, signal, sys, threading
 from ckptkit.training.pushing import program_end
-program_end().has_failed = True
-import atexit, os, signal, sys, threading
+gc.freeze()  # or each end would look through all of torch
+statuses = []
+for end in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        program_end().has_failed = True
+        break
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    end = "print(json.dumps(statuses))"
+exec(end)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [["-c"], ["-m"], []])
-def test_failed_pushes_take_the_place_of_the_status_0_alone(
-    host: list[str], tmp_path: Path
-) -> None:
-    def status(end: str) -> int:
-        name = f"end_{list(ENDS).index(end)}"
-        (tmp_path / f"{name}.py").write_text(FAILED + end)
-        last = {"-c": FAILED + end, "-m": name}.get("".join(host), f"{name}.py")
-        words = [sys.executable, *host, last]
-        done = subprocess.run(
-            words, check=False, timeout=WAIT, cwd=tmp_path, stdin=subprocess.DEVNULL
-        )
-        return done.returncode
-
-    with ThreadPoolExecutor(2) as pool:
-        assert dict(zip(ENDS, pool.map(status, ENDS), strict=True)) == ENDS
+@pytest.mark.parametrize("how", ["-c", "-m", "script"])
+def test_failed_pushes_take_the_place_of_the_status_0_alone(how: str, tmp_path: Path) -> None:
+    (tmp_path / "forked.py").write_text(FORKED)
+    words = {"-c": ["-c", FORKED], "-m": ["-m", "forked"], "script": ["forked.py"]}[how]
+    done = subprocess.run(
+        [sys.executable, *words, json.dumps(list(ENDS))],
+        check=True,
+        timeout=WAIT,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
+    assert dict(zip(ENDS, json.loads(done.stdout), strict=True)) == ENDS
 
 
 @pytest.mark.parametrize(
