@@ -631,8 +631,8 @@ class _Resolver:
         units = _units([c for c in others if c in kept or c.format == _SHARDS], base)
         for label, inside in _name_models(units, base).items():
             problem = next(filter(None, map(self.describe_missing, inside)), "")
-            formats = " + ".join(dict.fromkeys(candidate.format for candidate in inside))
-            yield FoundCheckpoint(posixpath.join(base, label), formats, None, problem)
+            joined = " + ".join(dict.fromkeys(candidate.format for candidate in inside))
+            yield FoundCheckpoint(posixpath.join(base, label), joined, None, problem)
 
     def _select_itself(
         self, units: Sequence[CheckpointUnit], base: str, select: str
