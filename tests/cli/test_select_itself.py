@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+import ckptkit
 from ckptkit_cli.main import main
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -46,6 +47,16 @@ def test_a_run_whose_folder_holds_no_model_is_refused_with_what_there_is(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_difference_never_takes_the_newest_step_for_the_folder_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = FIXTURES / "hf_tied/checkpoint"
+    shutil.copytree(model, tmp_path / "run/checkpoint-5")
+    assert main(["diff", str(tmp_path / "run"), str(model), "--select", "."]) == 4
+    assert "holds no model in the folder itself" in capfd.readouterr().err
+    assert main(["diff", str(model), str(model), "--select", "."]) == 0
+
+
 def test_the_final_adapter_beside_steps_and_a_last_state_is_taken_by_a_dot(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     for name in ("checkpoint_0", "checkpoint_1", "last"):
@@ -63,9 +74,11 @@ def test_the_final_adapter_beside_steps_and_a_last_state_is_taken_by_a_dot(tmp_p
 
 def test_a_state_in_a_folder_is_selected_by_the_name_of_the_folder(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    for name in ("checkpoint_0", "last"):
-        shutil.copytree(FIXTURES / "accelerate_fsdp2_tied_with_config/checkpoint", run / name)
-    for number, select in enumerate(("last", "last/.")):
-        out = tmp_path / f"{number}"
-        assert main(["consolidate", str(run), str(out), "--select", select, "--optimizer"]) == 0
-        assert main(["diff", str(run / "last"), str(out)]) == 0
+    for name in ("checkpoint-2", "checkpoint-4"):
+        shutil.copytree(FIXTURES / "trainer_fsdp2/checkpoint" / name, run / name)
+    (run / "checkpoint-4").rename(run / "last")
+    whole = ckptkit.inspect(run / "last")
+    for select in ("last", "last/."):
+        found = ckptkit.inspect(run, select=select)
+        assert (found.files, found.tensors) == (whole.files, whole.tensors)  # its optimizer too
+        assert ckptkit.diff(run, run / "last", select=[select, "."]).same
