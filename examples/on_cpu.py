@@ -28,6 +28,8 @@ from accelerate.utils import DistributedType
 from torch.overrides import TorchFunctionMode
 from transformers import training_args
 
+from ckptkit.training.pushing import program_end
+
 
 class CudaIsCpu(TorchFunctionMode):
     """While it is entered, tensors are made on the CPU, and stay there, wherever CUDA is named."""
@@ -123,7 +125,7 @@ def leave() -> None:
     atexit._run_exitfuncs()  # noqa: SLF001
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(program_end().status)  # 0, unless pushes to the Hub have failed
 
 
 if __name__ == "__main__":

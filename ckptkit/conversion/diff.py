@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin, TensorReader, same_bytes
 from ckptkit.engine.values import Gaps, combine_gaps, finite, measure_gaps
+from ckptkit.formats.discovery import ITSELF
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import refuse_problems
@@ -332,6 +334,8 @@ def _open_sides(
     listener: Listener | None,
 ) -> tuple[_Side, _Side]:
     """Opens both sides; a selection for both is that of one alone where the other lacks it."""
+    if len(select) == 1 and posixpath.basename(select[0]) == ITSELF:
+        select = [*select, *select]  # the newest step of a run is never taken in its place
     if len(select) != 1:
         of_a, of_b = select or (None, None)
         return (

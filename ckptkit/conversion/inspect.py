@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import posixpath
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,17 +26,30 @@ from ckptkit.conversion.source.adapters import (
     find_roles,
     read_config,
 )
-from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    list_checkpoints,
+    make_absolute,
+    open_checkpoint,
+)
 from ckptkit.conversion.source.side_folders import SIDE_FOLDERS, SideFolders
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts, plain_fields
-from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.errors import (
+    AccessError,
+    AmbiguousSourceError,
+    CkptkitError,
+    IncompleteCheckpointError,
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+)
 from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
-from ckptkit.formats.discovery import TRACKERS
+from ckptkit.formats.discovery import TRACKERS, FoundCheckpoint, parse_step
 from ckptkit.formats.registry import FileGroup, group_files
 from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.hub_names.known_models import recognise_framework
@@ -47,7 +61,7 @@ from ckptkit.plan.weight_kinds import explain_random_weights
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.steps import parse_metrics
 from ckptkit.storage.locations import relative_path
-from ckptkit.storage.places import PathLike
+from ckptkit.storage.places import PathLike, place_of
 
 if TYPE_CHECKING:
     from ckptkit.conversion.map_report import MapReport
@@ -123,7 +137,9 @@ class Inspection(Displayed, Struct, frozen=True):
     Transformers; `map` is what a name map makes of them, and `map_refusal` the error where a
     conversion would have none, as `--json` shows errors. `shards` is set where it was asked for.
     `steps` and `finals` are what else the folder holds: the steps of the run, the newest last, and
-    the models beside them: what each lacks, by the selection that takes it.
+    the models beside them: what each lacks, by the selection that takes it. `checkpoints` is set
+    where none is chosen, of a run without a whole step and of several checkpoints: they are listed
+    instead, and `problems` has what some of them lack.
     """
 
     path: str
@@ -158,6 +174,7 @@ class Inspection(Displayed, Struct, frozen=True):
     shards: ShardMap | None = None
     steps: tuple[str, ...] = ()
     finals: Mapping[str, str] = field(default_factory=dict)
+    checkpoints: tuple[FoundCheckpoint, ...] = ()
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
@@ -206,6 +223,7 @@ def run_inspection(
     base: PathLike | None = None,
     choice: str | None = None,
     shards: bool = False,
+    lists: bool = False,
 ) -> Inspection:
     """Describes the checkpoint at or under a path; reads headers, never tensor data.
 
@@ -218,11 +236,19 @@ def run_inspection(
         choice: The map of names. None is that of a conversion without the option, whose refusal is
             reported; one that is named is refused as a conversion refuses it.
         shards: Whether to describe which ranks and files each tensor is in.
+        lists: Whether what there is is listed where no checkpoint can be chosen, instead of an
+            error.
     """
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(
-            open_checkpoint(path, select=select, also=also, model_config=model_config)
-        )
+        try:
+            checkpoint = stack.enter_context(
+                open_checkpoint(path, select=select, also=also, model_config=model_config)
+            )
+        except (AmbiguousSourceError, InputError) as error:
+            found = _find_instead(path, select, also, error) if lists else ()
+            if not found:
+                raise
+            return _list_instead(os.fspath(path), found, error)
         folders = SideFolders(stack, checkpoint, base)
         config = read_config(folders)
         report = _report(checkpoint, config or {}, _ties(checkpoint, config), shards=shards)
@@ -239,6 +265,58 @@ def run_inspection(
             notes=(*report.notes, *folders.notes),
             refusals=_refusals(report.tensors, peft, config),
         )
+
+
+def _find_instead(
+    path: PathLike, select: str | None, also: Sequence[PathLike], error: CkptkitError
+) -> tuple[FoundCheckpoint, ...]:
+    """Returns what there is where no checkpoint was opened: several, or a run without a whole step.
+
+    Nothing is returned where what was opened is one checkpoint, which is damaged.
+    """
+    is_choice = isinstance(error, AmbiguousSourceError)
+    name = posixpath.basename(make_absolute(place_of(path)))
+    is_step = parse_step(name) is not None and not name.isdigit()
+    if isinstance(error, AccessError) or (is_step and not is_choice):
+        return ()
+    found = tuple(
+        one
+        for one in list_checkpoints(path, also)
+        if select is None or one.select.startswith(f"{select}/")
+    )
+    steps = [one for one in found if one.step is not None]
+    is_shown = is_choice or (steps and all(one.problem for one in steps))
+    return found if is_shown and (len(found) > 1 or isinstance(error, _OF_UNFINISHED)) else ()
+
+
+# What is said of the only step of a run whose save has not finished.
+_OF_UNFINISHED = (NotACheckpointError, MissingFileError, IncompleteCheckpointError)
+
+
+def _list_instead(path: str, found: tuple[FoundCheckpoint, ...], error: CkptkitError) -> Inspection:
+    lacking = (one for one in found if one.problem)
+    return Inspection(
+        path=path,
+        format=" + ".join(dict.fromkeys(one.format for one in found)),
+        reasons=(),
+        writer="",
+        world_size=None,
+        step=None,
+        files=0,
+        size_bytes=0,
+        bytes_per_rank=(),
+        model_type=None,
+        architectures=(),
+        trees=(),
+        tensors=(),
+        objects=(),
+        tied=(),
+        problems=tuple(
+            Problem(IncompleteCheckpointError.code, one.select, one.problem) for one in lacking
+        ),
+        notes=(error.message,),
+        checkpoints=found,
+    )
 
 
 def _add_map(

@@ -233,7 +233,7 @@ def _verify_source(
                 raise CannotPlanError(
                     f"holds no state dict {checkpoint.select!r}",
                     where=checkpoint.path,
-                    hint=f"pass {propose_trees(trees)}",
+                    hint=f"pass {propose_trees(trees, index.run.selected)}",
                 )
         problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]

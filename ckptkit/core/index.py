@@ -400,6 +400,7 @@ class RunFacts(Struct, frozen=True):
         notes: Further facts for `inspect`, such as what was ignored.
         warnings: What users of the step should know: what the save itself found, and which objects
             of other code are left out.
+        selected: What was selected of a source with several; its state dicts are in it.
     """
 
     world_size: int | None = None
@@ -410,6 +411,7 @@ class RunFacts(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     settings: tuple[tuple[str, int], ...] = ()
     warnings: tuple[str, ...] = ()
+    selected: str = ""
 
 
 class TensorIndex(Struct, frozen=True):

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -319,7 +320,7 @@ TRACKERS = ("latest_checkpointed_iteration.txt", "latest.txt")
 UNFINISHED = "the save was not finished"  # in what a step lacks, which then is not damaged
 RELEASE = "release"  # the folder of weights that no training of the run has changed
 ITSELF = "."
-"""What selects the model in the folder of a run itself; where there is none, the run in it."""
+"""What selects the model in a folder itself, as `.` or `FOLDER/.`; never a step below it."""
 
 
 class CheckpointUnit(Struct, frozen=True):
@@ -357,6 +358,22 @@ class ResolvedSource(Struct, frozen=True):
     damaged: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
     finals: Mapping[str, str] = field(default_factory=dict)
+
+
+class FoundCheckpoint(Struct, frozen=True):
+    """A checkpoint under a path where none is chosen.
+
+    Attributes:
+        select: What `--select` takes it by.
+        format: Its format, or those of its parts.
+        step: The number of the step that it is; None for others.
+        problem: What it lacks; empty if it is whole.
+    """
+
+    select: str
+    format: str
+    step: int | None
+    problem: str = ""
 
 
 DescribeMissing = Callable[[Candidate], str]
@@ -503,6 +520,20 @@ def resolve(
     return resolved
 
 
+def list_all(
+    candidates: Sequence[Candidate],
+    *,
+    location: str,
+    describe_missing: DescribeMissing,
+    not_found: MakeNotFoundError,
+    read_step: ReadStep,
+    records: RunRecords,
+) -> tuple[FoundCheckpoint, ...]:
+    """Returns all checkpoints that `resolve` may choose among; the arguments are its own."""
+    resolver = _Resolver(location, describe_missing, not_found, read_step, records)
+    return tuple(resolver.list_all(drop_lone_optimizers(candidates), ""))
+
+
 class _Resolver(Struct):
     """Descends from the root and decides folder by folder; its fields are those of `resolve`."""
 
@@ -530,21 +561,27 @@ class _Resolver(Struct):
         finals = self._find_finals(steps, units, base)
         if select is not None:
             named = _units(others, base)
-            chosen = self._select_final(named, base, select) if finals else None
+            chosen = self._select_itself(named, base, select)
             chosen = chosen or self._select(all_steps, named, base, select)
             if chosen is not None:
                 return replace(chosen, **self._list_run(steps, finals)) if finals else chosen
-            if steps and find_step(select) == select:
-                raise self._no_such_step(steps, base, select)
+            is_itself = posixpath.basename(select) == ITSELF
+            if (is_itself and candidates) or (steps and find_step(select) == select):
+                home = posixpath.dirname(select)
+                itself = f"{home!r} itself" if home else "the folder itself"
+                text = f"no model in {itself}" if is_itself else f"no step {select!r}"
+                raise self._holds_none(text, candidates, base)
         if finals:  # a selection may name a part of the newest step
             return self._choose_newest(steps, select, finals)
         if len(runs) + bool(units) > 1:
-            here = [step for step in steps if posixpath.dirname(step) == base]
-            newest = max(here, key=self._sort_key, default="")
-            labels = [*(unit.label for unit in units), *sorted(runs)]
-            whole = [unit.label for unit in units if not self.describe_missing(unit.candidate)]
-            whole += [run for run in sorted(runs) if self._has_whole_step(steps, run, base)]
-            raise self._ambiguous(labels, whole, select, relative_path(newest, base))
+            models = _name_models(units, base)
+            labels = list(models)
+            whole = [n for n in models if not any(map(self.describe_missing, models[n]))]
+            for run in sorted(runs):
+                label, is_whole = self._describe_run(steps, run, base)
+                labels.append(label)
+                whole += [label] if is_whole else []
+            raise self._ambiguous(labels, whole, select)
         if steps:
             return self._choose_newest(steps, select)
         if not units:
@@ -557,30 +594,63 @@ class _Resolver(Struct):
         notes = (f"left alone beside the model: {names}",) if ignored else ()
         return ResolvedSource(base, units, select, notes)
 
-    def _no_such_step(self, steps: _Steps, base: str, select: str) -> CannotPlanError:
-        names = [relative_path(step, base) for step in sorted(steps, key=self._sort_key)]
-        return CannotPlanError(
-            f"holds no step {select!r}; found {list_first(names[::-1])}",
-            where=self.location,
-            hint=f"choose one with --select {names[-1]}",
-        )
+    def _holds_none(self, text: str, candidates: Sequence[Candidate], base: str) -> CannotPlanError:
+        """Returns the error for a selection that names nothing, with what there is."""
+        steps, others = self._split_steps(candidates, base)
+        names = [relative_path(s, base) for s in sorted(steps, key=self._sort_key, reverse=True)]
+        names += _name_models(_units(drop_companions(others), base), base)
+        found = self.list_all(candidates, base)
+        whole = next((one.select for one in found if not one.problem), None)
+        hint = f"none of them is whole: see `ckptkit inspect {self.location}`"
+        if whole is not None:
+            hint = f"choose one with --select {whole}"
+        text = f"holds {text}; found {list_first(names)}"
+        return CannotPlanError(text, where=self.location, hint=hint)
 
-    def _select_final(
+    def list_all(self, candidates: Sequence[Candidate], base: str) -> Iterator[FoundCheckpoint]:
+        """Yields all checkpoints in a folder: steps, run by run and the newest first, and others.
+
+        A step that holds several is listed as these.
+        """
+        steps, others = self._split_steps(candidates, base)
+        newest_first = sorted(steps, key=self._sort_key, reverse=True)
+        for folder in sorted(newest_first, key=posixpath.dirname):
+            try:
+                _, problem = self._resolve_step(steps[folder], folder, None)
+            except AmbiguousSourceError:
+                yield from self.list_all(steps[folder], folder)
+                continue
+            formats = dict.fromkeys(candidate.format for candidate in steps[folder])
+            number, _, _ = self._sort_key(folder)
+            yield FoundCheckpoint(folder, " + ".join(formats), number, problem)
+        kept = drop_companions(others)
+        units = _units([c for c in others if c in kept or c.format == _SHARDS], base)
+        for label, inside in _name_models(units, base).items():
+            problem = next(filter(None, map(self.describe_missing, inside)), "")
+            joined = " + ".join(dict.fromkeys(candidate.format for candidate in inside))
+            yield FoundCheckpoint(posixpath.join(base, label), joined, None, problem)
+
+    def _select_itself(
         self, units: Sequence[CheckpointUnit], base: str, select: str
     ) -> ResolvedSource | None:
-        """Follows a selection of the model in the folder of a run itself; None for others."""
+        """Follows a selection of the model in a folder itself; None for others.
+
+        Of several state dicts in it, that without a name is meant.
+        """
         if posixpath.basename(select) != ITSELF:
             return None
-        home = posixpath.join(base, posixpath.dirname(select))
+        home = posixpath.join(base, posixpath.dirname(select)).rstrip("/")
         kept = drop_companions([unit.candidate for unit in units])
-        own = tuple(
+        own = [u for u in units if u.candidate in kept and _is_in_run(u.candidate, home)]
+        own = [unit for unit in own if _is_final(unit.candidate, home)] or own
+        if all(unit.is_optimizer for unit in own):
+            return None
+        beside = (
             unit
             for unit in units
-            if unit.candidate in kept
-            and _is_in_run(unit.candidate, home)
-            and _is_final(unit.candidate, home)
+            if unit.is_optimizer and posixpath.dirname(unit.candidate.folder) == home
         )
-        return ResolvedSource(base, own) if own else None
+        return ResolvedSource(base, tuple(dict.fromkeys([*own, *beside])), ITSELF)
 
     def _select(
         self, steps: _Steps, units: Sequence[CheckpointUnit], base: str, select: str
@@ -593,7 +663,7 @@ class _Resolver(Struct):
         run = {
             f: c for f, c in steps.items() if relative_path(posixpath.dirname(f), base) == select
         }
-        if run:
+        if run and select != ITSELF:
             return self._choose_newest(run, None)
         # A folder of a unit can be in that of another one.
         for unit in sorted(units, key=lambda unit: -len(unit.label)):
@@ -611,7 +681,9 @@ class _Resolver(Struct):
                 and model_number(other.candidate.files[0]) == number
             )
             return ResolvedSource(base, (unit, *optimizers), rest or None)
-        return None
+        folder = posixpath.join(base, select)
+        inside = [u.candidate for u in units if _is_below(u.candidate.folder, folder)]
+        return self.choose(inside, folder, None) if inside and select else None
 
     def _split_steps(
         self, candidates: Sequence[Candidate], base: str
@@ -745,7 +817,7 @@ class _Resolver(Struct):
         raise NotACheckpointError(
             f"none of {len(ordered)} steps is complete; {passed[0]}",
             where=self.location,
-            hint=f"{take}see `ckptkit inspect {posixpath.join(self.location, ordered[0])}`",
+            hint=f"{take}see `ckptkit inspect {self.location}`",
         )
 
     def _follow_tracker(self, steps: _Steps) -> tuple[Collection[str], list[str]]:
@@ -796,23 +868,28 @@ class _Resolver(Struct):
         missing = (self.describe_missing(unit.candidate) for unit in resolved.units)
         return resolved, next(filter(None, missing), "")
 
-    def _has_whole_step(self, steps: _Steps, run: str, base: str) -> bool:
-        """Returns whether the selection of a run would find a step to take."""
-        own = (folder for folder in steps if relative_path(posixpath.dirname(folder), base) == run)
-        try:
-            return any(not self._resolve_step(steps[folder], folder, None)[1] for folder in own)
-        except AmbiguousSourceError:
-            return False
+    def _describe_run(self, steps: _Steps, run: str, base: str) -> tuple[str, bool]:
+        """Returns what `--select` takes a run by, and whether a step to take is in it.
+
+        It is its folder; for the run in the folder `base` itself, the newest of its steps that is
+        whole, or else the newest.
+        """
+        own = [folder for folder in steps if relative_path(posixpath.dirname(folder), base) == run]
+        own.sort(key=self._sort_key, reverse=True)
+        whole = None
+        with suppress(AmbiguousSourceError):
+            whole = next((f for f in own if not self._resolve_step(steps[f], f, None)[1]), None)
+        label = relative_path(whole or own[0], base) if run == ITSELF else run
+        return label, whole is not None
 
     def _ambiguous(
-        self, labels: Sequence[str], whole: Sequence[str], select: str | None, step: str
+        self, labels: Sequence[str], whole: Sequence[str], select: str | None
     ) -> AmbiguousSourceError | CannotPlanError:
         """Returns the error for several checkpoints; what is not whole is not proposed."""
-        shown = (f"'.' with step {step!r}" if label == ITSELF else repr(label) for label in labels)
-        names = ", ".join(shown)
-        newest = f", or --select {ITSELF} for the newest step" if ITSELF in whole[1:] else ""
-        hint = f"choose one with --select {whole[0]}{newest}, or give its path" if whole else ""
-        hint = hint or "none of them is whole; see why with `ckptkit inspect` and the path of one"
+        names = ", ".join(map(repr, labels))
+        more = f", or --select {whole[-1]}" if whole[1:] else ""
+        hint = f"choose one with --select {whole[0]}{more}, or give its path" if whole else ""
+        hint = hint or f"none of them is whole: see `ckptkit inspect {self.location}`"
         if select is None:
             text = f"holds several checkpoints: {names}"
             return AmbiguousSourceError(text, where=self.location, hint=hint)
@@ -876,6 +953,20 @@ def _find_last(candidate: Candidate, base: str) -> str:
     inside = candidate.folder.removeprefix(base).strip("/").split("/")
     at = next((at for at, part in enumerate(inside) if is_called_last(part)), None)
     return "" if at is None else posixpath.join(base, *inside[: at + 1])
+
+
+def _name_models(units: Sequence[CheckpointUnit], base: str) -> dict[str, list[Candidate]]:
+    """Returns the models among units, by what `--select` takes each by, below a folder."""
+    models = [unit for unit in units if not unit.is_optimizer]
+    own = [unit for unit in models if _is_in_run(unit.candidate, base)]
+    named: dict[str, list[Candidate]] = {}
+    for unit in models:
+        above, name = posixpath.split(unit.label)
+        label = above if above and _SHARDED_MODEL.fullmatch(name) else unit.label
+        if own == [unit] and _is_final(unit.candidate, base):
+            label = ITSELF
+        named.setdefault(label, []).append(unit.candidate)
+    return named
 
 
 def _rest(select: str, label: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,11 +42,16 @@ def model_trees(index: TensorIndex) -> list[str]:
     return list(dict.fromkeys(entry.tree for entry in index.of_part("model")))
 
 
-def propose_trees(trees: Sequence[str]) -> str:
-    """Returns the options that select state dicts, those that are published first."""
+def propose_trees(trees: Sequence[str], home: str = "") -> str:
+    """Returns the options that select state dicts, those that are published first.
+
+    Args:
+        trees: Their names.
+        home: What was selected already, in which they are.
+    """
     ordered = sorted(trees, key=lambda tree: order_of_copy(tree)[0])
-    # The one at the root has no name.
-    options = [f"--select {shlex.quote(tree or '.')}" for tree in ordered[:_PROPOSED]]
+    named = [posixpath.join(home, tree or ".") if home else tree for tree in ordered[:_PROPOSED]]
+    options = [f"--select {shlex.quote(name)}" for name in named]
     return ", or ".join(options)
 
 
@@ -72,18 +78,18 @@ def select_model(
         trees = plain_trees(index) or trees
     tree = trees[0] if request.select is None else request.select
     averages = dict.fromkeys(entry.tree for entry in index.of_part("average"))
-    names = ", ".join(map(repr, [*trees, *averages]))
+    names, home = ", ".join(map(repr, [*trees, *averages])), index.run.selected
     if request.select is None and len(trees) > 1:
         raise AmbiguousSourceError(
             f"holds {len(trees)} models: {names}",
             where=location,
-            hint=_advise_on_peft(index) or f"choose one with {propose_trees(trees)}",
+            hint=_advise_on_peft(index) or f"choose one with {propose_trees(trees, home)}",
         )
     if tree not in trees:
         raise CannotPlanError(
             f"holds no model {tree!r}; found {names}",
             where=location,
-            hint=f"pass {propose_trees([*trees, *averages])}",
+            hint=f"pass {propose_trees([*trees, *averages], home)}",
         )
     entries = [entry for entry in index.of_part("model") if entry.tree == tree]
     before = {entry.key: entry.name for entry in entries}

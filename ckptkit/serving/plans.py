@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Self
 
+import msgspec.structs
 from msgspec.structs import replace
 
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, list_choices, prepare_merge
@@ -80,7 +81,7 @@ class ServePlan:
             for choice in self.adapters
         ]
         return dataclasses.replace(
-            self, job=dataclasses.replace(self.job, src=place), adapters=adapters
+            self, job=msgspec.structs.replace(self.job, src=place), adapters=adapters
         )
 
     @contextmanager

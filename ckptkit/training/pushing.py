@@ -12,6 +12,8 @@ asked for gives rank 0's program an exit status of its own.
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import dis
 import json
 import logging
 import os
@@ -20,11 +22,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from _sitebuiltins import Quitter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import wraps
+from inspect import currentframe
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any, Literal, cast, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -63,7 +68,7 @@ _WHOLE_STEPS: dict[HubStrategy, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class HubSettings:
     """The options of the Hub.
 
@@ -81,7 +86,7 @@ class HubSettings:
     strategy: HubStrategy = "every_save"
     private: bool | None = None
     revision: str | None = None
-    token: str | None = field(default=None, repr=False)
+    token: str | None = dataclasses.field(default=None, repr=False)
     include: tuple[str, ...] = ()
     timeout_seconds: float = 0.0
 
@@ -276,58 +281,111 @@ _STATUS = HubError.exit_status
 _END = "_ckptkit_program_end"
 
 
-class _ProgramEnd:
+class ProgramEnd:
     """Waits for pushes at the end of the program, and gives it an exit status if one has failed.
 
     It is kept by the module `sys`, which the interpreter clears last: after all handlers of
     `atexit`, and after the objects of all other modules.
+
+    It takes the place of the status 0 alone. The program ended with that if its outermost frame has
+    returned, or by a `_WellEnded`. If that frame ended otherwise, it was by an error, or by a
+    `SystemExit` that was raised without `sys.exit`: the interpreter drops it before any handler
+    runs, so its status is not known here, and stays.
+
+    Attributes:
+        has_failed: Whether a push has failed that no `Pushing` knows.
+        has_ended_well: Whether the interpreter ends the program with a `_WellEnded`.
+        status: With which the program ends for its pushes, known once `atexit` has run; 0 for its
+            own one.
     """
 
     def __init__(self) -> None:
-        self.has_failed = False
+        self.has_failed = self.has_ended_well = False
+        self.status = 0
         self._pushings: list[Pushing] = []
         self._pid = os.getpid()
-        self._status = 0
-        self._is_failing = False  # by the script itself, whose status stays
+        main = threading.main_thread().ident
+        self._program = _outermost(sys._current_frames().get(main or 0))  # noqa: SLF001
         self._streams: tuple[IO[str], ...] = ()
         self._leave = os._exit
-        self._exit = sys.exit
-        sys.exit = self._note_exit  # nothing else knows the status
+        sys.exit = _telling(sys.exit)
+        setattr(Quitter, "__call__", _telling(Quitter.__call__))  # noqa: B010  of `exit` and `quit`
         atexit.register(self._wait)
 
     def add(self, pushing: Pushing) -> None:
         self._pushings = [*(one for one in self._pushings if not one.is_settled), pushing]
 
-    def _note_exit(self, status: Any = None, /) -> NoReturn:
-        self._is_failing = status not in {None, 0} if status.__hash__ else True
-        self._exit(status)
-
     def _wait(self) -> None:
+        program, self._program = self._program, None  # or its objects would outlive their module
         if os.getpid() != self._pid:
             return
         unheard = [pushing.finish() for pushing in self._pushings]
-        is_failing = self._is_failing or getattr(sys, "last_value", None) is not None
-        if (self.has_failed or any(unheard)) and not is_failing:
+        ends_well = self.has_ended_well or _has_returned(program)
+        if (self.has_failed or any(unheard)) and ends_well:
             logger.error("the program ends with status %d, since pushes failed", _STATUS)
-            self._status = _STATUS
+            self.status = _STATUS
             self._streams = sys.stdout, sys.stderr
 
     def __del__(self) -> None:
         # The names of this module are gone by now.
-        if self._status:
+        if self.status:
             for stream in self._streams:
                 try:  # noqa: SIM105  `suppress` is gone
                     stream.flush()
                 except Exception:  # noqa: BLE001, S110  as at the end of any program
                     pass
-            self._leave(self._status)
+            self._leave(self.status)
 
 
-def program_end() -> _ProgramEnd:
+class _WellEnded(SystemExit):
+    """A `SystemExit` of status 0 that knows if the program ends by it, and nothing catches it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "code" and _outermost(here := currentframe()) is here:  # the interpreter asks
+            program_end().has_ended_well = not value
+        return value
+
+
+def _telling(leave: Callable[..., object]) -> Callable[..., Any]:
+    """Returns `sys.exit` or `exit` for which a status of 0 in the main thread is a `_WellEnded`."""
+
+    @wraps(leave)
+    def left(*args: object, **options: object) -> None:
+        code: object = None
+        try:
+            leave(*args, **options)
+        except SystemExit as end:
+            code, is_main = end.code, threading.current_thread() is threading.main_thread()
+            if not is_main or not isinstance(code, int | None) or code:
+                raise
+        raise _WellEnded(code)
+
+    return left
+
+
+def _outermost(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _has_returned(program: FrameType | None) -> bool:
+    """Returns whether the outermost frame of a program ended by a return.
+
+    One that still runs has called the handlers of `atexit` itself, to end the process next.
+    """
+    if program is None:
+        return False
+    last = dis.opname[program.f_code.co_code[program.f_lasti]]
+    return last.startswith("RETURN_") or _outermost(currentframe()) is program
+
+
+def program_end() -> ProgramEnd:
     """Returns the end of this program; `has_failed` gives it the status of an error of the Hub."""
     if _END not in vars(sys):
-        vars(sys)[_END] = _ProgramEnd()
-    end: _ProgramEnd = vars(sys)[_END]
+        vars(sys)[_END] = ProgramEnd()
+    end: ProgramEnd = vars(sys)[_END]
     return end
 
 

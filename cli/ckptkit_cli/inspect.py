@@ -126,6 +126,7 @@ def inspect(
         base=sources.optional(base),
         choice=map,
         shards=html is not None,
+        lists=html is None,
     )
     written = show_page(output, inspection, sources.first, select, sources.further(also), page)
     listed = tensors or ("*" if all or sort != _STORED else None)
@@ -178,7 +179,13 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
     path = typed.source if typed.select is not None or typed.also else inspection.path
     models = list(dict.fromkeys(tree.name for tree in inspection.trees if tree.part == "model"))
     command, remark = "", ""
-    if (
+    if inspection.checkpoints:
+        whole = [one.select for one in inspection.checkpoints if not one.problem]
+        if not whole:
+            return NextStep("", "none of them is whole, so that there is nothing to take")
+        command = _command("inspect", typed.source, typed=replace(typed, select=whole[0]))
+        remark = "" if len(whole) == 1 else f"or another of the {len(whole):,} that are whole"
+    elif (
         inspection.problems
         and typed.model_config is None
         and all(map(_lacks_names, inspection.problems))
@@ -360,6 +367,12 @@ def inspection_page(
     """
     page = _Page(output, inspection)
     yield output.styled(escaped(inspection.path), "bold")
+    if inspection.checkpoints:
+        yield from page.checkpoints(limit)
+        yield from page.problems()
+        yield from page.notes()
+        yield from page.next(typed)
+        return
     yield from page.facts(typed)
     if pattern is not None:
         yield from page.matches(pattern, limit)
@@ -372,11 +385,7 @@ def inspection_page(
     if inspection.map is not None and typed.map is not None:
         yield from page.rules(inspection.map)
     yield from page.largest()
-    yield from page.heading("Next")
-    step = next_step(inspection, typed)
-    if step.command:
-        yield f"  {output.styled(step.command, 'cyan')}"
-    yield from page.prose([step.remark] if step.remark else [])
+    yield from page.next(typed)
 
 
 class _Page:
@@ -391,6 +400,26 @@ class _Page:
     def heading(self, text: str) -> Iterator[str]:
         yield ""
         yield self._output.styled(text, "bold")
+
+    def next(self, typed: InspectArguments) -> Iterator[str]:
+        yield from self.heading("Next")
+        step = next_step(self._inspection, typed)
+        if step.command:
+            yield f"  {self._output.styled(step.command, 'cyan')}"
+        yield from self.prose([step.remark] if step.remark else [])
+
+    def checkpoints(self, limit: int | None) -> Iterator[str]:
+        """Lists what there is where none is chosen; at most so many."""
+        found = self._inspection.checkpoints
+        rows = [("NAME", "FORMAT", "STEP", "STATE")]
+        for one in found[:limit]:
+            step = "" if one.step is None else f"{one.step:,}"
+            state = "not whole" if one.problem else "whole"
+            rows.append((escaped(one.select), one.format, step, state))
+        yield from self.heading(counted(len(found), "checkpoint"))
+        yield from self._table(rows, right=(2,), elastic=())
+        if limit is not None and len(found) > limit:
+            yield f"  ... and {len(found) - limit:,} more (--all)"
 
     def facts(self, typed: InspectArguments) -> Iterator[str]:
         inspection, metrics = self._inspection, self._inspection.metrics

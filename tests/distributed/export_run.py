@@ -1,17 +1,19 @@
 """Runs under torchrun: exports through the Checkpointer and checks on every rank what came of it.
 
-Usage: export_run.py FOLDER CASE... Each case works in FOLDER/CASE; `dies` has to be the last.
+Usage: export_run.py FOLDER CASE... Each case works in FOLDER/CASE; `dies…` has to be the last.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import peft
@@ -29,8 +31,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ckptkit.core.errors import NoSpaceError, OutputExistsError, SaveError
+from ckptkit.integrations.checkpointers import export_into
 from ckptkit.storage.local import target as staged_files
 from ckptkit.training import Checkpointer
+from ckptkit.training.agree.peers import Peers
 from ckptkit.training.export import export as export_attempt
 from tests.distributed.cases import run_cases
 from tests.distributed.saving_run import make, nobody_talks, sleep_for, train
@@ -240,6 +244,34 @@ def dies(folder: Path, kind: str) -> None:
     assert_nothing(folder)
 
 
+def dies_after_commit(folder: Path, kind: str) -> None:
+    """Rank 0 ends, or goes on to its end, and the others never hear of its commit."""
+    state, is_first = make("fsdp2", 1), dist.get_rank() == 0
+    checkpointer = Checkpointer(folder / "run", timeout_seconds=5)
+    log, report = BufferingHandler(1_000), cast("Any", None)
+    logging.getLogger("ckptkit").addHandler(log)
+    logging.getLogger("ckptkit").setLevel(logging.INFO)
+    dist.barrier()
+    publish = (lambda *_: None) if kind == "model" else (lambda *_: os._exit(0))
+    with mock.patch.object(Peers, "_publish", publish) if is_first else nullcontext():
+        if kind == "model":
+            export_into(checkpointer, folder / "out", state["model"], is_first=is_first)
+            if is_first:
+                os._exit(0)
+        elif kind == "export":
+            report = checkpointer.export(folder / "out", state=state).report(60)
+        else:
+            report = checkpointer.save(1, state).report(60)
+    told = [record.getMessage() for record in log.buffer]
+    assert len(told) == 1, told
+    assert "was committed, after which rank 0 did not decide" in told[0]
+    out = folder / "out" if kind != "save" else folder / "run/checkpoint-1"
+    if report is not None:
+        files = [path for path in out.rglob("*") if path.is_file() and path.name != "ckptkit.json"]
+        assert report.path == out
+        assert report.total_bytes == sum(path.stat().st_size for path in files)
+
+
 def assert_nothing(folder: Path) -> None:
     """No output, and nothing that was to become one, is left; other ranks may be removing it."""
     until = time.monotonic() + 20
@@ -261,6 +293,7 @@ CASES: dict[str, Callable[[Path, str], None]] = {
     "stages": stages,
     "network": on_a_network,
     "dies": dies,
+    "dies_after_commit": dies_after_commit,
 }
 
 

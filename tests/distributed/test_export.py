@@ -116,6 +116,15 @@ def test_an_export_that_waited_for_a_stopped_rank_is_what_a_consolidation_writes
         same_as_consolidated(case / "run", case / "out", tmp_path / rank)
 
 
+@pytest.mark.parametrize("kind", ["save", "export", "model"])
+def test_a_rank_finds_what_rank_0_has_committed_and_did_not_live_to_tell(
+    kind: str, run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 2, tmp_path, f"dies_after_commit:{kind}")
+    case = tmp_path / f"dies_after_commit_{kind}"
+    assert ckptkit.verify(case / "run/checkpoint-1" if kind == "save" else case / "out").ok
+
+
 def test_a_rank_that_died_leaves_no_folder(exported: Path) -> None:
     left = [path.name for path in (exported / "dies_1").iterdir()]
     assert left == ["run"]

@@ -179,8 +179,9 @@ def test_where_writing_is_refused_the_next_start_pushes_everything_once(
     assert titles(hub) == [*STEPS, "Step 6"]
 
 
-def test_a_status_of_the_script_stays(start: Start) -> None:
-    ranks = start(token="hf_" + "Bb2" * 12, install={"hub_timeout_seconds": 60}, status=3)
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise SystemExit(3)"])
+def test_a_status_of_the_script_stays(end: str, start: Start) -> None:
+    ranks = start(token="hf_" + "Bb2" * 12, install={"hub_timeout_seconds": 60}, end=end)
     assert ranks.statuses() == [3, 3]
 
 

@@ -404,7 +404,7 @@ def test_averages_of_torchtitan_are_a_model_that_can_be_selected(tmp_path: Path)
 
 def test_the_weights_are_written_with_a_note_of_the_averages(tmp_path: Path) -> None:
     notes: list[str] = []
-    for number, select in enumerate((None, ".")):
+    for number, select in enumerate(("", "step-10/.", None)):
         tensors, notes = converted(
             TITAN / "ckpt", tmp_path / f"{number}", base=TITAN / "base", select=select
         )
@@ -580,13 +580,13 @@ def test_a_state_dict_at_the_root_is_selected_by_a_dot(tmp_path: Path) -> None:
     own = {"a.weight": torch.ones(2), "ema": {"a.weight": torch.zeros(2)}}
     torch.save(own, tmp_path / "src.pt")
     error = refused(tmp_path / "src.pt", tmp_path / "out")
-    assert options_in(error.hint) == [["--select", "ema"], ["--select", "."]]
+    assert options_in(error.hint) == [["--select", "ema"], ["--select", ""]]
     for options in options_in(error.hint):
         ran("consolidate", tmp_path / "src.pt", tmp_path / "out", *options, "--overwrite")
     assert_same(tensors_of(tmp_path / "out"), {"a.weight": torch.ones(2)})
     wrong = refused(tmp_path / "src.pt", tmp_path / "none", select="emaa")
     assert isinstance(wrong, CannotPlanError)
-    assert options_in(wrong.hint) == [["--select", "ema"], ["--select", "."]]
+    assert options_in(wrong.hint) == [["--select", "ema"], ["--select", ""]]
 
 
 def test_no_checkpoint_that_lacks_a_file_is_proposed(tmp_path: Path) -> None:

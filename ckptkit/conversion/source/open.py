@@ -37,12 +37,15 @@ from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.formats.discovery import (
+    ITSELF,
     TRACKERS,
     UNFINISHED,
     CheckpointUnit,
+    FoundCheckpoint,
     ResolvedSource,
     RunRecords,
     is_called_last,
+    list_all,
     parse_step,
     read_pointer,
     resolve,
@@ -193,6 +196,20 @@ def open_checkpoint(
             return
 
 
+def list_checkpoints(path: PathLike, also: Sequence[PathLike] = ()) -> tuple[FoundCheckpoint, ...]:
+    """Returns all checkpoints below a directory; nothing for a file.
+
+    Args:
+        path: The directory or prefix.
+        also: Further directories, as `open_checkpoint` takes them.
+    """
+    location = place_of(path)
+    with ExitStack() as stack:
+        folders, only = _open_folders(stack, location, also)
+        source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
+        return _Search(source, location, None, None).list_all() if only is None else ()
+
+
 def _open_folders(
     stack: ExitStack, location: Place, also: Sequence[PathLike]
 ) -> tuple[list[Folder], str | None]:
@@ -303,6 +320,25 @@ class _Search:
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
         self._listed: frozenset[str] = frozenset()
         self._has_passed_over = False
+        self._records = RunRecords(self._left_behind, self._read_tracker)
+
+    def list_all(self) -> tuple[FoundCheckpoint, ...]:
+        """Returns all checkpoints; one index is kept at a time."""
+
+        def describe_missing(candidate: Candidate) -> str:
+            missing = self._lacks(candidate)
+            self._indexes.clear()
+            return missing
+
+        candidates = self._candidates()
+        return list_all(
+            self._steps.without_side_folders(candidates),
+            location=self._location,
+            describe_missing=describe_missing,
+            not_found=partial(make_not_found, self._source.folders, self._paths, self._location),
+            read_step=self._step_inside,
+            records=self._records,
+        )
 
     def has_lost_files(self, list_again: Callable[[], Sequence[str]]) -> bool:
         """Returns whether files that were listed are gone."""
@@ -338,7 +374,7 @@ class _Search:
             links=self._source.linked_folders() if self._only is None else (),
             not_found=partial(make_not_found, folders, paths, self._location),
             read_step=self._step_inside,
-            records=RunRecords(self._left_behind, self._read_tracker),
+            records=self._records,
         )
         if any(folder.closed_folders for folder in folders):
             found = check_closed(found, folders, select, self._read_tracker)
@@ -352,7 +388,11 @@ class _Search:
         index = name_states(index, self._source)
         step = _step_named(found, make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
-        run = replace(index.run, step=step if index.run.step is None else index.run.step)
+        run = replace(
+            index.run,
+            step=step if index.run.step is None else index.run.step,
+            selected=_name_selected(found, select),
+        )
         is_beside = select is None and 0 < len(plain_trees(index)) < len(model_trees(index))
         if is_beside and any(
             ADAPTER_OF_TORCHTUNE.fullmatch(posixpath.basename(path))
@@ -559,8 +599,10 @@ def _choose_average(
     if select is None:
         note = f"it also has averages of the weights: {propose_trees(averages)} takes those"
         return index, None, [Aside(note)] if averages else []
-    if select == "." and "" in models:
-        select = ""
+    if select == ITSELF and "" in models:
+        select = "" if models[1:] or averages else None
+    elif select == ITSELF and not models[1:]:
+        select = None  # the only one, whatever its name is
     named = [tree for tree in averages if tree.startswith(f"{select}.")] if select else []
     if len(named) > 1 and select not in (*models, *averages):
         raise AmbiguousSourceError(
@@ -584,6 +626,14 @@ def _choose_average(
     shown = list_first(map(repr, rest), len(rest), _SHOWN)
     note = f"{counted(len(rest), 'tensor')} without an average are as training has them: {shown}"
     return replace(index, tensors=tensors), select, [note] if rest else []
+
+
+def _name_selected(found: ResolvedSource, select: str | None) -> str:
+    """Returns what a selection names before a state dict: of a run, the step that was taken."""
+    if select in {None, ITSELF} or found.select is not None:
+        return ""
+    is_inside = not found.folder or f"{select}/".startswith(f"{found.folder}/")
+    return str(select) if is_inside else found.folder
 
 
 def _step_named(found: ResolvedSource, location: str) -> int | None:

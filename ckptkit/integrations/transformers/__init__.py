@@ -53,7 +53,7 @@ from ckptkit.integrations.transformers.checkpoints import (
 from ckptkit.integrations.transformers.pretrained import defer_weights
 from ckptkit.integrations.transformers.trainer_state import agree_on_newest
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.pushing import program_end
+from ckptkit.training.pushing import ProgramEnd, program_end
 from ckptkit.training.settings import Options
 
 __all__ = ["TrainerCheckpoints", "defer_weights", "install"]
@@ -316,17 +316,17 @@ def _follow_upload(trainer: Any, upload: Future[Any]) -> None:
     repo_id, revision = trainer.hub_model_id, trainer.args.hub_revision
     words = ["ckptkit", "push", str(Path(trainer.args.output_dir).absolute()), repo_id]
     words += ["--revision", revision] if revision else []
-    upload.add_done_callback(partial(_report_upload, repo_id, shlex.join(words)))
+    upload.add_done_callback(partial(_report_upload, program_end(), repo_id, shlex.join(words)))
     # The client hashes and uploads files in pools of threads, which the end of the program closes
     # before `atexit` runs.
     register: Callable[..., None] = threading._register_atexit  # type: ignore[attr-defined]  # noqa: SLF001
     register(futures.wait, [upload])
 
 
-def _report_upload(repo_id: str, again: str, upload: Future[Any]) -> None:
+def _report_upload(end: ProgramEnd, repo_id: str, again: str, upload: Future[Any]) -> None:
     error = None if upload.cancelled() else upload.exception()
     if error is not None:
-        program_end().has_failed = True
+        end.has_failed = True
         text = redact_secrets(f"{type(error).__name__}: {error}")
         logger.error(
             "a model that the Trainer uploads is not pushed to %s: %s; once that is mended, `%s`"

@@ -15,6 +15,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -73,7 +74,7 @@ from ckptkit.training.export.tensor_writes import (
     write_parts,
 )
 from ckptkit.training.handle import ExportHandle, ExportReport, SaveHandle
-from ckptkit.training.save.saver import OURS
+from ckptkit.training.save.saver import OURS, agree_on_commit, find_committed
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.step_names import model_class
 
@@ -104,7 +105,8 @@ class ExportAttempt:
         """Takes the ranks, the number of the export in this session, and what to write."""
         self._peers = peers
         self._number = number
-        self._request = request
+        self._name = f"{peers.nonce}/{number}"
+        self._request = replace(request, source={**request.source, "attempt": self._name})
         self._timeout_seconds = timeout_seconds
         self._topic = f"export {number}"  # not where to, which may differ by mistake
         self._target: SharedTarget | None = None
@@ -120,8 +122,8 @@ class ExportAttempt:
     ) -> None:
         """Writes this rank's part, durably, or begins to save it sharded."""
         try:
-            request, name = self._request, f"{self._peers.nonce}/{self._number}"
-            nonce = hashlib.sha256(name.encode()).hexdigest()[:16]
+            request = self._request
+            nonce = hashlib.sha256(self._name.encode()).hexdigest()[:16]
             target = SharedTarget(
                 request.out, nonce, overwrite=request.overwrite, named=request.named
             )
@@ -267,13 +269,12 @@ class ExportAttempt:
         """Reports to all ranks that this one is done, and returns what was committed."""
         target = self._target
         assert target is not None  # noqa: S101  begin() returned
-        decided: list[Mapping[str, Any]] = []
 
-        def decide(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        def commit_all(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             if not written.is_adapter:
                 compare_with_model(written.plan, self._request, written.live)
             patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
-            committed = commit(
+            return commit(
                 target,
                 written.plan,
                 self._request,
@@ -281,17 +282,14 @@ class ExportAttempt:
                 is_adapter=written.is_adapter,
                 patience_seconds=patience,
             )
-            decided.append(committed)
-            return committed
 
-        try:
-            answer: Mapping[str, Any] = self._agree(dict(written.answer), decide)
-        except CkptkitError as error:
-            if not decided:
-                raise
-            logger.warning("%s is complete, but not all ranks know: %s", self._request.named, error)
-            return decided[0]
-        return answer
+        def find() -> Mapping[str, Any] | None:
+            places = dict.fromkeys((self._request.out, self._request.named))  # it may be moved
+            found = filter(None, (find_committed(place, self._name) for place in places))
+            return next(({"size_bytes": manifest.size_bytes} for manifest in found), None)
+
+        agree = partial(self._agree, dict(written.answer))
+        return agree_on_commit(agree, commit_all, find, f"the export to {self._request.named}")
 
     def _agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         # Rank 0 waits for all and then commits, so the others have to wait for both.

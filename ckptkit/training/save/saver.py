@@ -6,14 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
 
 from ckptkit.core.errors import CkptkitError, PeerError, SaveError, error_from_json
+from ckptkit.core.manifest import Manifest
 from ckptkit.runs.step_manifests import read_findings
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.places import open_source
+from ckptkit.storage.places import Place, open_source
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
@@ -162,36 +165,30 @@ class CommitCoordinator(SaveBackend):
 
     def _agree(self, save: Save) -> Mapping[str, Any]:
         """Exchanges the outcomes of all ranks, and returns what was committed."""
-        committer = self._committer
-        decided: list[Mapping[str, Any]] = []
+        attempt, committer = save.attempt, self._committer
 
-        def decide(values: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        def commit(values: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             assert committer is not None  # noqa: S101  rank 0 decides
-            decided.append(committer.commit(save.attempt, values))
-            return decided[0]
+            return committer.commit(attempt, values)
+
+        def find() -> Mapping[str, Any] | None:
+            manifest = find_committed(attempt.final, attempt.name)
+            if manifest is None:
+                return None
+            lost = read_findings(manifest).lost
+            return {"committed": {"size_bytes": manifest.size_bytes, "lost": lost}}
 
         # Rank 0 commits after it has waited for all, so the others have to wait for both.
         timeout_seconds = self._timeout_seconds * (1 if committer is not None else 2)
+        agree = partial(
+            self._barrier.agree, attempt, outcome_here(save), timeout_seconds=timeout_seconds
+        )
         try:
-            agreed = self._barrier.agree(
-                save.attempt, outcome_here(save), decide, timeout_seconds=timeout_seconds
-            )
-        except CkptkitError as error:
-            if not decided:
-                if committer is not None:  # no rank will commit it any more
-                    committer.give_up(save.attempt)
-                    raise
-                committed = find_committed(save.attempt) if isinstance(error, PeerError) else None
-                if committed is None:
-                    raise
-                logger.info("step %d was committed, after which %s", save.attempt.step, error)
-                return committed
-            logger.warning(
-                "the outcome of %s could not be sent to all ranks: %s",
-                save.attempt,
-                error,
-            )
-            agreed = decided[0]
+            agreed = agree_on_commit(agree, commit, find, str(attempt))
+        except CkptkitError:
+            if committer is not None:  # no rank will commit it any more
+                committer.give_up(attempt)
+            raise
         if "error" in agreed:
             raise error_from_json(agreed["error"])
         answer: Mapping[str, Any] = agreed["committed"]
@@ -221,20 +218,50 @@ class CommitCoordinator(SaveBackend):
         )
 
 
-def find_committed(attempt: SaveAttempt) -> Mapping[str, Any] | None:
-    """Returns what was committed of an attempt, None where its step is not there.
+Outcome = Mapping[str, Any]
 
-    Rank 0 may end between its commit and its answer; the manifest names the attempt.
+
+def agree_on_commit(
+    agree: Callable[[Callable[[list[Any]], Outcome]], Outcome],
+    commit: Callable[[Sequence[Outcome]], Outcome],
+    find: Callable[[], Outcome | None],
+    what: str,
+) -> Outcome:
+    """Returns on all ranks the outcome of a commit by rank 0, which may end before it tells them.
+
+    Args:
+        agree: Lets rank 0 decide on the values of all ranks.
+        commit: Decides, by a commit.
+        find: Returns the outcome of a commit that rank 0 did not tell, None where there was none.
+        what: Is committed, for messages.
     """
+    decided: list[Outcome] = []
+
+    def decide(values: list[Any]) -> Outcome:
+        decided.append(commit(values))
+        return decided[0]
+
     try:
-        with closing(open_source(attempt.final)) as source:
+        return agree(decide)
+    except CkptkitError as error:
+        if decided:
+            logger.warning("the outcome of %s could not be sent to all ranks: %s", what, error)
+            return decided[0]
+        found = find() if isinstance(error, PeerError) else None
+        if found is None:
+            raise
+        logger.info("%s was committed, after which %s", what, error)
+        return found
+
+
+def find_committed(final: Path | Place, attempt: str) -> Manifest | None:
+    """Returns the manifest of a save or export, None where another attempt, or nothing, is."""
+    try:
+        with closing(open_source(final)) as source:
             manifest = read_manifest(source)
     except (CkptkitError, OSError):
         return None
-    if manifest.source.get("attempt") != attempt.name:
-        return None
-    size_bytes = sum(file.size_bytes for file in manifest.files.values())
-    return {"size_bytes": size_bytes, "lost": read_findings(manifest).lost}
+    return manifest if manifest.source.get("attempt") == attempt else None
 
 
 def outcome_here(save: Save) -> dict[str, Any]:

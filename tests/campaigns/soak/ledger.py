@@ -58,7 +58,7 @@ class Ledger:
         self.saves.setdefault(saved.serial, saved)
         if self.in_place:
             for other in self.saves.values():
-                if other.serial < saved.serial and _folder(other) == _folder(saved):
+                if other.serial < saved.serial and folder_of(other) == folder_of(saved):
                     other.is_durable = False  # the node's disk has it meanwhile
 
     def lose_node(self, node: int) -> None:
@@ -104,17 +104,17 @@ class Ledger:
         wrong = []
         for folder, serial in there.items():
             saved = self.saves.get(serial)
-            if saved is None or _folder(saved) != folder:
+            if saved is None or folder_of(saved) != folder:
                 wrong.append(f"{folder} holds the save {serial}, which is {saved}")
         for saved in self.saves.values():
-            if saved.is_durable and there.get(_folder(saved), -1) < saved.serial:
+            if saved.is_durable and there.get(folder_of(saved), -1) < saved.serial:
                 reason = self._why_gone(saved, there)
                 if not reason:
                     wrong.append(f"{saved} was durable, and there is only {dict(there)}")
         return wrong
 
     def _why_gone(self, saved: Saved, there: Mapping[str, int]) -> str:
-        if saved.name or _folder(saved) in there or self.keep_last is None:
+        if saved.name or folder_of(saved) in there or self.keep_last is None:
             return ""
         if self.keep_every and saved.step % self.keep_every == 0:
             return ""
@@ -131,5 +131,5 @@ class Ledger:
         return saved.is_durable or (saved.is_local and saved.nodes <= self.present)
 
 
-def _folder(saved: Saved) -> str:
+def folder_of(saved: Saved) -> str:
     return saved.name or f"checkpoint-{saved.step}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import load
 
 from tests.campaigns.soak.forks import Child
-from tests.campaigns.soak.ledger import Ledger
+from tests.campaigns.soak.ledger import Ledger, folder_of
 from tests.campaigns.soak.models import Shadow, Tensors
 from tests.campaigns.soak.plan import Chapter, Tool
 from tests.campaigns.soak.services import Services
@@ -26,7 +26,7 @@ from tests.hub_server import Fault
 LIMIT_SECONDS = 300.0
 NO_STEP = 3  # the exit status where there is nothing to read
 MISSING = 2
-NO_CHOICE = 4  # where `--select .` finds only a step with a name of its own
+NO_CHOICE = 4  # where only a step with a name of its own is there, or that selected is gone
 _TITLE = re.compile(r"Step (\d+) \((\w+)\)")
 
 
@@ -123,7 +123,10 @@ class Desk:
         before = self._newest()
         words = ["verify", self.run, *self._selected(), *self.further]
         status = self._run(tool, place, words)
-        if status and not (status == NO_STEP and before is None):
+        if self._is_overtaken(status, before):
+            words = ["verify", self.run, *self._selected(), *self.further]
+            status = self._run(tool, place, words)
+        if status and not (status in {NO_STEP, NO_CHOICE} and before is None):
             self._wrong("verify", f"exit status {status}", place)
 
     def _prune(self, tool: Tool, place: Path) -> None:
@@ -177,11 +180,10 @@ class Desk:
         out = place / "out"
         head = 2 if words[0] == "adapter" else 1
         command = [*words[: head + 1], str(out), *words[head + 1 :], *self.further]
-        command += self._selected()
-        status = self._run(tool, place, [*command, *(again or ())])
-        if status == NO_STEP and self._may_be_overtaken(before):
+        status = self._run(tool, place, [*command, *self._selected(), *(again or ())])
+        if self._is_overtaken(status, before):
             self.services.count.actions["commands run again, as their step was removed"] += 1
-            status = self._run(tool, place, command)
+            status = self._run(tool, place, [*command, *self._selected()])
         if status:
             if before is not None or status not in {MISSING, NO_STEP, NO_CHOICE}:
                 self._wrong(words[0], f"exit status {status}", place)
@@ -192,17 +194,23 @@ class Desk:
             self._taken.append((words[0], step, before))
         return step
 
-    def _may_be_overtaken(self, before: int | None) -> bool:
-        """Returns whether a bucket's step may have been removed before it was marked as read."""
+    def _is_overtaken(self, status: int | None, before: int | None) -> bool:
+        """Returns whether a step may have been removed before it was marked as read.
+
+        That is one in a bucket, or one that was selected by its name.
+        """
         with self.lock:
             has_rule = self.ledger.keep_last is not None
-        return self.chapter.place == "s3" and has_rule and before is not None
+        is_late = status == NO_CHOICE or (status == NO_STEP and self.chapter.place == "s3")
+        return is_late and has_rule and before is not None
 
     def _selected(self) -> list[str]:
         """Returns the choice of the newest step where there are others with names of their own."""
+        newest = self._newest()
         with self.lock:
             has_names = any(saved.name for saved in self.ledger.saves.values())
-        return ["--select", "."] if has_names else []
+            folder = "." if newest is None else folder_of(self.ledger.saves[newest])
+        return ["--select", folder] if has_names else []
 
     def _newest(self) -> int | None:
         """Returns the last save that is durable in the run itself."""

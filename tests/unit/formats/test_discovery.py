@@ -118,7 +118,7 @@ def test_two_runs_are_ambiguous_until_one_is_selected() -> None:
     folders = ("a/checkpoint-1", "a/checkpoint-2", "b/checkpoint-3")
     with pytest.raises(AmbiguousSourceError, match="'a', 'b'") as caught:
         found(*folders)
-    assert caught.value.hint == "choose one with --select a, or give its path"
+    assert caught.value.hint == "choose one with --select a, or --select b, or give its path"
     assert found(*folders, select="a").folder == "a/checkpoint-2"
 
 
@@ -143,7 +143,7 @@ def test_nothing_at_all_is_refused_by_whoever_knows_what_is_there() -> None:
 
 def test_a_file_of_any_name_beside_deepspeeds_steps_is_not_taken_for_the_model() -> None:
     paths = ["weights.pt", "global_step2/mp_rank_00_model_states.pt"]
-    with pytest.raises(AmbiguousSourceError, match=r"'weights.pt', '.' with step 'global_step2'"):
+    with pytest.raises(AmbiguousSourceError, match=r"'weights.pt', 'global_step2'"):
         resolve(
             recognise(paths),
             location="here",
@@ -207,14 +207,12 @@ def test_a_run_is_selected_by_its_folder_and_searched_for_its_newest_step() -> N
     assert (chosen.folder, chosen.select) == ("a/checkpoint-2", None)
 
 
-def test_the_run_in_the_root_itself_is_selected_by_a_dot() -> None:
-    candidates = [dcp("checkpoint-1"), dcp("best")]
-    with pytest.raises(AmbiguousSourceError, match=r"'best', '\.'"):
-        among(candidates)
-    chosen = resolve(
-        candidates, location="here", select=".", describe_missing=lambda _: "", not_found=no_place
-    )
-    assert chosen.folder == "checkpoint-1"
+def test_a_run_in_the_root_itself_beside_another_checkpoint_is_selected_by_its_steps() -> None:
+    folders = ("checkpoint-1", "checkpoint-2", "best")
+    with pytest.raises(AmbiguousSourceError, match="'best', 'checkpoint-2'") as caught:
+        found(*folders)
+    assert caught.value.hint.startswith("choose one with --select best, or --select checkpoint-2")
+    assert found(*folders, select="checkpoint-2").folder == "checkpoint-2"
 
 
 def test_steps_within_epochs_are_followed_down() -> None:

@@ -168,3 +168,58 @@ def test_a_folder_that_holds_only_a_model_stays_a_model(location: str, paths: li
 def test_what_may_be_newer_than_the_steps_is_for_the_user_to_choose(others: list[str]) -> None:
     with pytest.raises(AmbiguousSourceError):
         _choose([*_TRAINER, *others])
+
+
+@pytest.mark.parametrize(
+    ("paths", "select"),
+    [
+        (_TRAINER, "."),
+        (_LIGHTNING, "."),
+        (_DEEPSPEED, "."),
+        (_FSDP, "."),
+        ([*_TRAINER, "final/model.safetensors"], "."),
+        ([*_TRAINER, "last/.metadata"], "."),
+        ([*_TRAINER, "best/.metadata"], "."),
+        ([*_FSDP, "final/model.safetensors"], "."),
+        ([f"a/{path}" for path in _TRAINER], "."),
+        ([f"a/{path}" for path in _TRAINER], "a/."),
+        (["actor/.metadata", "critic/.metadata"], "."),
+        (["weights/.metadata"], "."),
+        (["final/model.safetensors"], "."),
+        ([*_TRAINER, "model.safetensors"], "nowhere/."),
+    ],
+)
+def test_a_dot_is_refused_where_the_folder_itself_holds_no_model(
+    paths: list[str], select: str
+) -> None:
+    with pytest.raises(CannotPlanError, match=r"holds no model in .* itself; found '") as caught:
+        _choose(paths, select)
+    proposed = caught.value.hint.removeprefix("choose one with --select ")
+    assert _choose(paths, proposed).units
+
+
+_BESIDE = ["best/.metadata"]  # leaves the choice among steps, it and the final model
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "select"),
+    [
+        ([*_TRAINER, *_BESIDE], ["model.safetensors"], "."),
+        ([*_TRAINER, *_BESIDE], _SHARDED, "."),
+        ([*_TRAINER, "last.ckpt"], ["model.safetensors"], "."),
+        (["a/checkpoint-3/model.safetensors", *_TRAINER], ["model.safetensors"], "."),
+        (["sub/model.safetensors"], ["model.safetensors"], "."),
+        (_FSDP, ["checkpoint-2/pytorch_model_fsdp_0/.metadata"], "checkpoint-2/."),
+        (_TRAINER, ["checkpoint-2/model.safetensors"], "checkpoint-2/."),
+        ([*_TRAINER, *_BESIDE], ["final/model.safetensors"], "final/."),
+        ([], ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"], "."),
+        ([], [".metadata"], "."),
+        ([], ["weights.pt"], "."),
+    ],
+)
+def test_a_dot_is_the_model_in_the_folder_itself(
+    others: list[str], own: list[str], select: str
+) -> None:
+    chosen = _choose(list(dict.fromkeys([*others, *own])), select)
+    taken = {path for unit in chosen.units for path in unit.candidate.files}
+    assert taken == set(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -38,7 +40,8 @@ from tests.planted_secrets import SECRETS
 from tests.sampled import sampled
 
 REPO = "org/trained"
-WAIT = 120
+WAIT = 240
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -322,17 +325,79 @@ def test_a_program_whose_push_failed_ends_with_a_status_unless_it_fails_by_itsel
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_" + "Bb2" * 12)
 
-    def status(end: str, name: str, more: str = "hub_timeout_seconds=60") -> int:
-        script = SCRIPT.replace('"org/trained"', f'"org/trained", {more}')
-        script = script.replace("raise SystemExit(0)", end)
-        words = [sys.executable, "-c", script, str(tmp_path / name), "0"]
+    def status(end: str, name: str, *host: str) -> int:
+        script = SCRIPT.replace('"org/trained"', '"org/trained", hub_timeout_seconds=60')
+        path = tmp_path / f"{name}.py"
+        path.write_text(script.replace("raise SystemExit(0)", end))
+        words = [sys.executable, *host, str(path), str(tmp_path / name), "0"]
         return subprocess.run(words, check=False, timeout=WAIT).returncode
 
-    assert status("raise SystemExit(0)", "raised") == 7
+    assert status("", "returned") == 7
     assert status("sys.exit()", "ended") == 7
-    assert status("sys.exit(3)", "failed") == 3
+    assert status("raise SystemExit(3)", "failed") == 3
     assert status("1 / 0", "raising") == 1
+    assert status("", "without_gpu", str(EXAMPLES / "on_cpu.py")) == 7
     assert not hub.has(REPO)
+
+
+CAUGHT = """
+try:
+    sys.exit({})
+except SystemExit as end:
+    assert end.code == {}
+"""
+ENDS = {
+    "": 7,
+    "sys.exit(0)": 7,
+    "sys.exit(None)": 7,
+    "exit()": 7,
+    "quit(code=0)": 7,
+    CAUGHT.format(1, 1): 7,
+    "threading.Thread(target=sys.exit, args=[3]).start()": 7,
+    "atexit._run_exitfuncs(); os._exit(program_end().status)": 7,
+    "sys.exit(3)": 3,
+    "exit(3)": 3,
+    "raise SystemExit(3)": 3,
+    "def main():\n" + indent(CAUGHT.format(0, 0), " ") + " raise SystemExit(3)\nmain()": 3,
+    CAUGHT.format(0, 0) + "    raise SystemExit(3)": 3,
+    "threading.Thread(target=sys.exit, args=[0]).start(); raise SystemExit(3)": 3,
+    "sys.exit('why')": 1,
+    CAUGHT.format(0, 0) + "1 / 0": 1,
+    "os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "raise SystemExit(0)": 0,  # whose status cannot be told from that of the one with 3
+}
+FORKED = """
+import atexit, gc, json, os, signal, sys, threading
+from ckptkit.training.pushing import program_end
+gc.freeze()  # or each end would look through all of torch
+statuses = []
+for end in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        program_end().has_failed = True
+        break
+    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    end = "print(json.dumps(statuses))"
+exec(end)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["-c", "-m", "script"])
+def test_failed_pushes_take_the_place_of_the_status_0_alone(how: str, tmp_path: Path) -> None:
+    (tmp_path / "forked.py").write_text(FORKED)
+    words = {"-c": ["-c", FORKED], "-m": ["-m", "forked"], "script": ["forked.py"]}[how]
+    done = subprocess.run(
+        [sys.executable, *words, json.dumps(list(ENDS))],
+        check=True,
+        timeout=WAIT,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    )
+    assert dict(zip(ENDS, json.loads(done.stdout), strict=True)) == ENDS
 
 
 @pytest.mark.parametrize(
