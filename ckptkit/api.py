@@ -379,8 +379,7 @@ def verify(
 ) -> Verification:
     """Reads a checkpoint, a delta, or an output of ours, and checks every stored checksum.
 
-    With `repair`, damaged files are replaced if all of them can be mended from replicas in the
-    checkpoint, or from `copies` of it, and the whole is then proven.
+    With `repair`, damaged files are replaced by those of `copies` if the whole is proven with them.
 
     Returns:
         What was checked, and what is wrong; with `repair`, what is wrong still, and in `mended` the

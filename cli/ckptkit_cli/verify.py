@@ -60,8 +60,8 @@ _KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
     Option(
         "--repair",
         OUTPUT,
-        "Mend what is damaged, all of it or nothing, from tensors that are stored twice, or from"
-        " the copies of --from. PATH is the folder of one step or output.",
+        "Replace damaged files, all of them or none, by those of the copies of --from. PATH is the"
+        " folder of one step or output.",
     ),
     Option(
         "--from",
