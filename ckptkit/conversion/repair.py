@@ -66,37 +66,39 @@ def run_repair(
         others = [stack.enter_context(open_source(place_of(copy))) for copy in copies]
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         manifest, paths = _manifest_of(damaged), set(list_files(damaged))
-        before = {path: _identity(damaged, path) for path in paths}
+        before = {name: _identity(damaged, name) for name in paths}
         if copies:
             work.mkdir(mode=0o700)
-            for path in sorted(paths):
-                _link(folder / path, work / path)
+            for name in sorted(paths):
+                _link(folder / name, work / name)
         candidates: dict[str, Iterator[Source]] = {}
         staged: set[str] = set()
-        while not report.ok:  # what is staged can show what else is damaged
+        while True:  # what is staged can show what else is damaged
             named = _named(report.problems, work if staged else folder, manifest, paths)
-            lacking = []
-            for path in sorted(named):
-                mine = candidates.setdefault(path, _sound_copies(path, damaged, manifest, others))
+            lacking: list[str] = []
+            for name in sorted(named):
+                mine = candidates.setdefault(name, _sound_copies(name, damaged, manifest, others))
                 copy = next(mine, None)
                 if copy is None:
-                    lacking.append(path)
-                    continue
-                _stage(copy, path, folder, work)
-                staged.add(path)
+                    lacking.append(name)
+                else:
+                    _stage(copy, name, folder, work)
+                    staged.add(name)
             if lacking:
                 refused = _refusals(lacking, damaged, manifest, others)
                 return replace(found, problems=(*found.problems, *refused))
             report = _verify(work, ignore)
-        for path in sorted(staged):
-            if _identity(damaged, path) != before.get(path):
+            if report.ok:
+                break
+        for name in sorted(staged):
+            if _identity(damaged, name) != before.get(name):
                 raise SourceChangedError(
-                    f"{path!r} changed while it was mended",
+                    f"{name!r} changed while it was mended",
                     where=str(folder),
                     hint="nothing was replaced; run again when nothing else writes there",
                 )
-        for path in sorted(staged):
-            _replace(folder, path, work / path)
+        for name in sorted(staged):
+            _replace(folder, name, work / name)
     return replace(report, path=str(folder), mended=tuple(sorted(staged)))
 
 

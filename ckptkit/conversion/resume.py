@@ -1,20 +1,20 @@
 """Outputs that an earlier run left: whole ones, and those of a run that was interrupted.
 
-A whole output is compared with the one that a job would write. Of an interrupted run on a disk, a
-journal records every file when its last byte is written. A resumed run reads recorded files again
-and compares them with what was written.
+A whole output is compared with the one that a job would write. A run on a disk leaves a note of
+each finished part. A resumed run reads the files of these parts again and compares them with what
+was written.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import closing
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.conversion.source.open import SOURCE_IDENTITY, describe_sources
 from ckptkit.conversion.write import (
@@ -24,6 +24,7 @@ from ckptkit.conversion.write import (
     refuse_full_disk,
 )
 from ckptkit.core.checksums import leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
@@ -55,8 +56,8 @@ from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import Resources
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy
 from ckptkit.storage.local.disk import LOCAL_DISK
+from ckptkit.storage.local.shared_target import WorkNotes
 from ckptkit.storage.local.target import LocalTarget, translate_errors
-from ckptkit.storage.local.workdir import Entry, Journal, read_journal
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, open_source
 
@@ -64,11 +65,12 @@ if TYPE_CHECKING:
     from ckptkit.conversion.prepare import ConversionJob
 
 
-_PLAN, _FILE, _OUTCOME = "plan", "file", "outcome"
+_PLAN, _FILES, _OUTCOME = "plan", "files", "outcome"
+_PART_BYTES = 4 << 20  # files that are smaller share a note
 
 
 def refuse_resuming(out: PathLike, resources: Resources) -> None:
-    """Refuses `--resume` where no journal is kept."""
+    """Refuses `--resume` where no notes are kept."""
     where = what = ""
     if is_url(out):
         where, what = os.fspath(out), "a URL was found where --resume needs a directory as OUT"
@@ -84,19 +86,16 @@ def refuse_resuming(out: PathLike, resources: Resources) -> None:
 
 
 class Resumable(SingleProcess):
-    """Writes an output on a disk, without the files that an interrupted run has finished."""
+    """Writes an output on a disk part by part, without the parts that an earlier run finished.
+
+    A part is some of the files. As slices do, a finished part leaves a note with its outcome in the
+    hidden folder. Files are not synced before their note: each is read again and proven before it
+    is taken over.
+    """
 
     _target: LocalTarget
 
     def __init__(self, out: Path, listener: Listener, *, overwrite: bool, resume: bool) -> None:
-        """Claims the place.
-
-        Args:
-            out: The directory.
-            listener: Receives progress events.
-            overwrite: Whether the commit replaces an output that holds something.
-            resume: Whether to keep files of an interrupted run, and those of this one if it fails.
-        """
         super().__init__(LocalTarget(out, overwrite=overwrite, resume=resume), listener)
         self._resume = resume
         self._finished = frozenset[str]()  # files of an interrupted run that are as it wrote them
@@ -113,24 +112,25 @@ class Resumable(SingleProcess):
         self._listener(Planned((*planned.plan.notes, *notes)))
 
     def execute(self) -> None:
-        planned, target = self._planned, self._target
-        finished, outcome = self._finished, self._outcome
-        target.keep(finished)
-        with translate_errors(Path(target.location)):
-            head = {_PLAN: self._fingerprint}
-            journal = Journal(target.journal, head, is_new=not finished)
-        with closing(journal):
-            for name, origin in planned.inputs.origins.items():
-                origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
-                origin.adopt(outcome.open_records.get(name, {}))
-            files = tuple(f for f in planned.plan.files if f.path not in finished)
-            plan = replace(planned.plan, files=files)
-            sink = _JournaledSink(planned, target, journal)
-            executor = Executor(plan, planned.inputs, sink, planned.settings, self._listener)
-            sink.digests = executor.digests
-            self._digests = executor.run()
-            refuse_changed_sources(planned)
-            self._digests.update(outcome.digests)
+        planned, target, outcome = self._planned, self._target, self._outcome
+        target.keep(self._finished)
+        notes = PartNotes(target, is_new=not self._finished)
+        notes.put(_PLAN, {_PLAN: self._fingerprint})
+        for name, origin in planned.inputs.origins.items():
+            origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
+            origin.adopt(outcome.open_records.get(name, {}))
+        files = tuple(f for f in planned.plan.files if f.path not in self._finished)
+        plan = replace(planned.plan, files=files)
+        executor = Executor(plan, planned.inputs, target, planned.settings, self._listener)
+        parts, others = _cut_into_parts(files, planned.inputs)
+        for number, _ in enumerate(executor.run_in_parts([*parts, others])):
+            if number < len(parts):
+                done = [files[at] for at in parts[number]]
+                notes.put_next(_part_note(done, executor.digests, planned.inputs))
+                target.has_finished = True
+        self._digests = executor.digests
+        refuse_changed_sources(planned)
+        self._digests.update(outcome.digests)
 
     def reject(self, error: CkptkitError) -> None:
         if isinstance(error, RefusedError):
@@ -144,21 +144,93 @@ class Resumable(SingleProcess):
         target.abandon()
 
 
+def _cut_into_parts(
+    files: Sequence[OutputFile], inputs: Inputs
+) -> tuple[list[list[int]], list[int]]:
+    """Returns the numbers of the files of each part, and those that leave no note."""
+    # What is decompressed is verified at the end only.
+    is_compressed = any(decoding_bytes(origin.index) for origin in inputs.origins.values())
+    parts, others, size_bytes = list[list[int]](), list[int](), _PART_BYTES
+    for number, file in enumerate(files):
+        if is_compressed or not can_be_proven(file):
+            others.append(number)
+            continue
+        if size_bytes >= _PART_BYTES:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(number)
+        size_bytes += file.size_bytes
+    return parts, others
+
+
+def _part_note(files: Sequence[OutputFile], digests: Digests, inputs: Inputs) -> dict[str, Any]:
+    """Returns the note of files that are completely written."""
+    segments = (segment for file in files for segment in file.segments)
+    names = [str(segment.spec.name) for segment in segments if segment.spec is not None]
+    origins = inputs.origins.items()
+    outcome = Outcome(
+        digests=Digests({name: dict(digests.tensors.get(name, {})) for name in names}),
+        open_records={name: origin.checksums.open_now() for name, origin in origins},
+        unverified={name: {*map(str, origin.unverified)} for name, origin in origins},
+    )
+    return {_FILES: [file.path for file in files], _OUTCOME: outcome.to_json()}
+
+
+class PartNotes:
+    """The notes of finished parts, numbered in the order in which they were written."""
+
+    def __init__(self, target: LocalTarget, *, is_new: bool = False) -> None:
+        """Opens the notes in the hidden folder of an output; `is_new` discards what is there."""
+        named = Path(target.location)
+        with translate_errors(named):
+            if is_new:
+                shutil.rmtree(target.parts, ignore_errors=True)
+            target.parts.mkdir(exist_ok=True)
+        self._folder = target.parts
+        self._notes = WorkNotes(target.parts, named, LOCAL_DISK)
+        self._last = max(self._numbers(), default=0)
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(p.name) for p in self._folder.iterdir() if p.name.isdecimal())
+
+    def put(self, name: str, value: Mapping[str, Any]) -> None:
+        text = json.dumps(value, sort_keys=True).encode()
+        self._notes.put(name, b"%08x %s" % (crc32(text), text))
+
+    def put_next(self, value: Mapping[str, Any]) -> None:
+        self._last += 1
+        self.put(str(self._last), value)
+
+    def get(self, name: str) -> dict[str, Any]:
+        """Returns a note; empty if it is not there, or damaged."""
+        checksum, _, text = (self._notes.get(name) or b"").partition(b" ")
+        if checksum == b"%08x" % crc32(text):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(text)
+                if isinstance(value, dict):
+                    return value
+        return {}
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Returns the notes of parts that are not damaged, in their order."""
+        return [note for number in self._numbers() if _FILES in (note := self.get(str(number)))]
+
+
 def _find_finished_files(
     planned: PlannedOutput, target: LocalTarget, fingerprint: str, listener: Listener
 ) -> tuple[frozenset[str], Outcome, tuple[str, ...]]:
-    """Reads the files that an interrupted run recorded.
+    """Reads the files of the parts that an interrupted run finished.
 
     Returns:
         The paths of those that are as it wrote them, their outcome, and notes for the user.
     """
-    entries = read_journal(target.journal)
-    if not entries:
+    if not target.parts.exists():
         return frozenset(), Outcome(), ("--resume found no interrupted run: all is written",)
-    if entries[0].get(_PLAN) != fingerprint:
+    notes = PartNotes(target)
+    if notes.get(_PLAN).get(_PLAN) != fingerprint:
         return frozenset(), Outcome(), (_OTHER_PLAN,)
-    recorded = {entry[_FILE]: entry[_OUTCOME] for entry in entries if _FILE in entry}
-    outcomes = {path: Outcome.from_json(value) for path, value in recorded.items()}
+    recorded = [(note[_FILES], Outcome.from_json(note[_OUTCOME])) for note in notes.parts()]
+    outcomes = {path: outcome for paths, outcome in recorded for path in paths}
     files = [file for file in planned.plan.files if file.path in outcomes and can_be_proven(file)]
     listener(Started(sum(file.size_bytes for file in files)))
     intact: set[str] = set()
@@ -171,13 +243,16 @@ def _find_finished_files(
 
     run_crew(planned.settings.workers, iter(files), work)
     joined = Outcome()
-    for path, outcome in outcomes.items():
-        if path in intact:
-            joined.digests.update(outcome.digests)
+    for _, outcome in recorded:
+        joined.digests.update(outcome.digests)
         for origin, keys in outcome.unverified.items():
             joined.unverified.setdefault(origin, set()).update(keys)
-    if recorded:  # of open source records only the newest entry counts
-        joined.open_records = Outcome.from_json(entries[-1][_OUTCOME]).open_records
+        joined.open_records = outcome.open_records  # those of the newest note count
+    for file in planned.plan.files:
+        if file.path not in intact:
+            for segment in file.segments:
+                if segment.spec is not None:
+                    joined.digests.tensors.pop(str(segment.spec.name), None)
     size = sum(file.size_bytes for file in files if file.path in intact)
     proven = (
         f"{len(intact):,} of {len(planned.plan.files):,} files ({size_text(size)}) were finished by"
@@ -209,52 +284,6 @@ _OTHER_PLAN = (
     "--resume found a run of another plan: the source, an option or the version of ckptkit was"
     " another one; all is written anew"
 )
-
-
-class _JournaledSink:
-    """Passes writes on to a target, and records in the journal which files they finish."""
-
-    def __init__(self, planned: PlannedOutput, target: LocalTarget, journal: Journal) -> None:
-        self.digests = Digests()
-        self._target = target
-        self._journal = journal
-        self._inputs = planned.inputs
-        self._lock = threading.Lock()
-        origins = planned.inputs.origins.values()
-        # What is decompressed is verified at the end only, so that no file can be recorded before.
-        is_compressed = any(decoding_bytes(origin.index) for origin in origins)
-        self._files = {
-            file.path: file
-            for file in planned.plan.files
-            if can_be_proven(file) and not is_compressed
-        }
-        self._missing = {path: file.size_bytes for path, file in self._files.items()}
-
-    def create(self, path: str, size_bytes: int) -> None:
-        self._target.create(path, size_bytes)
-
-    def write(self, path: str, start: int, data: memoryview) -> None:
-        self._target.write(path, start, data)
-        if path not in self._files:
-            return
-        with self._lock:
-            self._missing[path] -= data.nbytes
-            if self._missing[path]:
-                return
-        self._target.has_finished = True
-        self._journal.add(partial(_entry, self._files[path], self.digests, self._inputs))
-
-
-def _entry(file: OutputFile, digests: Digests, inputs: Inputs) -> Entry:
-    """Returns the journal entry of a file that is completely written."""
-    names = [str(segment.spec.name) for segment in file.segments if segment.spec is not None]
-    origins = inputs.origins.items()
-    outcome = Outcome(
-        digests=Digests({name: dict(digests.tensors.get(name, {})) for name in names}),
-        open_records={name: origin.checksums.open_now() for name, origin in origins},
-        unverified={name: {*map(str, origin.unverified.copy())} for name, origin in origins},
-    )
-    return {_FILE: file.path, _OUTCOME: outcome.to_json()}
 
 
 def verify_existing_output(job: ConversionJob, listener: Listener) -> Manifest | None:

@@ -187,7 +187,7 @@ def test_what_a_kill_after_the_commit_left_goes_when_the_next_run_is_refused(
     committed.mkdir()
     (committed / ".lock").touch()
     (begun / "files").mkdir(parents=True)
-    (begun / "journal").touch()
+    (begun / "parts").mkdir()
     with pytest.raises(OutputExistsError):
         ckptkit.consolidate(source, out, names="live")
     assert sorted(out.parent.iterdir()) == [begun, out]
