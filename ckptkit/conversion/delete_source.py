@@ -104,12 +104,7 @@ class SourceRemoval:
         }
 
     def carry_out(self, manifest: Manifest, listener: Listener) -> None:
-        """Verifies all of the output, then removes the files that are left.
-
-        Args:
-            manifest: The manifest of the output.
-            listener: Receives the progress of the verification.
-        """
+        """Verifies all of the output, then removes the files that are left."""
         self._verify(manifest, listener)
         if manifest.source.get(SOURCE_IDENTITY) != self.identity:
             raise self._changed("it is another one than the output was made of")
@@ -184,11 +179,6 @@ def write_and_remove(
 
     With `overwrite`, an existing output is written anew for as long as its source is whole.
 
-    Args:
-        job: The job.
-        write: Writes its output.
-        listener: Receives progress events.
-
     Returns:
         The manifest, and what was removed; None where an earlier run has removed all of it.
     """
@@ -213,11 +203,7 @@ def write_and_remove(
 
 
 def plan_removal(job: ConversionJob) -> SourceRemoval:
-    """Finds the files of a job's source that are removed, before anything is written.
-
-    Returns:
-        All of them, or those that an earlier run that was killed has recorded.
-    """
+    """Finds the files of a job's source that are removed, before anything is written."""
     if job.also:
         raise UsageError(
             "cannot be combined with --also: files in several places are not removed",

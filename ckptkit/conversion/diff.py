@@ -276,21 +276,7 @@ def run_diff(
     measures: bool = False,
     listener: Listener | None = None,
 ) -> Difference:
-    """Compares the models of two checkpoints bit by bit, whatever their formats.
-
-    Args:
-        a: The first one.
-        b: The second one.
-        choice: The map of names, for each side that it is for.
-        base: A folder with the configuration, where neither side has one.
-        select: What to take of several: of the sides that have it, or first of `a`, then of `b`.
-        tolerance: Compares values instead of bits, whatever their types, if it is not None.
-        measures: Whether to measure how far values are apart where bits are compared, too.
-        listener: Receives progress events, from several threads.
-
-    Returns:
-        How they differ.
-    """
+    """Compares the models of two checkpoints bit by bit, whatever their formats."""
     if len(select) > _SIDES:
         raise UsageError(
             f"was given {len(select)} times",
@@ -378,9 +364,6 @@ def _convert_names(sides: tuple[_Side, _Side], choice: str, base: PathLike | Non
     """Gives both sides the names of Transformers, where a map is for theirs.
 
     A side without a configuration takes that of `base`, or of the other side.
-
-    Returns:
-        Why names were kept that a map might convert; empty otherwise.
     """
     names = [[str(entry.name) for entry in s.checkpoint.index.of_part("model")] for s in sides]
     wanted = ["", ""]
@@ -439,14 +422,7 @@ class _Comparison:
         origin: Origin,
         tolerance: Tolerance | None,
     ) -> None:
-        """Stores the arguments.
-
-        Args:
-            first: The tensors of the first side.
-            second: The tensors of the second side that are compared, and those that are measured.
-            origin: Where the second side is read.
-            tolerance: How far values may be apart; None where bits are compared.
-        """
+        """Stores the arguments."""
         self._compared, self._measured = second
         self._second = {**self._compared, **self._measured}
         self._first = {n: replace(e, name=n) for n, e in first.items() if n in self._second}

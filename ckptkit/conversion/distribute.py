@@ -147,12 +147,6 @@ def _commit_shares(
     """Completes an output after all of its shares were run, and makes it visible.
 
     One process calls it, with a view of the output through which nothing was written.
-
-    Args:
-        planned: The plan.
-        target: The view.
-        outcome: Of all shares together.
-        listener: Receives `OutputCommitted`.
     """
     executor = Executor(planned.plan, planned.inputs, target, planned.settings, ignore)
     try:
@@ -201,14 +195,7 @@ class Slice(WriteStrategy[Manifest | MissingSlices]):
     """
 
     def __init__(self, out: PathLike, share: Share, listener: Listener, *, overwrite: bool) -> None:
-        """Connects to the place.
-
-        Args:
-            out: The output.
-            share: Which slice.
-            listener: Receives progress events.
-            overwrite: Whether the commit replaces an output that holds something.
-        """
+        """Connects to the place."""
         self._out = out
         self._place = SharedPlace(out, "--slice")
         self._share = replace(share, in_parts=self._place.takes_parts)
@@ -337,14 +324,7 @@ class NodeStation:
 
     @contextmanager
     def opened(self, cores: int) -> Iterator[RunShare]:
-        """Makes the plan on this node.
-
-        Args:
-            cores: The most threads, unless the user has set another number.
-
-        Yields:
-            A function that runs shares.
-        """
+        """Makes the plan on this node."""
         with self.job.plan_output() as planned:
             if planned.fingerprint() != self.fingerprint:
                 raise RefusedError(
@@ -384,15 +364,7 @@ class RayCluster(WriteStrategy[Manifest]):
         *,
         overwrite: bool,
     ) -> None:
-        """Connects to the place.
-
-        Args:
-            job: What the plan is made from; it is sent to all nodes.
-            out: The output.
-            resources: Limits of each node.
-            listener: Receives progress events.
-            overwrite: Whether the commit replaces an output that holds something.
-        """
+        """Connects to the place."""
         self._job = job
         self._place = SharedPlace(out, _RAY_OPTION)
         self._resources = resources

@@ -211,18 +211,7 @@ def run_inspection(
     choice: str | None = None,
     shards: bool = False,
 ) -> Inspection:
-    """Describes the checkpoint at or under a path; reads headers, never tensor data.
-
-    Args:
-        path: Any path in or above a checkpoint.
-        select: Which of several checkpoints or models to take.
-        also: Further directories, which hold files of the same checkpoint.
-        model_config: A folder with the configuration of the model in flat parameters.
-        base: A model folder with the configuration, if the checkpoint has none.
-        choice: The map of names. None is that of a conversion without the option, whose refusal is
-            reported; one that is named is refused as a conversion refuses it.
-        shards: Whether to describe which ranks and files each tensor is in.
-    """
+    """Describes the checkpoint at or under a path; reads headers, never tensor data."""
     with ExitStack() as stack:
         checkpoint = stack.enter_context(
             open_checkpoint(path, select=select, also=also, model_config=model_config)

@@ -80,18 +80,7 @@ def convert_adapter(
     config: Mapping[str, Any] | None,
     extent: Extent,
 ) -> ConvertedAdapter:
-    """Gives an adapter the names of PEFT.
-
-    Args:
-        checkpoint: The checkpoint.
-        entries: The tensors of the state dict with the adapter.
-        foreign: What `find_foreign` found there.
-        config: The configuration of the model, or None.
-        extent: Whether modules have the adapter in all layers.
-
-    Raises:
-        RefusedError: If it has tensors for which PEFT has no name, or the model has no map.
-    """
+    """Gives an adapter the names of PEFT."""
     where = checkpoint.path
     _refuse_unknown(foreign, where)
     own = {name: replace(entry, name=name) for entry in entries if (name := name_plainly(entry))}

@@ -80,11 +80,7 @@ class MappedModel:
         return tuple(notes)
 
     def refuse_different(self, entries: Mapping[Fqn, TensorEntry], origin: Origin) -> None:
-        """Refuses names that stand for one tensor of the source and have other bytes.
-
-        Raises:
-            FormatError: If they differ.
-        """
+        """Refuses names that stand for one tensor of the source and have other bytes."""
         reader = TensorReader(origin)
         for second, first in self.names.same.items():
             one, other = entries[first], entries[second]
@@ -97,11 +93,7 @@ class MappedModel:
                 )
 
     def convert(self, products: Sequence[Product]) -> NamedProducts:
-        """Returns the tensors to be written.
-
-        Args:
-            products: The tensors of the source.
-        """
+        """Returns the tensors to be written."""
         names = HubNames("", {n: s for n, (_, s) in self.live.items()}, self.names.tensors)
         maker = ProductMaker(names, NamingRequest({}, None), {p.spec.name: p for p in products})
         made = [self._add(product) for product in maker.products()]
@@ -115,9 +107,6 @@ class MappedModel:
         """Yields the tensors of the target, made of those of the source; keys are their names.
 
         One that is a tensor of the source element for element keeps its key.
-
-        Args:
-            entries: The tensors of the source, by name.
         """
         live = {name: shape for name, (_, shape) in self.live.items()}
         uses = Counter(
@@ -170,17 +159,6 @@ def convert_checkpoint(
 
     Its index has the tensors of the target, each made of those of the source when it is read, and
     those of the source as tensors that belong to no model.
-
-    Args:
-        checkpoint: The checkpoint; one that no map is for is returned as it is.
-        request: The map and the prefixes of names. Tensors that no rule takes, and further names of
-            one tensor, may be excluded.
-        config: The configuration of the model, or None.
-
-    Raises:
-        InputError: If names of one tensor have other bytes, or cannot be read.
-        CannotPlanError: If the map does not fit the tensors.
-        RefusedError: If there is no map for the model.
     """
     index, where, choice = checkpoint.index, checkpoint.path, request.map
     whole = replace(request, select=checkpoint.select)
@@ -237,20 +215,7 @@ def map_names(
     tensors: Specs,
     exclude: tuple[str, ...] = (),
 ) -> MappedModel:
-    """Converts the names of a model.
-
-    Args:
-        choice: `auto` for the map of the framework and the model, else the name of one or a file.
-        framework: The framework whose names they are, for `auto`.
-        config: The configuration of the model, or None.
-        checkpoint: The checkpoint, for what it says of the model itself.
-        tensors: Element types and shapes by the names of the source.
-        exclude: Patterns of names that may be left out: of tensors that no rule takes, and of all
-            names of one tensor but one.
-
-    Raises:
-        RefusedError: If the configuration, or the map, is for another model than the checkpoint.
-    """
+    """Converts the names of a model."""
     where, name_map = checkpoint.path, choose_map(choice, framework, config, checkpoint)
     wrapper = name_map.find_wrapper(tensors)
     tensors = {Fqn(name.removeprefix(wrapper)): spec for name, spec in tensors.items()}
@@ -306,13 +271,6 @@ def name_for_framework(
     where: str,
 ) -> tuple[NamedProducts, Mapping[Fqn, StackedPart]]:
     """Gives tensors with the names of Transformers those of a framework.
-
-    Args:
-        framework: The framework.
-        choice: `auto` for its map of the model, else the name of one or a file.
-        config: The configuration of the model, or None.
-        products: The tensors to be written, by the names of Transformers.
-        where: The checkpoint, for messages.
 
     Returns:
         The tensors, stacked ones in parts, and where these parts are.

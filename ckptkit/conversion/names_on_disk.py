@@ -90,12 +90,7 @@ class Converted:
 
 
 def reserve_for_conversions(resources: Resources, size_bytes: int) -> Resources:
-    """Returns the limits of everything else while the largest group is converted.
-
-    Args:
-        resources: The user's limits.
-        size_bytes: The memory that the group takes.
-    """
+    """Returns the limits of everything else while the largest group is converted."""
     limit = resources.memory_limit_bytes
     if limit is None or not size_bytes:
         return resources
@@ -138,13 +133,7 @@ class Converter(Closing):
         self._home.cleanup()
 
     def take(self, group: Conversion, spec: TensorSpec, reading: Reading) -> NDArray[Any]:
-        """Returns the elements of one output, in a file that is unlinked.
-
-        Args:
-            group: The conversion that makes it.
-            spec: The tensor.
-            reading: Reads the inputs.
-        """
+        """Returns the elements of one output, in a file that is unlinked."""
         with self._lock:
             if spec not in self._finished:
                 self._finished |= self._convert(group, reading)
@@ -284,18 +273,7 @@ def name_on_disk(
     base: str | None,
     program: NamingProgram | None = None,
 ) -> NamedProducts:
-    """Gives tensors the names, and the forms, that `save_pretrained` would give them.
-
-    Args:
-        products: The tensors to be written, by live name.
-        dropped: Live names that are tied to others and not written.
-        tensors: Element types and shapes of all tensors of the model, by live name: also of
-            those that the user left out, on which the others may depend.
-        config: The model's parsed `config.json`, or None.
-        choice: `auto` keeps names for which there is no answer, `hub` refuses them.
-        base: A folder of the model that training began from, or None.
-        program: The process that asks transformers, if other questions need it too.
-    """
+    """Gives tensors the names, and the forms, that `save_pretrained` would give them."""
     left_out = find_left_out(products, dropped, tensors)
     disk = _find_names(
         config, tensors, choice=choice, base=base, program=program, left_out=left_out
@@ -348,15 +326,7 @@ def find_disk_names(
     choice: NameChoice = "auto",
     base: str | None = None,
 ) -> DiskNames:
-    """Finds the names of a model's tensors on disk, asking transformers where that is needed.
-
-    Args:
-        config: The model's parsed `config.json`, or None.
-        tensors: Element types and shapes by live name; None for those of the model as its class
-            makes it, without the names that it ties to others.
-        choice: `auto` keeps names for which there is no answer, `hub` refuses them.
-        base: A folder of the model that training began from, or None.
-    """
+    """Finds the names of a model's tensors on disk, asking transformers where that is needed."""
     disk = _find_names(config, tensors, choice=choice, base=base)
     for tensor in () if disk.names is None else disk.names.tensors.values():
         if tensor.computed is not None:

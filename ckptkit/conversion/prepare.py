@@ -232,11 +232,7 @@ class ConversionJob:
 
     @contextmanager
     def plan_output(self) -> Iterator[PlannedOutput]:
-        """Opens the source, proves that it is whole, and plans the output; writes nothing.
-
-        Yields:
-            The plan, with its sources open.
-        """
+        """Opens the source, proves that it is whole, and plans the output; writes nothing."""
         with ExitStack() as stack:
             planned: PlannedOutput | None = None
             job, notes = self, list[str]()
@@ -677,12 +673,7 @@ class _Planner:
                 raise _WrappedNames(prefix)
 
     def _rename(self, names: Mapping[str, str], *, leave: Collection[str] = ()) -> None:
-        """Gives tensors other names than `--strip-prefix` does; patterns fit the old ones, too.
-
-        Args:
-            names: The new names by those without the prefix.
-            leave: What is no part of the model, by names without the prefix.
-        """
+        """Gives tensors other names than `--strip-prefix` does; patterns fit the old ones, too."""
         index, where = self._checkpoint.index, self._checkpoint.path
         request = replace(self._request, select=self._checkpoint.select)
         tensors = dict(index.tensors)

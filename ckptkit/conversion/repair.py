@@ -38,12 +38,7 @@ _KIND = "repair"
 def run_repair(
     path: PathLike, copies: Sequence[PathLike] = (), *, listener: Listener | None = None
 ) -> Verification:
-    """Verifies the folder of a step or an output, and replaces all damaged files, or none.
-
-    Returns:
-        What is wrong now: nothing, if all was replaced; `mended` has those files. Else what is
-        wrong, and for each damaged file why it could not be replaced.
-    """
+    """Verifies the folder of a step or an output, and replaces all damaged files, or none."""
     place = place_of(path)
     if is_url(place):
         raise RefusedError(

@@ -290,9 +290,6 @@ def verify_existing_output(job: ConversionJob, listener: Listener) -> Manifest |
     """Verifies an output that exists: it has the same source and options, and no damage.
 
     The source's headers are read, and all of the output, which is compared with its digests.
-
-    Returns:
-        Its manifest, or None where there is no output of ckptkit.
     """
     manifest = read_output_manifest(job.destination)
     if manifest is None:

@@ -163,15 +163,7 @@ def estimate_plan(
     bytes_read: int,
     besides_bytes: int = 0,
 ) -> Estimate:
-    """Estimates the bytes and the memory that executing a plan needs.
-
-    Args:
-        plan: The plan.
-        settings: Workers and memory of the execution.
-        out: The output; None if nothing is written.
-        bytes_read: Tensor bytes that it reads.
-        besides_bytes: Memory in addition to that of the workers.
-    """
+    """Estimates the bytes and the memory that executing a plan needs."""
     bytes_free = None
     if out is not None and not is_url(out):
         with suppress(OSError):
@@ -191,14 +183,7 @@ def choose_settings(
     sources: Iterable[OpenedCheckpoint] = (),
     out: PathLike | None = None,
 ) -> ExecutionSettings:
-    """Chooses how many workers fit into the user's limits.
-
-    Args:
-        resources: The limits.
-        plan: The plan, if there is one yet.
-        sources: The checkpoints that it reads.
-        out: The output; None if nothing is written.
-    """
+    """Chooses how many workers fit into the user's limits."""
     sources = tuple(sources)
     is_far = any(distant(checkpoint.source) is not None for checkpoint in sources)
     needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
@@ -236,11 +221,7 @@ class WriteStrategy(ABC, Generic[R]):
 
     @abstractmethod
     def start(self, planned: PlannedOutput) -> R | None:
-        """Makes sure that there is room, and announces the plan.
-
-        Returns:
-            None, or the result where the output exists already.
-        """
+        """Makes sure that there is room, and announces the plan."""
 
     @abstractmethod
     def execute(self) -> None:
@@ -255,11 +236,7 @@ class WriteStrategy(ABC, Generic[R]):
 
     @abstractmethod
     def close(self, error: BaseException | None) -> None:
-        """Releases the place.
-
-        Args:
-            error: What ended the writing early, or None.
-        """
+        """Releases the place."""
 
     def __enter__(self) -> Self:
         return self
@@ -400,11 +377,7 @@ def refuse_resized_side_files(planned: PlannedOutput) -> None:
 
 
 def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
-    """Returns the manifest of an output whose files are completely written.
-
-    Raises:
-        ChecksumError: If a tensor is other than the manifest of the folder that it is from says.
-    """
+    """Returns the manifest of an output whose files are completely written."""
     unverified = {
         (name, key) for name, origin in planned.inputs.origins.items() for key in origin.unverified
     }
@@ -479,16 +452,7 @@ def check_destination(
     base: PathLike | None = None,
     like: PathLike | None = None,
 ) -> None:
-    """Refuses destinations that could not be written, before any work is done.
-
-    Args:
-        src: The source.
-        out: The output.
-        overwrite: Whether an output that holds something is replaced.
-        also: Further directories of the source.
-        base: The base model that is read too, or None.
-        like: The model whose file names are kept, or None; the output may replace it.
-    """
+    """Refuses destinations that could not be written, before any work is done."""
     check_path(src, "SRC")
     check_path(out, "OUT")
     read = [(path, "source") for path in (src, *also)]

@@ -90,12 +90,7 @@ def read_entries_if_any(folder: PathLike) -> list[TensorEntry]:
 
 
 def read_entries(folder: PathLike, *, option: str) -> list[TensorEntry]:
-    """Returns the tensors of a model by the headers of its files.
-
-    Args:
-        folder: A model folder, or any checkpoint.
-        option: The option that names it, for messages.
-    """
+    """Returns the tensors of a model by the headers of its files."""
     with ExitStack() as stack:
         folder, _ = _find_folder(folder, option)
         source = open_folder(stack, folder, option)
@@ -168,9 +163,6 @@ def read_pretrained_index(source: Source) -> TensorIndex | None:
     """Reads the headers of the weights that `from_pretrained` would load from a folder.
 
     Of a folder that has one variant of the weights and no others, these are read.
-
-    Returns:
-        The index, or None where the folder holds no such weights.
     """
     names = list(source.walk(0))
     candidates = recognise(names)
@@ -186,11 +178,6 @@ def check_reach(
     checkpoint: OpenedCheckpoint, entries: Sequence[TensorEntry], models: Mapping[str, str | None]
 ) -> tuple[str, ...]:
     """Compares shapes that are known only from shards with those of another model.
-
-    Args:
-        checkpoint: The source.
-        entries: Its tensors that are to be written.
-        models: Folders of models of the same architecture, by the option that names them.
 
     Returns:
         Notes for the user where there is no model to compare with.
@@ -290,11 +277,7 @@ class Filling:
     taken: Sequence[TensorEntry] = ()
 
     def lacking(self, written: AbstractSet[Fqn]) -> list[TensorEntry]:
-        """Returns the tensors that an output lacks.
-
-        Args:
-            written: The names that it has, or that others stand for.
-        """
+        """Returns the tensors that an output lacks."""
         entries = list(self.opened.index.of_part("model"))
         where, known = f"{self.option} {self.opened.path}", {entry.name for entry in entries}
         if known.isdisjoint(written):
@@ -334,13 +317,7 @@ class Filling:
 
 
 def open_filling(stack: ExitStack, path: PathLike, option: str) -> Filling:
-    """Opens the model whose tensors complete an output.
-
-    Args:
-        stack: Closes it.
-        path: A model folder, a URL, or the id of a model on the Hub.
-        option: The option that names it, for messages.
-    """
+    """Opens the model whose tensors complete an output."""
     place = find_model(path, option).place
     folder = open_folder(stack, place, option)
     index = read_pretrained_index(folder)
@@ -364,11 +341,6 @@ def plan_optimizer_files(
     checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
 ) -> tuple[list[OutputFile], int, list[str]]:
     """Plans the files of the optimizer; none where they were not asked for.
-
-    Args:
-        checkpoint: The source.
-        request: The options.
-        model: The tensors of the model that is written.
 
     Returns:
         The files, the bytes of the source that they are made from, and notes for the user.

@@ -62,14 +62,6 @@ def find_model(path: PathLike, option: str) -> NamedModel:
 
     A folder with the name goes first. If the Hub is not reached, the cache of `huggingface_hub` is
     searched.
-
-    Args:
-        path: A folder, a URL, an id such as `org/name@revision`, or the URL of its page.
-        option: The option, for messages.
-
-    Raises:
-        NotACheckpointError: If neither a folder nor a model on the Hub has this name.
-        HubError: If the Hub refuses, or is not reached.
     """
     place = place_of(path)
     named = _ID.fullmatch(place) is not None

@@ -151,19 +151,7 @@ def open_checkpoint(
     limit_bytes: int | None = None,
     model_config: PathLike | None = None,
 ) -> Iterator[OpenedCheckpoint]:
-    """Opens the checkpoint at, or under, a path.
-
-    Args:
-        path: Any path in or above a checkpoint.
-        select: Which of several checkpoints or models to take.
-        also: Further directories, which hold files of the same checkpoint in the same places.
-        limit_bytes: Memory that the process may use, or None.
-        model_config: A folder with the configuration of the model whose parameters are in flat
-            parameters of FSDP1, or None.
-
-    Yields:
-        The checkpoint, its files open.
-    """
+    """Opens the checkpoint at, or under, a path."""
     check_path(path, "SRC")
     location = place_of(path)
 
@@ -208,12 +196,7 @@ _TRIES = 5  # a job may remove steps of its run while they are searched
 
 
 def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
-    """Replaces flat parameters of FSDP1, if there are any, by those of the model.
-
-    Args:
-        index: The index of a checkpoint.
-        folder: A folder with the `config.json` of the model.
-    """
+    """Replaces flat parameters of FSDP1, if there are any, by those of the model."""
     flat = find_flat_parameters(index)
     if not flat:
         return index
@@ -234,12 +217,7 @@ def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
 
 
 def read_config_in(folder: PathLike, option: str) -> dict[str, Any]:
-    """Returns the `config.json` of a folder.
-
-    Args:
-        folder: The folder.
-        option: The option that names it, for messages.
-    """
+    """Returns the `config.json` of a folder."""
     with ExitStack() as stack:
         source = open_folder(stack, find_model(folder, option).place, option)
         where = posixpath.join(source.location, CONFIG)
@@ -538,12 +516,6 @@ def _choose_average(
 
     Weights that have no average, such as frozen ones, are taken as training has them.
 
-    Args:
-        index: The index of a checkpoint.
-        select: The user's selection of a state dict: its name, the first parts of it, or a dot for
-            the one at the root.
-        location: The checkpoint, for messages.
-
     Returns:
         The index, the name of the state dict that was selected, and notes.
     """
@@ -619,13 +591,7 @@ def check_path(text: PathLike, what: str) -> None:
 
 
 def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
-    """Opens a directory, or a prefix that holds something.
-
-    Args:
-        stack: Closes it.
-        place: The place as the user named it.
-        option: The option, for messages.
-    """
+    """Opens a directory, or a prefix that holds something."""
     check_path(place, option)
     if not is_url(place):
         if not local_path(place).is_dir():
@@ -670,9 +636,6 @@ def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Ite
     """Opens the further directories of a checkpoint, each place once.
 
     Places are compared by what they name: a URL may be written with another endpoint or protocol.
-
-    Yields:
-        Folders that are neither the first one nor yielded before.
     """
     for place in also:
         check_path(place, "--also")

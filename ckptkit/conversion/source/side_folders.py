@@ -465,13 +465,7 @@ class SideFolders:
     def outputs(
         self, files: Sequence[SideFile], changed: Mapping[str, bytes], *, allow_code: bool
     ) -> list[OutputFile]:
-        """Plans the files as they are to be written.
-
-        Args:
-            files: The result of `choose`.
-            changed: The contents of those that differ, and of those that are new, by name.
-            allow_code: Whether to keep `auto_map`, which names python files.
-        """
+        """Plans the files as they are to be written."""
         from ckptkit.plan.plan import Literal, RawCopy, lay_out_file  # late: inspect plans nothing
 
         outputs, changed = [], {**self._replaced, **changed}
@@ -522,14 +516,7 @@ class SideFolders:
         *,
         keep_generation: bool,
     ) -> Truth:
-        """Makes the folder say the truth about itself, if its consumer has us write what it says.
-
-        Args:
-            texts: The folder as it is chosen; see `texts`.
-            config: The configuration as it is written.
-            names: Of the tensors that are written.
-            keep_generation: Whether `generation_config.json` is left as it is.
-        """
+        """Makes the folder say the truth about itself, if its consumer has us write what it says."""
         if config is not None and self.consumer is DIFFUSERS:
             return tell_class(config)
         if config is None or not self.consumer.owns_config:
@@ -812,14 +799,7 @@ def _is_step(folder: str) -> bool:
 
 
 def _above(folder: str, root: str, is_whole: Callable[[], bool]) -> Iterator[str]:
-    """Yields the folders above that of a unit up to its step, and the run above a step.
-
-    Args:
-        folder: The folder of the unit, or of the step.
-        root: The source, as the user named it.
-        is_whole: Returns whether the folder is a model by itself, for which nothing outside of the
-            source is searched.
-    """
+    """Yields the folders above that of a unit up to its step, and the run above a step."""
     path = make_absolute(folder)
     step = find_step(path)
     while True:

@@ -30,11 +30,7 @@ class StoredDigest:
     location: str
 
     def compare(self, found: str) -> None:
-        """Compares the digest of what was read.
-
-        Raises:
-            ChecksumError: If it is another.
-        """
+        """Compares the digest of what was read."""
         if found != self.record.digest:
             raise ChecksumError(
                 f"has digest {found} against {self.record.digest} in {MANIFEST_NAME}",
@@ -47,12 +43,7 @@ class StoredDigest:
 def read_stored_digests(
     checkpoint: OpenedCheckpoint, *, without_crc32: bool = False
 ) -> dict[str, StoredDigest]:
-    """Returns the digests of tensors by their names on disk; none where ckptkit wrote none.
-
-    Args:
-        checkpoint: The folder.
-        without_crc32: Leaves out tensors whose CRC-32 is compared while they are read.
-    """
+    """Returns the digests of tensors by their names on disk; none where ckptkit wrote none."""
     manifest = read_model_manifest(checkpoint)
     if manifest is None:
         return {}

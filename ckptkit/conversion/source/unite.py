@@ -77,10 +77,6 @@ def unite(
 ) -> tuple[dict[str, bytes], list[str], dict[str, Problem]]:
     """Merges steps that exist only as copies on the disks of nodes.
 
-    Args:
-        source: The directories.
-        steps: Folders of steps, relative to them.
-
     Returns:
         Files of the whole steps (manifests, and the index of every unit), folders that the whole
         steps do not have, and why a step cannot be merged, by its folder.
@@ -206,19 +202,7 @@ def compare_leftovers(
     found: ResolvedSource,
     select: str | None,
 ) -> ResolvedSource:
-    """Compares the model of a step with the shards beside it.
-
-    Args:
-        source: The folder of both.
-        location: The path as the user typed it.
-        candidates: All checkpoints that were recognised there.
-        read: Parses a candidate.
-        found: The checkpoint that was chosen.
-        select: The user's selection, or None.
-
-    Returns:
-        The checkpoint, with a note of the shards that are ignored.
-    """
+    """Compares the model of a step with the shards beside it."""
     notes = list(found.notes)
     for unit in found.units:
         is_named = select is not None and f"/{select}".endswith(f"/{unit.label}")

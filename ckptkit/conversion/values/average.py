@@ -82,15 +82,7 @@ class AverageJob(ConversionJob):
         last: int | None = None,
         take_last: Sequence[str] = (),
     ) -> AverageJob:
-        """Makes the job of an average.
-
-        Args:
-            job: The options, as for one source.
-            sources: The sources, the oldest first, or a run.
-            weighting: How much each counts.
-            last: How many of the newest steps of the run are averaged; None for `sources` as given.
-            take_last: Patterns of tensors that are taken from the last source as they are.
-        """
+        """Makes the job of an average."""
         if last is not None:
             if len(sources) != 1:
                 raise UsageError(
@@ -116,11 +108,7 @@ class AverageJob(ConversionJob):
 
     @contextmanager
     def plan_output(self) -> Iterator[PlannedOutput]:
-        """Opens all sources, proves that they are alike, and plans the output; writes nothing.
-
-        Yields:
-            The plan, with its sources open.
-        """
+        """Opens all sources, proves that they are alike, and plans the output; writes nothing."""
         request, is_cast = self.request, self.request.dtype != "keep"
         values = {entry.name: getattr(self, entry.name) for entry in fields(ConversionJob)}
         job = ConversionJob(**values)
@@ -138,10 +126,6 @@ def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
     """Returns the newest complete steps of a run, the oldest of them first.
 
     Steps that training went back from do not count.
-
-    Args:
-        run: The directory of the run, or its URL.
-        count: How many.
     """
     listing = list_run(run)
     complete = [step for step in listing.steps if step.complete]

@@ -117,11 +117,6 @@ class Weighting:
         divides by their number; `weights` adds the products with the weights, rounded to the type;
         `ema` starts with the first and, for each further `x`, becomes
         `decay * total + (1 - decay) * x`.
-
-        Args:
-            values: Elements of each source, of any float type.
-            total: As many, of float32, or of float64.
-            term: Scratch memory of the same size and type.
         """
         kind = total.dtype.type
         widen(values[0], total)

@@ -190,19 +190,7 @@ def run_stats(
     base: PathLike | None = None,
     listener: Listener | None = None,
 ) -> Statistics:
-    """Reads the tensors of a checkpoint once, and measures them.
-
-    Args:
-        path: Any path in or above a checkpoint.
-        request: Which tensors, by the fields `select`, `include`, `exclude`, `map` and `optimizer`.
-        also: Further directories that hold files of the same checkpoint.
-        base: A model folder with the configuration, if the checkpoint has none.
-        listener: Receives progress events, from several threads.
-
-    Returns:
-        The numbers of each tensor. They depend on neither the threads nor the format: a tensor is
-        measured in its leaves of 8 MiB, in float64.
-    """
+    """Reads the tensors of a checkpoint once, and measures them."""
     with ExitStack() as stack:
         checkpoint = open_with_names(
             stack, path, select=request.select, also=also, choice=request.map, base=base
@@ -270,12 +258,7 @@ class _Measuring:
     """Reads tensors leaf by leaf, and keeps the measures of each leaf."""
 
     def __init__(self, named: dict[str, TensorEntry], packed: Collection[Key]) -> None:
-        """Stores the arguments.
-
-        Args:
-            named: The tensors, by their names in the result.
-            packed: Those that are measured as bytes: as floats, codes of 4 bits may be NaN.
-        """
+        """Stores the arguments."""
         self._named = named
         self._packed = packed
         self._lock = threading.Lock()
