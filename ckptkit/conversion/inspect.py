@@ -49,7 +49,7 @@ from ckptkit.storage.locations import relative_path
 from ckptkit.storage.places import PathLike
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.map_report import MapReport
+    from ckptkit.conversion.mapped_names import MapReport
     from ckptkit.plan.shard_map import ShardMap
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
@@ -252,7 +252,7 @@ def _add_map(
     report = replace(report, framework=framework)
     if choice == "none" or not (framework or choice not in {None, "auto"}):
         return report
-    from ckptkit.conversion.map_report import report_map  # few checkpoints need it
+    from ckptkit.conversion.mapped_names import report_map  # few checkpoints need it
 
     try:
         found = report_map(choice or "auto", framework, config, checkpoint, tensors)

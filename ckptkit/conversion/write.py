@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 import xxhash
 
 from ckptkit.conversion.compare_names import Comparison
-from ckptkit.conversion.source.open import OpenedCheckpoint, check_path, describe_sources
-from ckptkit.conversion.source.stored_digests import StoredDigest, read_stored_digests
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    StoredDigest,
+    check_path,
+    describe_sources,
+    read_stored_digests,
+)
 from ckptkit.core.checksums import DIGEST_SCHEME
 from ckptkit.core.errors import (
     ChecksumError,

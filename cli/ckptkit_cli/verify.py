@@ -43,7 +43,7 @@ from ckptkit_cli.views.progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
-    from ckptkit.conversion.values.stats import Statistics, TensorStatistics
+    from ckptkit.conversion.stats import Statistics, TensorStatistics
     from ckptkit.conversion.verify import Verification
 
 
@@ -359,7 +359,7 @@ def stats(output: Output, src: str, **values: Any) -> None:
     Norm, minimum, maximum and mean are those of the finite elements. Every tensor is read once, and
     checked against its stored checksums.
     """
-    from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.conversion.stats import run_stats
 
     with Progress(output, "stats") as progress:
         sources = Sources(src, values["src_option"])

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import ckptkit
+from ckptkit.conversion.average import AverageJob, Weighting
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.values.average import AverageJob
-from ckptkit.conversion.values.averaged_tensors import Weighting
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     ArgumentError,

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit.conversion.repair import NOT_MENDED, run_repair
+from ckptkit.conversion.verify import NOT_MENDED, run_repair
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, RefusedError, UsageError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
@@ -328,7 +328,7 @@ def test_a_file_system_without_hard_links_is_mended_too(
 ) -> None:
     step, copy = tiers
     flip(step / SHARD)
-    monkeypatch.setattr("ckptkit.conversion.repair.LOCAL_DISK", replace(Disk(), hard_links=False))
+    monkeypatch.setattr("ckptkit.conversion.verify.LOCAL_DISK", replace(Disk(), hard_links=False))
     assert run_repair(step, [copy]).ok
     assert contents(step) == contents(copy)
 
@@ -366,16 +366,16 @@ def test_a_file_that_changes_meanwhile_is_not_replaced(
 ) -> None:
     step, copy = tiers
     flip(step / SHARD)
-    from ckptkit.conversion import repair
+    from ckptkit.conversion import verify
 
-    make = repair._stage
+    make = verify._stage
 
     def change(*arguments: Any) -> Any:
         made = make(*arguments)
         flip(step / SHARD, 1001)
         return made
 
-    monkeypatch.setattr(repair, "_stage", change)
+    monkeypatch.setattr(verify, "_stage", change)
     with pytest.raises(CkptkitError, match="changed while it was mended"):
         ckptkit.verify(step, repair=True, copies=[copy])
     assert not is_sound(step)

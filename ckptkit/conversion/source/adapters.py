@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import ADAPTER_CONFIG
-from ckptkit.conversion.source.named_models import find_local, names_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     check_path,
+    find_local,
     is_folder,
     make_absolute,
+    names_model,
     read_config_in,
 )
 from ckptkit.conversion.source.side_folders import SideFolders

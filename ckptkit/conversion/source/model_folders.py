@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.consumers.table import CONSUMERS
-from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
+    find_model,
     open_checkpoint,
     open_folder,
     read_config_in,

@@ -57,10 +57,10 @@ from ckptkit.consumers.tokenizer_files import (
     list_forms_of_5,
     read_old_files,
 )
-from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     check_path,
+    find_model,
     make_absolute,
     open_folder,
     open_root,
@@ -516,7 +516,7 @@ class SideFolders:
         *,
         keep_generation: bool,
     ) -> Truth:
-        """Makes the folder say the truth about itself, if its consumer has us write what it says."""
+        """Makes the folder say the truth about itself, where its consumer has us write that."""
         if config is not None and self.consumer is DIFFUSERS:
             return tell_class(config)
         if config is None or not self.consumer.owns_config:
