@@ -11,9 +11,9 @@ import hashlib
 import math
 import posixpath
 import shlex
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -42,11 +42,12 @@ from ckptkit.engine.values import BLOCK_ELEMENTS, wide_dtype, widen
 from ckptkit.options import matches
 from ckptkit.plan.load_report import AVERAGE
 from ckptkit.plan.plan import (
+    FILLING,
+    SOURCE,
     Compute,
     Copy,
     Demand,
     Kernel,
-    Opened,
     OutputFile,
     Preparable,
     Product,
@@ -227,82 +228,6 @@ class AverageKernel(ElementKernel):
             caster.cast_all(total, target[part], where=where, block_start=block.start + start)
 
 
-@dataclass(frozen=True, slots=True)
-class _OfSource:
-    """A kernel of one source's plan whose origins have the names of the joined plan.
-
-    Attributes:
-        kernel: The kernel.
-        source: The number of the source.
-    """
-
-    kernel: Kernel
-    source: int
-
-    def grain_elements(self, out: TensorSpec) -> int:
-        return self.kernel.grain_elements(out)
-
-    def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        return tuple(_of_source(d, self.source) for d in self.kernel.demands(out, block))
-
-    def run(self, out: TensorSpec, block: Span, inputs: Sequence[Array], target: Array) -> None:
-        self.kernel.run(out, block, inputs, target)
-
-
-@dataclass(frozen=True, slots=True)
-class _PreparableOfSource:
-    """The same of a kernel that is prepared first."""
-
-    kernel: Preparable
-    source: int
-
-    def prepare(self, out: TensorSpec, reading: Reading) -> Kernel:
-        return _OfSource(
-            self.kernel.prepare(out, _ReadingOfSource(reading, self.source)), self.source
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadingOfSource:
-    """Reads parts of one source's tensors, by their origins in its own plan."""
-
-    reading: Reading
-    source: int
-
-    def read(self, demand: Demand) -> Array:
-        return self.reading.read(_of_source(demand, self.source))
-
-    def read_shared(self, demand: Demand) -> Array:
-        return self.reading.read_shared(_of_source(demand, self.source))
-
-    def open_once(
-        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
-    ) -> Opened:
-        return self.reading.open_once((self.source, key), opened)
-
-
-def name_origin(source: int, origin: str) -> str:
-    return f"{origin}-{source}"
-
-
-def _of_source(demand: Demand, source: int) -> Demand:
-    return replace(demand, origin=name_origin(source, demand.origin))
-
-
-def join_product(product: Product, source: int) -> Product:
-    """Returns a tensor of one source's plan as the joined plan makes it."""
-    body = product.body
-    if isinstance(body, Copy):
-        return replace(product, body=Copy(name_origin(source, body.origin), body.key))
-    reads = tuple((name_origin(source, origin), key) for origin, key in body.reads)
-    kernel: Kernel | Preparable
-    if isinstance(body.kernel, Preparable):
-        kernel = _PreparableOfSource(body.kernel, source)
-    else:
-        kernel = _OfSource(body.kernel, source)
-    return replace(product, body=replace(body, kernel=kernel, reads=reads))
-
-
 def _operand_of(product: Product, reading: Reading | None = None) -> Operand:
     body, spec = product.body, product.spec
     if isinstance(body, Copy):
@@ -405,10 +330,11 @@ class AverageJob(ConversionJob):
         job = ConversionJob(**values)
         unrounded = replace(job, request=replace(request, dtype="keep"), from_masters=is_cast)
         with ExitStack() as stack:
-            plans = [
-                stack.enter_context(replace(unrounded, src=source).plan_output())
-                for source in self.sources
-            ]
+            plans = []
+            for number, source in enumerate(self.sources):
+                origins = f"{SOURCE}-{number}", f"{FILLING}-{number}"
+                own = replace(unrounded, src=source, origins=origins)
+                plans.append(stack.enter_context(own.plan_output()))
             layout = stack.enter_context(job.plan_output()) if is_cast else plans[-1]
             yield _Joint(self, plans, layout).plan()
 
@@ -467,11 +393,11 @@ class _Joint:
         self._paths = [plan.checkpoint.path for plan in plans]
         self._tensors = [
             {
-                spec.name: join_product(Product(spec, segment.body), number)
+                spec.name: Product(spec, segment.body)
                 for _, segment, spec in plan.plan.specs()
                 if isinstance(segment.body, (Copy, Compute))
             }
-            for number, plan in enumerate(plans)
+            for plan in plans
         ]
 
     def plan(self) -> PlannedOutput:
@@ -502,12 +428,8 @@ class _Joint:
         )
 
     def _inputs(self) -> Inputs:
-        """Returns all origins under the names of the joined plan, with checksums of their own."""
-        named = [
-            (name_origin(number, name), origin)
-            for number, plan in enumerate(self._plans)
-            for name, origin in plan.inputs.origins.items()
-        ]
+        """Returns the origins of all plans, with checksums of their own."""
+        named = [pair for plan in self._plans for pair in plan.inputs.origins.items()]
         origins = {name: Origin(name, origin.source, origin.index) for name, origin in named}
         return Inputs(origins, self._layout.inputs.folders)
 

@@ -149,6 +149,7 @@ class ConversionJob:
         advice: The options that messages propose where the output would not load.
         from_masters: Whether tensors are the master copies that an optimizer works on, where there
             are some; `--dtype keep` otherwise takes what the model has.
+        origins: What the plan calls the source, and the model that fills what it lacks.
     """
 
     src: PathLike
@@ -165,6 +166,7 @@ class ConversionJob:
     share: Share | None = None
     advice: Advice = CONSOLIDATE
     from_masters: bool = False
+    origins: tuple[str, str] = (SOURCE, FILLING)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], layout: Layout) -> Self:
@@ -419,7 +421,8 @@ class _Planner:
         known = self._find_kept(config)
         while True:
             policy = DTypePolicy(choice, request.keep_dtype, kept=known or KeptDtypes())
-            live = make_products(entries, policy, ties.dropped, CastKernel)
+            of_source = self._job.origins[0]
+            live = make_products(entries, policy, ties.dropped, CastKernel, origin=of_source)
             names = self._name_on_disk(live, config, ties)
             if known is None or names.hub is None or known == adapt_kept(known, names.hub):
                 break
@@ -462,11 +465,13 @@ class _Planner:
         resources = reserve_for_conversions(self._job.resources, names.conversion_bytes)
         settings = choose_settings(resources, plan, sources=sources, out=out)
         settings = replace(settings, check=self._request.check)
-        origins = {SOURCE: Origin(SOURCE, checkpoint.source, checkpoint.index)}
+        of_source, of_filling = self._job.origins
+        origins = {of_source: Origin(of_source, checkpoint.source, checkpoint.index)}
         facts = dict(self._facts)
         facts |= {} if self._dtypes is None else {"base": self._folders.base}
         if filling is not None and filling.taken:
-            origins[FILLING] = Origin(FILLING, filling.opened.source, filling.opened.index)
+            opened = filling.opened
+            origins[of_filling] = Origin(of_filling, opened.source, opened.index)
             names_filled = [str(entry.name) for entry in filling.taken]
             facts["filled"] = {"path": filling.opened.path, "tensors": names_filled}
         return PlannedOutput(
@@ -820,7 +825,7 @@ class _Planner:
             Aside(self._filling.describe()),
             *describe_kept(self._policy, entries),
         ]
-        added = make_products(entries, self._policy, {}, CastKernel, origin=FILLING)
+        added = make_products(entries, self._policy, {}, CastKernel, origin=self._job.origins[1])
         return [*products, *added]
 
     def _lay_out(
