@@ -8,12 +8,9 @@ in a process of its own.
 from __future__ import annotations
 
 import json
-import logging
-import subprocess
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, start_program
+from ckptkit.conversion.naming_program import NamingProgram, ask_transformers
 from ckptkit.conversion.source.model_folders import read_names
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
@@ -39,7 +36,6 @@ from ckptkit.options import NameChoice, Resources
 from ckptkit.plan.plan import Compute, Copy, Preparable, Product, Reading, TensorSpec
 from ckptkit.plan.ties import find_tie_candidates, find_tie_conflicts
 
-logger = logging.getLogger(__name__)
 _BLOCK = 1 << 20  # elements that are gathered at once
 _LIVE = "pass --names live to write the names that training holds"
 
@@ -112,24 +108,17 @@ class Converter(Closing):
     """
 
     def __init__(self, model: NamingRequest) -> None:
-        self._model = model
+        self._program = NamingProgram("convert")
+        self._first = model.to_json() + b"\n"  # which the process reads before its first group
         self._lock = threading.Lock()
         self._finished: dict[TensorSpec, Path] = {}
-        self._process: subprocess.Popen[bytes] | None = None
         self._count = 0
         self._home = tempfile.TemporaryDirectory(prefix="ckptkit-")
         self._folder = Path(self._home.name)
 
     def close(self) -> None:
         """Ends the process and removes the files."""
-        process = self._process
-        if process is not None:
-            process.kill()
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):  # it ended before it read what was sent
-                    process.stdin.close()
-            with process:
-                process.wait()
+        self._program.close()
         self._home.cleanup()
 
     def take(self, group: Conversion, spec: TensorSpec, reading: Reading) -> NDArray[Any]:
@@ -198,41 +187,15 @@ class Converter(Closing):
             ],
             "outputs": [[spec.name, str(path)] for spec, path in outputs.items()],
         }
-        is_new = self._process is None
-        process = self._process or self._start()
+        question, self._first = self._first + json.dumps(request).encode(), b""
+        failing = f"transformers could not convert a group of {group.size_bytes:,} bytes"
+        answer = self._program.ask(question)
         try:
-            if is_new:
-                _send(process, self._model.to_json())
-            _send(process, json.dumps(request).encode())
-            answer: dict[str, Any] = json.loads(
-                process.stdout.readline() if process.stdout else b""
+            return self._program.wait(
+                answer, _LIVE, threading.TIMEOUT_MAX, failing=failing, is_logged=False
             )
-        except (OSError, ValueError) as error:
-            status = process.wait()
-            log = self._log.read_text(errors="replace").strip()
-            logger.debug("the program that converts tensors said: %s", log)
-            last = log.splitlines()[-1] if log else f"it ended with status {status}"
-            raise RefusedError(
-                f"transformers could not convert a group of {group.size_bytes:,} bytes: {last}",
-                where=f"tensor {group.outputs[0].name!r}",
-                hint=_LIVE,
-            ) from error
-        return answer
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        with self._log.open("wb") as log:
-            self._process = start_program("convert", log)
-        return self._process
-
-    @property
-    def _log(self) -> Path:
-        return self._folder / "log"
-
-
-def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
-    if process.stdin is not None:
-        process.stdin.write(line + b"\n")
-        process.stdin.flush()
+        except RefusedError as error:
+            raise error.located(f"tensor {group.outputs[0].name!r}") from error
 
 
 _LISTED = 3

@@ -218,12 +218,18 @@ class NamingProgram(Closing):
         return answer
 
     def wait(
-        self, answer: Future[bytes], hint: str, seconds: float | None = None
+        self,
+        answer: Future[bytes],
+        hint: str,
+        seconds: float | None = None,
+        *,
+        failing: str = "transformers could not answer",
+        is_logged: bool = True,
     ) -> dict[str, Any]:
         """Waits for an answer."""
         seconds = _SECONDS if seconds is None else seconds
         try:
-            if not wait([answer], min(_SILENT_SECONDS, seconds)).done:
+            if is_logged and not wait([answer], min(_SILENT_SECONDS, seconds)).done:
                 logger.info("waiting for a process that imports transformers, to ask it")
             line = answer.result(seconds)
         except FutureTimeoutError as error:
@@ -239,7 +245,7 @@ class NamingProgram(Closing):
             self.close()
             logger.debug("the program that asks transformers said: %s", log)
             last = log.splitlines()[-1] if log else f"it ended with status {status}"
-            raise RefusedError(f"transformers could not answer: {last}", hint=hint)
+            raise RefusedError(f"{failing}: {last}", hint=hint)
         try:
             document = json.loads(line)
         except (ValueError, RecursionError):
