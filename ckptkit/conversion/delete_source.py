@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from ckptkit.conversion.resume import read_output_manifest, verify_existing_output
 from ckptkit.conversion.source.open import (
     SOURCE_IDENTITY,
     OpenedCheckpoint,
@@ -29,7 +28,7 @@ from ckptkit.conversion.source.open import (
     resolve_path,
 )
 from ckptkit.conversion.verify import run_verification
-from ckptkit.conversion.write import PlannedOutput
+from ckptkit.conversion.write import PlannedOutput, read_output_manifest, verify_existing_output
 from ckptkit.core.errors import (
     CkptkitError,
     FormatError,

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from ckptkit.conversion.resume import find_written_output
 from ckptkit.conversion.write import (
     PlannedOutput,
     WriteStrategy,
     build_manifest,
+    find_written_output,
     refuse_changed_sources,
     refuse_full_disk,
 )

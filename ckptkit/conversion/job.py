@@ -7,8 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.resume import Resumable, refuse_resuming, verify_existing_output
-from ckptkit.conversion.write import SingleProcess, WriteStrategy, write_output
+from ckptkit.conversion.write import (
+    Resumable,
+    SingleProcess,
+    WriteStrategy,
+    refuse_resuming,
+    verify_existing_output,
+    write_output,
+)
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.storage.places import is_url, local_path, open_target
