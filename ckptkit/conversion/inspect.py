@@ -30,7 +30,7 @@ from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.display import Displayed, Facts
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.geometry import distinct
-from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
+from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
@@ -307,6 +307,11 @@ def _report(
         and not _describes(path, base)
         and not consumer.has_companion(path.removeprefix(f"{base}/"))
     ]
+    shard_map = None
+    if shards:
+        from ckptkit.plan.shard_map import map_shards  # for reports alone
+
+        shard_map = map_shards(index, entries, frozenset(key for key, _ in problems))
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -333,7 +338,7 @@ def _report(
         saved_at=_text(saved.get("saved_at")),
         version=index.run.version,
         ignored=group_files(ignored, base=base, recognised=read),
-        shards=_map_shards(index, entries, [key for key, _ in problems]) if shards else None,
+        shards=shard_map,
         steps=tuple(checkpoint.steps),
         finals=dict(checkpoint.finals),
     )
@@ -347,14 +352,6 @@ def _add_up_ranks(entries: Sequence[TensorEntry]) -> Counter[int]:
         for rank in distinct(entry.chunks.rank).tolist():
             totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
     return totals
-
-
-def _map_shards(
-    index: TensorIndex, entries: Sequence[TensorEntry], unreadable: Sequence[str]
-) -> ShardMap:
-    from ckptkit.plan.shard_map import map_shards  # for reports alone
-
-    return map_shards(index, entries, frozenset(unreadable))
 
 
 def _line(entry: TensorEntry, role: Role) -> TensorLine:
