@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -633,7 +633,13 @@ class _Planner:
         base: list[str] | None = None
         if self._filling is not None and request.into_base:
             base = [str(e.name) for e in self._filling.opened.index.of_part("model")]
-        self._find_wrapper_of_text(config, names, base)
+
+        def is_text_model(prefix: str) -> bool:
+            inner = [name.removeprefix(prefix) for name in names]
+            is_placed = base is None or place_in_whole(inner, base) is not None
+            return is_placed and find_text_config(config, inner) is not None
+
+        self._unwrap(names, is_text_model)
         text = find_text_config(config, names)
         if base is not None:
             placed = place_in_whole(names, base)
@@ -667,14 +673,10 @@ class _Planner:
         request = self._job.request
         return not (request.strip_prefix or request.optimizer or request.layout in _TORCH_LAYOUTS)
 
-    def _find_wrapper_of_text(
-        self, config: Mapping[str, Any], names: Sequence[str], base: Sequence[str] | None
-    ) -> None:
-        """Plans anew if these are a text model's names without what all of them begin with."""
+    def _unwrap(self, names: Sequence[str], fits: Callable[[str], bool]) -> None:
+        """Plans anew without what all names begin with, if the rest fits what it should be."""
         for prefix in _list_wrappers(names) if self._may_be_wrapped else ():
-            inner = [name.removeprefix(prefix) for name in names]
-            is_placed = base is None or place_in_whole(inner, base) is not None
-            if find_text_config(config, inner) is not None and is_placed:
+            if fits(prefix):
                 raise _WrappedNames(prefix)
 
     def _rename(self, names: Mapping[str, str], *, leave: Collection[str] = ()) -> None:
@@ -808,7 +810,11 @@ class _Planner:
             return products
         written = {product.spec.name for product in products}
         written |= {*names.dropped, *names.left_out, *find_absent_tied_names(config, written)}
-        self._find_wrapper_of_filled(sorted(written), self._filling)
+        known = {entry.name for entry in self._filling.opened.index.of_part("model")}
+        if known.isdisjoint(written):
+            self._unwrap(
+                sorted(written), lambda p: any(n.removeprefix(p) in known for n in written)
+            )
         # What fills the source is included as if it was in it.
         prefixes = self._job.request.strip_prefix or ("",)
         entries = [
@@ -948,7 +954,7 @@ class _Planner:
         except MisfitError as error:
             if not self._may_be_wrapped:
                 raise
-            self._find_wrapper(subject)
+            self._unwrap(subject.written, lambda prefix: self._is_model(_part_of(subject, prefix)))
             raise self._propose_prefixes(subject, error) from None
         self._notes += notes
         if self._filling is None and subject.base is not None and config is not None:
@@ -960,21 +966,6 @@ class _Planner:
                 text = f"{counted(len(made), 'buffer')} that models make themselves"
                 self._notes.append(Aside(f"{base} has {text}, such as {made[0]!r}: not written"))
         return comparison
-
-    def _find_wrapper(self, subject: Subject) -> None:
-        """Plans anew if the names fit without what all of them begin with."""
-        for prefix in _list_wrappers(subject.written):
-            if self._is_model(_part_of(subject, prefix)):
-                raise _WrappedNames(prefix)
-
-    def _find_wrapper_of_filled(self, names: Sequence[Fqn], filling: Filling) -> None:
-        """Plans anew if only names without what all of them begin with are in another model."""
-        known = {entry.name for entry in filling.opened.index.of_part("model")}
-        if not self._may_be_wrapped or not known.isdisjoint(names):
-            return
-        for prefix in _list_wrappers(names):
-            if any(name.removeprefix(prefix) in known for name in names):
-                raise _WrappedNames(prefix)
 
     def _propose_prefixes(self, subject: Subject, error: MisfitError) -> MisfitError:
         """Returns the error with whole commands for the tensors of one prefix, such as a copy."""

@@ -498,33 +498,41 @@ class _Search:
     def run(self, select: str | None) -> OpenedCheckpoint:
         candidates = self._candidates()
         paths = self._paths if self._only is None else (self._only,)
-        left_alone: tuple[str, ...] = ()
+        older_tags: tuple[str, ...] = ()
         folders = self._source.folders if self._only is None else ()
         if select is None:
-            candidates, left_alone = drop_older_tags(self._source, candidates)
+            candidates, older_tags = drop_older_tags(self._source, candidates)
         found = resolve(
             self._steps.without_side_folders(candidates),
             location=self._location,
             select=select,
-            describe_missing=self._lacks,
+            describe_missing=self._describe_missing,
             links=self._source.linked_folders() if self._only is None else (),
             not_found=partial(make_not_found, folders, paths, self._location),
             read_step=self._step_inside,
-            records=RunRecords(self._left_behind, self._read_tracker),
+            records=RunRecords(self._find_rolled_back, self._read_tracker),
         )
         if any(folder.closed_folders for folder in folders):
             found = check_closed(found, folders, select, self._read_tracker)
         found = compare_leftovers(
             self._source, self._location, candidates, self._index, found, select
         )
-        self._check_parts(found)
+        for unit in found.units:
+            problem = self._steps.problem(step_folder(unit.candidate.folder))
+            has_index = METADATA in map(posixpath.basename, unit.candidate.files)
+            if problem is not None and not has_index:  # parts that do not make a whole step
+                raise error_of(problem, self._location)
         index = join_indexes(found.units, [self._index(unit.candidate) for unit in found.units])
         index, chosen, averaged = _choose_average(index, found.select, self._location)
         found = replace(found, select=chosen, notes=(*found.notes, *averaged))
         index = name_states(index, self._source)
-        step = _step_named(found, make_absolute(self._location))
+        step, name = index.run.step, step_of_files(found.units[0].candidate)
+        if step is None and name is not None and "epoch" not in name.kind:
+            step = name.number
+        elif step is None:
+            step = parse_step(found.folder or make_absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
-        run = replace(index.run, step=step if index.run.step is None else index.run.step)
+        run = replace(index.run, step=step)
         is_beside = select is None and 0 < len(plain_trees(index)) < len(model_trees(index))
         if is_beside and any(
             ADAPTER_OF_TORCHTUNE.fullmatch(posixpath.basename(path))
@@ -542,7 +550,7 @@ class _Search:
             units=found.units,
             index=replace(index, run=run, problems=problems),
             select=found.select,
-            notes=(*left_alone, *found.notes, *run.warnings, *list_plug_in_problems()),
+            notes=(*older_tags, *found.notes, *run.warnings, *list_plug_in_problems()),
             damaged=found.damaged,
             steps=found.steps,
             finals=found.finals,
@@ -550,7 +558,7 @@ class _Search:
             paths=paths,
         )
 
-    def _left_behind(self, folders: Sequence[str]) -> frozenset[str]:
+    def _find_rolled_back(self, folders: Sequence[str]) -> frozenset[str]:
         """Returns the steps of one run that training went back from, by their folders."""
         series: dict[str, list[RunStep]] = {}
         for folder in folders:
@@ -627,15 +635,6 @@ class _Search:
             )
         return step is not None
 
-    def _check_parts(self, found: ResolvedSource) -> None:
-        """Refuses a step in parts that do not make a whole step."""
-        for unit in found.units:
-            problem = self._steps.problem(step_folder(unit.candidate.folder))
-            if problem is not None and METADATA not in map(
-                posixpath.basename, unit.candidate.files
-            ):
-                raise error_of(problem, self._location)
-
     def _frameworks(self, found: ResolvedSource) -> Iterator[str]:
         """Yields the frameworks whose files are beside the weights, outermost first."""
         folders = {found.folder, *(unit.candidate.folder for unit in found.units)}
@@ -679,23 +678,20 @@ class _Search:
                     step = number if is_count(number) else None
         return step
 
-    def _lacks(self, candidate: Candidate) -> str:
-        missing = self._describe_missing(candidate)
+    def _describe_missing(self, candidate: Candidate) -> str:
+        """Returns what a candidate lacks, such as files; empty if it is whole."""
+        missing = self._steps.lacks(candidate)
+        for folder in (candidate.folder, posixpath.dirname(candidate.folder)):
+            if not missing and f"{folder}{_UNFINISHED}" in self._paths:
+                name = f"{posixpath.basename(folder)}{_UNFINISHED}"
+                missing = f"the file '{name}' exists: {UNFINISHED}"
+        if not missing:
+            try:
+                missing = describe_missing_files(self._index(candidate))
+            except InputError as error:
+                missing = str(error.message)
         self._has_passed_over |= bool(missing)
         return missing
-
-    def _describe_missing(self, candidate: Candidate) -> str:
-        unfinished = self._steps.lacks(candidate)
-        if unfinished:
-            return unfinished
-        for folder in (candidate.folder, posixpath.dirname(candidate.folder)):
-            if f"{folder}{_UNFINISHED}" in self._paths:
-                name = f"{posixpath.basename(folder)}{_UNFINISHED}"
-                return f"the file '{name}' exists: {UNFINISHED}"
-        try:
-            return describe_missing_files(self._index(candidate))
-        except InputError as error:
-            return str(error.message)
 
 
 # Source: lightning 2.6, `WeightAveraging.on_save_checkpoint`.
@@ -750,14 +746,6 @@ def _choose_average(
     shown = list_first(map(repr, rest), len(rest), _SHOWN)
     note = f"{counted(len(rest), 'tensor')} without an average are as training has them: {shown}"
     return replace(index, tensors=tensors), select, [note] if rest else []
-
-
-def _step_named(found: ResolvedSource, location: str) -> int | None:
-    """Returns the step in the name of the chosen file or folder."""
-    name = step_of_files(found.units[0].candidate)
-    if name is not None and "epoch" not in name.kind:
-        return name.number
-    return parse_step(found.folder or location)
 
 
 _DEEP = 64  # folders below a prefix; more than any path has
