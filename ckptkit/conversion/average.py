@@ -35,7 +35,7 @@ from ckptkit.core.index import Fqn, Key, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.kernels import ElementKernel, Operand, Preparations, StoredOperand, recast
-from ckptkit.engine.reader import Origin, same_bytes
+from ckptkit.engine.reader import same_bytes
 from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.engine.values import BLOCK_ELEMENTS, wide_dtype, widen
@@ -429,9 +429,8 @@ class _Joint:
 
     def _inputs(self) -> Inputs:
         """Returns the origins of all plans, with checksums of their own."""
-        named = [pair for plan in self._plans for pair in plan.inputs.origins.items()]
-        origins = {name: Origin(name, origin.source, origin.index) for name, origin in named}
-        return Inputs(origins, self._layout.inputs.folders)
+        origins = {n: o for plan in self._plans for n, o in plan.inputs.origins.items()}
+        return Inputs(origins, self._layout.inputs.folders).with_own_checksums()
 
     def _describe_weighting(self) -> dict[str, Any]:
         weighting = self._job.weighting

@@ -40,8 +40,6 @@ from ckptkit.engine.outcome import (
     ignore,
 )
 from ckptkit.engine.ray import NodeLimits, RunShare, import_ray, run_on_ray
-from ckptkit.engine.reader import Origin
-from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import Resources
 from ckptkit.plan.plan import (
     TASK_BYTES,
@@ -169,14 +167,10 @@ def _commit_shares(
 
 def _make_executor(planned: PlannedOutput, target: SharedOutput, listener: Listener) -> Executor:
     """Returns an executor with ledgers of its own: each share has open records of its own."""
-    origins = {
-        name: Origin(name, origin.source, origin.index)
-        for name, origin in planned.inputs.origins.items()
-    }
-    inputs = Inputs(origins, planned.inputs.folders)
     settings = planned.settings
     if target.takes_parts:
         settings = settings.with_more(TASK_BYTES)  # a part can exceed a task by as much
+    inputs = planned.inputs.with_own_checksums()
     return Executor(planned.plan, inputs, target, settings, listener)
 
 

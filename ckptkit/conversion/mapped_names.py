@@ -28,6 +28,7 @@ from ckptkit.core.text import Aside, quote
 from ckptkit.engine.kernels import AddedOperand, OperandKernel, PartOperand, StoredOperand
 from ckptkit.engine.reader import Origin, TensorReader, same_values
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
+from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import (
     HubNames,
     HubTensor,
@@ -99,8 +100,8 @@ class MappedModel:
         for name, reason in self.names.dropped.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, left in by_reason.items():
-            more = f" and {len(left) - _SHOWN:,} more" if len(left) > _SHOWN else ""
-            notes.append(f"left out: {', '.join(map(quote, left[:_SHOWN]))}{more}: {reason}")
+            listed = list_first(map(quote, left), len(left), _SHOWN)
+            notes.append(f"left out: {listed}: {reason}")
         return tuple(notes)
 
     def refuse_different(self, entries: Mapping[Fqn, TensorEntry], origin: Origin) -> None:

@@ -30,6 +30,7 @@ from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine.executor import WORKER_BYTES
 from ckptkit.engine.kernels import ConstantKernel, Operand, StoredOperand
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
+from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
@@ -337,9 +338,8 @@ def _find_names(
     new = names.tensors.keys() - set(names_of_base) if names_of_base else ()
     differing = sorted(name for name in new if not set(names.tensors[name].sources) <= told)
     if differing:
-        listed = ", ".join(map(repr, differing[:_LISTED]))
-        more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
-        notes = (f"{base} has no tensor {listed}{more}, which transformers {names.library} writes",)
+        listed = list_first(map(repr, differing), len(differing), _LISTED)
+        notes = (f"{base} has no tensor {listed}, which transformers {names.library} writes",)
     return DiskNames(names, notes, request)
 
 

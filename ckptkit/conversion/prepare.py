@@ -75,6 +75,7 @@ from ckptkit.core.text import Aside, counted
 from ckptkit.engine.kernels import CastKernel, Preparations, first_rows, recast
 from ckptkit.engine.reader import Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.formats.parsing import list_first
 from ckptkit.hub_names.known_models import determine_need, recognise_framework
 from ckptkit.options import (
     FRAMEWORKS_BY_LAYOUT,
@@ -794,11 +795,9 @@ class _Planner:
                 hint="name the folder of the model that the run was started from",
             )
         if lacking:
-            listed = ", ".join(map(repr, lacking[:_LISTED]))
-            more = f" and {len(lacking) - _LISTED:,} more" if len(lacking) > _LISTED else ""
+            listed = list_first(map(repr, lacking), len(lacking), _LISTED)
             self._option_notes.append(
-                f"{base} has no tensor {listed}{more}: written in the element type that the"
-                " source has"
+                f"{base} has no tensor {listed}: written in the element type that the source has"
             )
         return cast
 

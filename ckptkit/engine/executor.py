@@ -31,7 +31,7 @@ from ckptkit.engine.outcome import (
     Started,
     task_parts,
 )
-from ckptkit.engine.reader import RUN_BYTES, Origin
+from ckptkit.engine.reader import RUN_BYTES
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import NotFinite
 from ckptkit.plan.plan import (
@@ -315,8 +315,8 @@ class Executor:
         if count_not_finite(np.frombuffer(view, dtype), kinds) == (0, 0):
             return
         # With checksums of its own: they show whether the bytes are damaged.
-        origins = {n: Origin(n, o.source, o.index) for n, o in self._inputs.origins.items()}
-        reader = SegmentReader(Inputs(origins, self._inputs.folders), self._preparations)
+        inputs = self._inputs.with_own_checksums()
+        reader = SegmentReader(inputs, self._preparations)
         block = memoryview(bytearray(min(spec.size_bytes, LEAF_BYTES)))
         nan = infinite = 0
         for start in range(0, spec.size_bytes, LEAF_BYTES):
@@ -325,7 +325,7 @@ class Executor:
             reader.fill(leaf, data)
             found = count_not_finite(np.frombuffer(data, dtype), kinds)
             nan, infinite = nan + found[0], infinite + found[1]
-        for origin in origins.values():
+        for origin in inputs.origins.values():
             origin.checksums.finish()
         raise NotFiniteError(
             f"has {describe_not_finite(nan, infinite, kinds)} among {spec.elements:,} elements,"

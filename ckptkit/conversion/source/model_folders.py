@@ -36,7 +36,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import BlobRef, open_blob
 from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.others.fairseq2 import HINT_AT_PARTS, UNPROVEN_PARTS
-from ckptkit.formats.parsing import read_weight_map
+from ckptkit.formats.parsing import list_first, read_weight_map
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
@@ -311,9 +311,8 @@ class Filling:
     def describe(self) -> str:
         """Returns a note on the tensors that are taken."""
         names = [repr(str(entry.name)) for entry in self.taken]
-        more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-        listed = ", ".join(names[:_LISTED])
-        return f"{counted(len(names), 'tensor')} taken from {self.opened.path}: {listed}{more}"
+        listed = list_first(names, len(names), _LISTED)
+        return f"{counted(len(names), 'tensor')} taken from {self.opened.path}: {listed}"
 
 
 def open_filling(stack: ExitStack, path: PathLike, option: str) -> Filling:
@@ -400,10 +399,9 @@ def _with_plain_values(
             odd.append(".".join(map(str, path)))
     notes = []
     if odd:
-        more = f" and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
         notes.append(
-            f"{', '.join(map(repr, odd[:_LISTED]))}{more} of the optimizer hold more than numbers"
-            " and texts, and are left out"
+            f"{list_first(map(repr, odd), len(odd), _LISTED)} of the optimizer hold more than"
+            " numbers and texts, and are left out"
         )
     return replace(states, values=kept), notes
 

@@ -80,7 +80,7 @@ from ckptkit.core.model_configs import parse_json_object, parse_model_config, to
 from ckptkit.core.text import Aside
 from ckptkit.formats.dcp.reader import BlobRef, DcpReader, open_blob
 from ckptkit.formats.discovery import RELEASE, find_step, is_unit_folder, parse_step
-from ckptkit.formats.parsing import parse_json
+from ckptkit.formats.parsing import list_first, parse_json
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
@@ -346,8 +346,7 @@ class SideFolders:
             if taken:
                 notes.append(Aside(f"from {folder}{where}: {', '.join(taken)}"))
         if code:
-            more = f" and {len(code) - _NAMED:,} more" if len(code) > _NAMED else ""
-            text = f"python files were left out: {', '.join(code[:_NAMED])}{more}"
+            text = f"python files were left out: {list_first(code, len(code), _NAMED)}"
             notes.append(f"{text}; pass --allow-code to copy them")
         return chosen, tuple(notes)
 
