@@ -191,12 +191,7 @@ def _divide_by_sum(weights: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AverageKernel(ElementKernel):
-    """Averages tensors of floats, in the widest type that one of them needs, and rounds once.
-
-    Attributes:
-        operands: The tensors, in the order of the sources.
-        weighting: How much each counts.
-    """
+    """Averages tensors of floats, in the widest type that one of them needs, and rounds once."""
 
     operands: tuple[Operand, ...]
     weighting: Weighting

@@ -192,13 +192,7 @@ def _hinted() -> Iterator[None]:
 
 
 class _Side:
-    """One of the two checkpoints.
-
-    Attributes:
-        checkpoint: The checkpoint, with the names that are compared.
-        config: Its configuration, or None.
-        name: What its origin is called.
-    """
+    """One of the two checkpoints."""
 
     def __init__(
         self,

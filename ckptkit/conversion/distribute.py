@@ -300,15 +300,7 @@ _RAY_OPTION = "--engine ray"
 
 @dataclass(frozen=True, slots=True)
 class NodeStation:
-    """What a node needs to take part.
-
-    Attributes:
-        job: What the plan is made from.
-        out: The output.
-        attempt: What all nodes have in common.
-        fingerprint: Of the plan.
-        are_threads_chosen: Whether the user has set the number of threads on a node.
-    """
+    """What a node needs to take part."""
 
     job: OutputJob
     out: PathLike

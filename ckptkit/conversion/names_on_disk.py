@@ -43,14 +43,7 @@ _LIVE = "pass --names live to write the names that training holds"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The inputs and outputs of one conversion that computes.
-
-    Attributes:
-        model: The model, as transformers is asked about it.
-        inputs: The tensors of training, as they would be saved.
-        operands: The sources of their elements.
-        outputs: The tensors on disk.
-    """
+    """The inputs and outputs of one conversion that computes."""
 
     model: NamingRequest
     inputs: tuple[TensorSpec, ...]
@@ -69,12 +62,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The kernel of one output of a conversion; it is prepared together with the others.
-
-    Attributes:
-        group: The conversion.
-        spec: The tensor.
-    """
+    """The kernel of one output of a conversion; it is prepared together with the others."""
 
     group: Conversion
     spec: TensorSpec
@@ -270,13 +258,7 @@ def find_left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tenso
 
 @dataclass(frozen=True, slots=True)
 class DiskNames:
-    """The names on disk.
-
-    Attributes:
-        names: The names, or None where they are those of training.
-        notes: Notes for the user.
-        request: The question to transformers, if it was asked.
-    """
+    """The names on disk, None where they are those of training; and what was asked for them."""
 
     names: HubNames | None
     notes: tuple[str, ...] = ()
@@ -352,11 +334,7 @@ def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> D
 
 
 class ProductMaker:
-    """Makes the tensors on disk from those of training.
-
-    Attributes:
-        largest_bytes: Memory of the largest group that is converted as a whole.
-    """
+    """Makes the tensors on disk from those of training."""
 
     def __init__(
         self, names: HubNames, request: NamingRequest, live: Mapping[Fqn, Product]

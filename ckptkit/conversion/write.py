@@ -124,18 +124,11 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes and memory that an execution needs.
-
-    Attributes:
-        bytes_read: Tensor bytes read from the sources.
-        bytes_written: Size of the output.
-        bytes_free: Room at the destination, or None where that is unknown.
-        peak_bytes: Memory of the whole process at its peak.
-    """
+    """Bytes and memory that an execution needs."""
 
     bytes_read: int
     bytes_written: int
-    bytes_free: int | None
+    bytes_free: int | None  # at the destination, where that is known
     peak_bytes: int
 
 
@@ -339,11 +332,7 @@ def refuse_other_files(checkpoint: OpenedCheckpoint) -> None:
 
 
 class SingleProcess(WriteStrategy[Manifest]):
-    """Writes an output in this process; an interrupted run leaves nothing.
-
-    Attributes:
-        make_manifest: Makes the manifest of what was written.
-    """
+    """Writes an output in this process; an interrupted run leaves nothing."""
 
     def __init__(self, target: Target, listener: Listener) -> None:
         self.make_manifest = build_manifest

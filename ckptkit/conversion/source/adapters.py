@@ -78,13 +78,7 @@ _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trai
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One adapter of a checkpoint.
-
-    Attributes:
-        name: Its name in the run; "default" where it is not known.
-        tree: Its state dict.
-        is_named: Whether the name is known.
-    """
+    """One adapter of a checkpoint."""
 
     name: str
     tree: str

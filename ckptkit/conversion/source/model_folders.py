@@ -264,17 +264,11 @@ def _prove_parts(
 
 @dataclass(slots=True)
 class Filling:
-    """A model that an output takes tensors from which the source lacks.
-
-    Attributes:
-        opened: Its weights.
-        option: The option that names it, for messages.
-        taken: The tensors that are taken; known once the output's are.
-    """
+    """A model that an output takes tensors from which the source lacks."""
 
     opened: OpenedCheckpoint
     option: str
-    taken: Sequence[TensorEntry] = ()
+    taken: Sequence[TensorEntry] = ()  # known once the tensors of the output are
 
     def lacking(self, written: AbstractSet[Fqn]) -> list[TensorEntry]:
         """Returns the tensors that an output lacks."""

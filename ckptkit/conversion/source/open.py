@@ -1146,13 +1146,7 @@ def _join_facts(runs: Sequence[RunFacts]) -> RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class StoredDigest:
-    """What the manifest of a folder says of a tensor.
-
-    Attributes:
-        name: The tensor.
-        record: Its entry in the manifest.
-        location: The folder.
-    """
+    """What the manifest of a folder says of a tensor."""
 
     name: str
     record: TensorRecord
