@@ -121,7 +121,7 @@ def test_sources_of_every_kind_can_be_sliced(case: str, tmp_path: Path) -> None:
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def write_slice(job: jobs.ConversionJob, out: PathLike, share: Share) -> None:
+def write_slice(job: Any, out: PathLike, share: Share) -> None:
     """Writes a slice of what is not a conversion."""
     with (
         jobs.Slice(out, share, ignore, overwrite=False) as strategy,

@@ -210,7 +210,7 @@ def test_a_node_has_a_thread_for_each_of_its_cores_unless_told_otherwise(
         found.append(planned.settings.workers)
         return Outcome()
 
-    monkeypatch.setattr(distribute, "run_share", note)
+    monkeypatch.setattr(jobs, "run_share", note)
     station = station_of(source, tmp_path / "out", fingerprint, wanted)
     with station.opened(1) as run:
         run(Share(0, 1))
