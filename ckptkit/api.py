@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
     from ckptkit.conversion.source.read import Checkpoint
-    from ckptkit.conversion.values.stats import Statistics
+    from ckptkit.conversion.stats import Statistics
     from ckptkit.conversion.verify import Verification
     from ckptkit.core.manifest import Manifest
     from ckptkit.engine.outcome import Listener
@@ -344,10 +344,9 @@ def average(
         UsageError: If there are too few sources, or an option has no valid value.
         ArgumentError: If an option is none of an average.
     """
+    from ckptkit.conversion.average import AverageJob, Weighting
     from ckptkit.conversion.job import run_job
     from ckptkit.conversion.prepare import ConversionJob
-    from ckptkit.conversion.values.average import AverageJob
-    from ckptkit.conversion.values.averaged_tensors import Weighting
     from ckptkit.engine.progress import report_to
 
     listed = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
@@ -379,8 +378,7 @@ def verify(
 ) -> Verification:
     """Reads a checkpoint, a delta, or an output of ours, and checks every stored checksum.
 
-    With `repair`, damaged files are replaced if all of them can be mended from replicas in the
-    checkpoint, or from `copies` of it, and the whole is then proven.
+    With `repair`, damaged files are replaced by those of `copies` if the whole is proven with them.
 
     Returns:
         What was checked, and what is wrong; with `repair`, what is wrong still, and in `mended` the
@@ -392,8 +390,7 @@ def verify(
         OutputError: If mended files cannot be written; no damaged one is lost.
         UsageError: If options do not fit together.
     """
-    from ckptkit.conversion.repair import run_repair
-    from ckptkit.conversion.verify import run_verification
+    from ckptkit.conversion.verify import run_repair, run_verification
     from ckptkit.deltas.checks import verify_delta
     from ckptkit.deltas.form import is_delta
     from ckptkit.engine.progress import report_to
@@ -527,7 +524,7 @@ def stats(path: PathLike, **options: Unpack[StatsOptions]) -> Statistics:
     Raises:
         InputError: If the checkpoint is damaged or incomplete.
     """
-    from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.conversion.stats import run_stats
     from ckptkit.engine.progress import report_to
     from ckptkit.options import ConsolidateRequest
 

@@ -12,7 +12,7 @@ from ckptkit.core.text import a_kind
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
-    from ckptkit.conversion.values.stats import Statistics
+    from ckptkit.conversion.stats import Statistics
     from ckptkit.runs.listing import RunListing
     from ckptkit.storage.places import PathLike
 
@@ -49,7 +49,7 @@ def write_report(
     """
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
-    from ckptkit.conversion.values.stats import Statistics
+    from ckptkit.conversion.stats import Statistics
     from ckptkit.report.documents import plan_difference_report, plan_inspection_report
     from ckptkit.report.page import write_page
     from ckptkit.runs.listing import RunListing

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.source.stored_digests import read_model_manifest
+from ckptkit.conversion.source.open import read_model_manifest
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,

@@ -49,6 +49,11 @@ class Inputs:
     origins: Mapping[str, Origin]
     folders: Mapping[str, Source]
 
+    def with_own_checksums(self) -> Inputs:
+        """Returns the same files, with checksums that only one reader of them adds to."""
+        origins = {name: Origin(name, o.source, o.index) for name, o in self.origins.items()}
+        return Inputs(origins, self.folders)
+
 
 class SegmentReader:
     """Makes the bytes of segments from the sources; one per thread, with buffers that it reuses.

@@ -112,8 +112,7 @@ def average(output: Output, sources: Sequence[str], **values: Any) -> None:
     tensors. Configuration and tokenizer are those of the last source. Checks are those of
     consolidate.
     """
-    from ckptkit.conversion.values.average import AverageJob
-    from ckptkit.conversion.values.averaged_tensors import Weighting
+    from ckptkit.conversion.average import AverageJob, Weighting
 
     places = Sources(sources[0], values["src_option"])
     left_out = {"src": sources[-1], "also": (), "optimizer": False, "delete_source": False}

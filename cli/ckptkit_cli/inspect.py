@@ -42,7 +42,7 @@ from ckptkit_cli.views.delta_page import show_delta
 from ckptkit_cli.views.html_page import HTML_OPTIONS, check_html, refuse_page_of_delta, show_page
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.map_report import MapReport
+    from ckptkit.conversion.mapped_names import MapReport
 
 
 _MOST_LISTED = 200
@@ -644,7 +644,7 @@ def _ranks(sizes: Sequence[int]) -> str:
 
 def _fold_shapes(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Returns names and shapes, folded: numbers as ranges, siblings as alternatives."""
-    from ckptkit.conversion.map_report import fold_names  # imported already where there is a map
+    from ckptkit.conversion.mapped_names import fold_names  # imported already where there is a map
 
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, shape in shapes.items():

@@ -43,7 +43,7 @@ from ckptkit_cli.views.progress import Progress
 
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference, NumericDifference, TensorDifference
-    from ckptkit.conversion.values.stats import Statistics, TensorStatistics
+    from ckptkit.conversion.stats import Statistics, TensorStatistics
     from ckptkit.conversion.verify import Verification
 
 
@@ -60,8 +60,8 @@ _KINDS = {"output": "an output of ckptkit", "delta": "a delta"}
     Option(
         "--repair",
         OUTPUT,
-        "Mend what is damaged, all of it or nothing, from tensors that are stored twice, or from"
-        " the copies of --from. PATH is the folder of one step or output.",
+        "Replace damaged files, all of them or none, by those of the copies of --from. PATH is the"
+        " folder of one step or output.",
     ),
     Option(
         "--from",
@@ -359,7 +359,7 @@ def stats(output: Output, src: str, **values: Any) -> None:
     Norm, minimum, maximum and mean are those of the finite elements. Every tensor is read once, and
     checked against its stored checksums.
     """
-    from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.conversion.stats import run_stats
 
     with Progress(output, "stats") as progress:
         sources = Sources(src, values["src_option"])

@@ -128,7 +128,7 @@ def test_large_tensors_are_measured_alike_with_any_number_of_threads(
     save_file({"w": values}, tmp_path / "model.safetensors")
     found = []
     for cores in (1, 7):
-        monkeypatch.setattr("ckptkit.conversion.values.stats.usable_cores", lambda n=cores: n)
+        monkeypatch.setattr("ckptkit.conversion.stats.usable_cores", lambda n=cores: n)
         found.append(ckptkit.stats(tmp_path))
     assert found[0] == found[1]
     exact = np.linalg.norm(values.astype(np.float64))

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = (
     "s3fs",
     "ckptkit_cli.consolidate",
-    "ckptkit.conversion.distribute",
+    "ckptkit.conversion.job",
     "ckptkit.deltas.create",
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 import s3fs  # noqa: F401  imported once, for all processes
 
 import ckptkit
-from ckptkit.conversion import distribute, job  # noqa: F401
+from ckptkit.conversion import job  # noqa: F401
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote import s3_object
 

@@ -276,7 +276,7 @@ def test_a_source_that_changes_before_the_commit_leaves_nothing(
     def changed(_: object) -> None:
         raise SourceChangedError("changed")
 
-    monkeypatch.setattr("ckptkit.conversion.distribute.refuse_changed_sources", changed)
+    monkeypatch.setattr("ckptkit.conversion.job.refuse_changed_sources", changed)
     with pytest.raises(SourceChangedError):
         slice_of(bucket, 1, 2)
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.consumers.folder_truth import MAX_JSON_BYTES
 from ckptkit.consumers.table import ADAPTER_CONFIG
-from ckptkit.conversion.source.named_models import find_local, names_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     check_path,
+    find_local,
     is_folder,
     make_absolute,
+    names_model,
     read_config_in,
 )
 from ckptkit.conversion.source.side_folders import SideFolders
@@ -77,13 +78,7 @@ _BASE_UNIT = "base_model_"  # the base of a PEFT model in the layout of the Trai
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One adapter of a checkpoint.
-
-    Attributes:
-        name: Its name in the run; "default" where it is not known.
-        tree: Its state dict.
-        is_named: Whether the name is known.
-    """
+    """One adapter of a checkpoint."""
 
     name: str
     tree: str
@@ -153,10 +148,6 @@ def select_with_base(
 ) -> tuple[dict[str, TensorEntry], dict[str, Role]]:
     """Returns the tensors of the selected model; of an adapter with its base, those of both.
 
-    Args:
-        checkpoint: The checkpoint.
-        request: The patterns; what is selected is that of the checkpoint.
-
     Returns:
         The tensors by their names, and what each belongs to, if PEFT trained the model. A name
         that is in several state dicts begins with that of its own.
@@ -222,15 +213,7 @@ def choose_adapter(
     *,
     may_be_empty: bool = False,
 ) -> Choice:
-    """Returns the adapter that the user means.
-
-    Args:
-        checkpoint: The checkpoint.
-        trees: Its models, as `sort_trees` returns them.
-        recorded: Names of adapters that the run recorded.
-        wanted: The user's name for it, or None.
-        may_be_empty: Whether to accept an adapter that was saved without a tensor.
-    """
+    """Returns the adapter that the user means."""
     adapters = list_adapters(trees, recorded)
     if not adapters and may_be_empty:
         holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
@@ -401,13 +384,7 @@ class AdapterFacts:
     of_text: tuple[str, ...] = ()
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
-        """Returns the command that takes the first adapter out.
-
-        Args:
-            source: The checkpoint, as the user would type it.
-            out: The output.
-            chosen: Options with which the user chose the checkpoint.
-        """
+        """Returns the command that takes the first adapter out."""
         base = ["--base", self.base or SOME_MODEL] if self.framework else []
         options = [*base, *self._options(chosen)]
         return shlex.join(["ckptkit", "adapter", "extract", source, out, *options])
@@ -512,11 +489,6 @@ def find_peft(
 
     Evidence are the names of the tensors, and PEFT's own files: `adapter_model.*` with an
     `adapter_config.json` in the same folder.
-
-    Args:
-        checkpoint: The checkpoint.
-        folders: Its side folders.
-        wants: Returns whether a tensor is taken, by its name; None takes all.
     """
     select = checkpoint.select
     model = [e.name for e in checkpoint.index.of_part("model") if select in {None, e.tree}]
@@ -569,12 +541,7 @@ def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
 
 
 def describe_adapters(checkpoint: OpenedCheckpoint, folders: SideFolders) -> AdapterFacts | None:
-    """Describes the adapters of a checkpoint; None where there is none that ckptkit handles.
-
-    Args:
-        checkpoint: The checkpoint.
-        folders: Its side folders, with the base where the user named one.
-    """
+    """Describes the adapters of a checkpoint; None where there is none that ckptkit handles."""
     peft = find_peft(checkpoint, folders)
     if peft is None or not peft.is_of_lora or peft.advice:
         return None
@@ -807,14 +774,7 @@ class AdapterRecord:
 def find_record(
     folders: SideFolders, adapter: str, *, is_only_one: bool, others: Container[str] = ()
 ) -> AdapterRecord | None:
-    """Returns the configuration of one adapter in side folders; None where there is none.
-
-    Args:
-        folders: The side folders of its checkpoint.
-        adapter: Its name.
-        is_only_one: Whether a configuration without a name belongs to it.
-        others: The names of folders that belong to other adapters.
-    """
+    """Returns the configuration of one adapter in side folders; None where there is none."""
     unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
     unnamed += [f"{_GATHERED}/{name}" for name in unnamed]
     named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]

@@ -57,10 +57,10 @@ from ckptkit.consumers.tokenizer_files import (
     list_forms_of_5,
     read_old_files,
 )
-from ckptkit.conversion.source.named_models import find_model
 from ckptkit.conversion.source.open import (
     OpenedCheckpoint,
     check_path,
+    find_model,
     make_absolute,
     open_folder,
     open_root,
@@ -80,7 +80,7 @@ from ckptkit.core.model_configs import parse_json_object, parse_model_config, to
 from ckptkit.core.text import Aside
 from ckptkit.formats.dcp.reader import BlobRef, DcpReader, open_blob
 from ckptkit.formats.discovery import RELEASE, find_step, is_unit_folder, parse_step
-from ckptkit.formats.parsing import parse_json
+from ckptkit.formats.parsing import list_first, parse_json
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.safetensors.hf_shards import METADATA_FOLDER
@@ -346,8 +346,7 @@ class SideFolders:
             if taken:
                 notes.append(Aside(f"from {folder}{where}: {', '.join(taken)}"))
         if code:
-            more = f" and {len(code) - _NAMED:,} more" if len(code) > _NAMED else ""
-            text = f"python files were left out: {', '.join(code[:_NAMED])}{more}"
+            text = f"python files were left out: {list_first(code, len(code), _NAMED)}"
             notes.append(f"{text}; pass --allow-code to copy them")
         return chosen, tuple(notes)
 
@@ -465,13 +464,7 @@ class SideFolders:
     def outputs(
         self, files: Sequence[SideFile], changed: Mapping[str, bytes], *, allow_code: bool
     ) -> list[OutputFile]:
-        """Plans the files as they are to be written.
-
-        Args:
-            files: The result of `choose`.
-            changed: The contents of those that differ, and of those that are new, by name.
-            allow_code: Whether to keep `auto_map`, which names python files.
-        """
+        """Plans the files as they are to be written."""
         from ckptkit.plan.plan import Literal, RawCopy, lay_out_file  # late: inspect plans nothing
 
         outputs, changed = [], {**self._replaced, **changed}
@@ -522,14 +515,7 @@ class SideFolders:
         *,
         keep_generation: bool,
     ) -> Truth:
-        """Makes the folder say the truth about itself, if its consumer has us write what it says.
-
-        Args:
-            texts: The folder as it is chosen; see `texts`.
-            config: The configuration as it is written.
-            names: Of the tensors that are written.
-            keep_generation: Whether `generation_config.json` is left as it is.
-        """
+        """Makes the folder say the truth about itself, where its consumer has us write that."""
         if config is not None and self.consumer is DIFFUSERS:
             return tell_class(config)
         if config is None or not self.consumer.owns_config:
@@ -812,14 +798,7 @@ def _is_step(folder: str) -> bool:
 
 
 def _above(folder: str, root: str, is_whole: Callable[[], bool]) -> Iterator[str]:
-    """Yields the folders above that of a unit up to its step, and the run above a step.
-
-    Args:
-        folder: The folder of the unit, or of the step.
-        root: The source, as the user named it.
-        is_whole: Returns whether the folder is a model by itself, for which nothing outside of the
-            source is searched.
-    """
+    """Yields the folders above that of a unit up to its step, and the run above a step."""
     path = make_absolute(folder)
     step = find_step(path)
     while True:

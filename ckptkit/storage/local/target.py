@@ -252,7 +252,7 @@ class LocalTarget:
     Attributes:
         location: The directory as the user named it, for messages.
         folder: The hidden folder.
-        journal: The journal of finished files in it.
+        parts: Where a run that can be resumed leaves notes of its finished parts.
         has_finished: Whether it holds finished files that another run can take over.
     """
 
@@ -269,7 +269,7 @@ class LocalTarget:
         Args:
             out: The directory to be; its name is kept for messages as it is given.
             overwrite: Whether a directory that holds something is replaced by the commit.
-            resume: Whether to continue what a killed run left behind, where it has a journal.
+            resume: Whether to continue what a killed run left behind, where it has notes of parts.
             disk: The file operations of the platform.
         """
         self.location = str(out)
@@ -290,7 +290,7 @@ class LocalTarget:
                 remove_empty(self._made_folders)
                 raise
         self._seen = manifest_mark(self._out)
-        self.folder, self.journal = self._work.path, self._work.journal
+        self.folder, self.parts = self._work.path, self._work.parts
         self._files = StagedFiles(self._work.files, out, self._disk)
 
     def create(self, path: str, size_bytes: int) -> None:

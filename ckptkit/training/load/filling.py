@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.stored_digests import StoredDigest
+from ckptkit.conversion.source.open import OpenedCheckpoint, StoredDigest
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import (
     CkptkitError,

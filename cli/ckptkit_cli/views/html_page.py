@@ -15,7 +15,7 @@ from ckptkit_cli._output import Output, escaped
 
 if TYPE_CHECKING:
     from ckptkit.conversion.inspect import Inspection
-    from ckptkit.conversion.values.stats import Statistics
+    from ckptkit.conversion.stats import Statistics
     from ckptkit.report.documents import ReportDocument
     from ckptkit.runs.listing import RunListing
     from ckptkit.storage.places import Place
@@ -107,7 +107,7 @@ def _measure(
 
     A checkpoint that is damaged still gets a page, which shows the damage.
     """
-    from ckptkit.conversion.values.stats import run_stats
+    from ckptkit.conversion.stats import run_stats
     from ckptkit.options import ConsolidateRequest
     from ckptkit_cli.views.progress import Progress
 

@@ -8,42 +8,51 @@ that of the last source.
 from __future__ import annotations
 
 import hashlib
+import math
 import posixpath
 import shlex
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.open import OpenedCheckpoint, resolve_path
-from ckptkit.conversion.values.averaged_tensors import (
-    Weighting,
-    average_products,
-    join_product,
-    name_origin,
-)
 from ckptkit.conversion.write import (
     PlannedOutput,
     check_destination,
     choose_settings,
     estimate_plan,
 )
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, RefusedError, UsageError
-from ckptkit.core.index import Fqn
+from ckptkit.core.index import Fqn, Key, Span
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.engine.kernels import Preparations, recast
-from ckptkit.engine.reader import Origin, same_bytes
+from ckptkit.engine.casts import Caster
+from ckptkit.engine.kernels import ElementKernel, Operand, Preparations, StoredOperand, recast
+from ckptkit.engine.reader import same_bytes
+from ckptkit.engine.rearranged import ComputedOperand
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
+from ckptkit.engine.values import BLOCK_ELEMENTS, wide_dtype, widen
 from ckptkit.options import matches
 from ckptkit.plan.load_report import AVERAGE
 from ckptkit.plan.plan import (
+    FILLING,
+    SOURCE,
     Compute,
     Copy,
+    Demand,
+    Kernel,
     OutputFile,
+    Preparable,
     Product,
     RawCopy,
+    Reading,
     Segment,
     SegmentRange,
     TensorSpec,
@@ -52,6 +61,208 @@ from ckptkit.plan.weight_kinds import is_quantized
 from ckptkit.runs.listing import list_run
 from ckptkit.runs.steps import abandoned
 from ckptkit.storage.places import PathLike, Place, place_of
+
+_FEWEST = 2  # sources
+_TINIEST = float(np.finfo(np.float32).smallest_subnormal)
+_LARGEST = float(np.finfo(np.float32).max)
+# What a worker reads of all sources for one block; the usual kernel reads as much of one.
+_INPUT_BYTES = 4 << 20
+_LEAST_ELEMENTS = 1 << 14
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """How much each source counts; sources are in order, the oldest first.
+
+    Attributes:
+        method: `uniform`, `weights`, or `ema`.
+        weights: For `weights`, the factor of each source; their sum is 1.
+        decay: For `ema`, how much of the average stays with each newer source.
+    """
+
+    method: Literal["uniform", "weights", "ema"] = "uniform"
+    weights: tuple[float, ...] = ()
+    decay: float = 0.0
+
+    @classmethod
+    def from_options(cls, weights: Sequence[float] | None, ema: float | None) -> Weighting:
+        """Reads `--weights` and `--ema`; weights are divided by their sum."""
+        if weights is not None and ema is not None:
+            raise UsageError(
+                "cannot be combined with --weights, which says how much each source counts",
+                where=f"--ema {ema}",
+                hint="leave one of the two out",
+            )
+        if ema is not None:
+            if not 0 < ema < 1:
+                raise UsageError(
+                    f"{ema!r} is not between 0 and 1",
+                    where="--ema",
+                    hint="pass the part of the average that each newer step keeps: --ema 0.9",
+                )
+            return cls("ema", decay=float(ema))
+        if weights is None:
+            return cls()
+        for weight in weights:
+            if not math.isfinite(weight) or weight == 0:
+                raise UsageError(
+                    f"{weight!r} is no weight that changes anything",
+                    where="--weights",
+                    hint="leave the source out, or give it a weight such as 0.5",
+                )
+        return cls("weights", weights=_divide_by_sum(weights))
+
+    def check_count(self, sources: int) -> None:
+        """Refuses weights for another number of sources, and an average of a single one."""
+        if self.method == "weights" and len(self.weights) != sources:
+            raise UsageError(
+                f"number of weights is {len(self.weights)} against {sources} sources",
+                where="--weights",
+                hint="pass one weight for each source, in the same order",
+            )
+        if sources < _FEWEST:
+            raise UsageError(
+                "one source was found where an average needs two",
+                where="SRC",
+                hint="name several steps, or the run with --last 5; `ckptkit consolidate` writes"
+                " the model of one",
+            )
+
+    def share_of(self, number: int, count: int) -> float:
+        """Returns how much a source counts in the end."""
+        if self.method == "uniform":
+            return 1 / count
+        if self.method == "weights":
+            return self.weights[number]
+        return self.decay ** (count - 1 - number) * (1 if number == 0 else 1 - self.decay)
+
+    def combine(self, values: Sequence[Array], total: Array, term: Array) -> None:
+        """Fills `total` with the average of some elements, in the type of `total`.
+
+        Each operation is rounded to that type, in the order of the sources: `uniform` adds them and
+        divides by their number; `weights` adds the products with the weights, rounded to the type;
+        `ema` starts with the first and, for each further `x`, becomes
+        `decay * total + (1 - decay) * x`.
+        """
+        kind = total.dtype.type
+        widen(values[0], total)
+        if self.method == "weights":
+            total *= kind(self.weights[0])
+        for number, further in enumerate(values[1:], 1):
+            widened = further
+            if further.dtype != term.dtype:
+                widen(further, term)
+                widened = term
+            if self.method == "weights":
+                widened = np.multiply(widened, kind(self.weights[number]), out=term)
+            elif self.method == "ema":
+                total *= kind(self.decay)
+                widened = np.multiply(widened, kind(1 - self.decay), out=term)
+            total += widened
+        if self.method == "uniform":
+            total /= kind(len(values))
+
+
+def _divide_by_sum(weights: Sequence[float]) -> tuple[float, ...]:
+    hint = "pass weights such as 0.5,0.3,0.2; some can be negative"
+    try:
+        total = math.fsum(weights)
+    except OverflowError:
+        total = math.inf
+    if not 0 < total < math.inf:
+        raise UsageError(
+            f"the sum of all weights is {total:g}, by which they are divided; expected more than 0,"
+            " and a finite number",
+            where="--weights",
+            hint=hint,
+        )
+    shares = tuple(weight / total for weight in weights)
+    for weight, share in zip(weights, shares, strict=True):
+        if not _TINIEST <= abs(share) <= _LARGEST:
+            raise UsageError(
+                f"{weight!r}, divided by the sum of all weights, {total:g}, is {share:g}; expected"
+                f" from {_TINIEST:g} to {_LARGEST:g}, so that it is a number in float32 too",
+                where="--weights",
+                hint=hint,
+            )
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class AverageKernel(ElementKernel):
+    """Averages tensors of floats, in the widest type that one of them needs, and rounds once."""
+
+    operands: tuple[Operand, ...]
+    weighting: Weighting
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Returns what is read of all sources."""
+        return tuple(demand for operand in self.operands for demand in operand.demands(block))
+
+    def run(self, out: TensorSpec, block: Span, inputs: Sequence[Array], target: Array) -> None:
+        """Averages one block, in parts that stay in the processor's cache."""
+        values, at = [], 0
+        for operand in self.operands:
+            count = len(operand.demands(block))
+            values.append(operand.values(block, inputs[at : at + count]))
+            at += count
+        types = (wide_dtype(operand.dtype) for operand in self.operands)
+        wide = max(types, key=lambda dtype: dtype.itemsize)
+        caster = Caster(BY_NAME[wide.name], out.dtype)
+        memory = np.empty((2, min(BLOCK_ELEMENTS, target.size)), wide)
+        for start in range(0, target.size, BLOCK_ELEMENTS):
+            part = slice(start, min(start + BLOCK_ELEMENTS, target.size))
+            total, term = memory[:, : part.stop - start]
+            with np.errstate(all="ignore"):
+                self.weighting.combine([own[part] for own in values], total, term)
+            if wide == numpy_dtype(out.dtype):
+                # A cast makes one NaN of all; without one, they are as the processor has made them.
+                total[np.isnan(total)] = np.nan
+            where = f"tensor {out.name!r}"
+            caster.cast_all(total, target[part], where=where, block_start=block.start + start)
+
+
+def _operand_of(product: Product, reading: Reading | None = None) -> Operand:
+    body, spec = product.body, product.spec
+    if isinstance(body, Copy):
+        return StoredOperand(body.origin, body.key, spec.dtype)
+    kernel = body.kernel
+    if isinstance(kernel, Preparable):
+        assert reading is not None  # noqa: S101  it is read in `prepare` only
+        kernel = kernel.prepare(spec, reading)
+    return ComputedOperand(kernel, spec, body.reads)
+
+
+@dataclass(frozen=True, slots=True)
+class _PreparableAverage:
+    """An average of tensors; the kernels of some of them are prepared first."""
+
+    products: tuple[Product, ...]
+    weighting: Weighting
+
+    def prepare(self, _out: TensorSpec, reading: Reading) -> AverageKernel:
+        operands = (_operand_of(product, reading) for product in self.products)
+        return AverageKernel(tuple(operands), self.weighting)
+
+
+def average_products(products: Sequence[Product], weighting: Weighting) -> Compute:
+    """Returns how the average of a tensor is made; the memory does not depend on the sources."""
+    itemsize = max(product.spec.dtype.itemsize for product in products)
+    reads: list[tuple[str, Key]] = []
+    is_prepared = False
+    for product in products:
+        body = product.body
+        reads += [(body.origin, body.key)] if isinstance(body, Copy) else body.reads
+        is_prepared |= isinstance(body, Compute) and isinstance(body.kernel, Preparable)
+    kernel: Kernel | Preparable
+    if is_prepared:
+        kernel = _PreparableAverage(tuple(products), weighting)
+    else:
+        kernel = AverageKernel(tuple(map(_operand_of, products)), weighting)
+    elements = _INPUT_BYTES // (len(products) * itemsize)
+    return Compute(kernel, tuple(dict.fromkeys(reads)), max(_LEAST_ELEMENTS, elements))
+
 
 _LISTED = 3
 _WEIGHTS = (".safetensors", ".bin")
@@ -69,7 +280,7 @@ class AverageJob(ConversionJob):
     """
 
     sources: tuple[PathLike, ...] = ()
-    weighting: Weighting = Weighting()  # noqa: RUF009  frozen
+    weighting: Weighting = Weighting()
     take_last: tuple[str, ...] = ()
 
     @classmethod
@@ -82,15 +293,7 @@ class AverageJob(ConversionJob):
         last: int | None = None,
         take_last: Sequence[str] = (),
     ) -> AverageJob:
-        """Makes the job of an average.
-
-        Args:
-            job: The options, as for one source.
-            sources: The sources, the oldest first, or a run.
-            weighting: How much each counts.
-            last: How many of the newest steps of the run are averaged; None for `sources` as given.
-            take_last: Patterns of tensors that are taken from the last source as they are.
-        """
+        """Makes the job of an average."""
         if last is not None:
             if len(sources) != 1:
                 raise UsageError(
@@ -116,20 +319,17 @@ class AverageJob(ConversionJob):
 
     @contextmanager
     def plan_output(self) -> Iterator[PlannedOutput]:
-        """Opens all sources, proves that they are alike, and plans the output; writes nothing.
-
-        Yields:
-            The plan, with its sources open.
-        """
+        """Opens all sources, proves that they are alike, and plans the output; writes nothing."""
         request, is_cast = self.request, self.request.dtype != "keep"
         values = {entry.name: getattr(self, entry.name) for entry in fields(ConversionJob)}
         job = ConversionJob(**values)
         unrounded = replace(job, request=replace(request, dtype="keep"), from_masters=is_cast)
         with ExitStack() as stack:
-            plans = [
-                stack.enter_context(replace(unrounded, src=source).plan_output())
-                for source in self.sources
-            ]
+            plans = []
+            for number, source in enumerate(self.sources):
+                origins = f"{SOURCE}-{number}", f"{FILLING}-{number}"
+                own = replace(unrounded, src=source, origins=origins)
+                plans.append(stack.enter_context(own.plan_output()))
             layout = stack.enter_context(job.plan_output()) if is_cast else plans[-1]
             yield _Joint(self, plans, layout).plan()
 
@@ -138,10 +338,6 @@ def find_last_steps(run: Place, count: int) -> tuple[Place, ...]:
     """Returns the newest complete steps of a run, the oldest of them first.
 
     Steps that training went back from do not count.
-
-    Args:
-        run: The directory of the run, or its URL.
-        count: How many.
     """
     listing = list_run(run)
     complete = [step for step in listing.steps if step.complete]
@@ -192,11 +388,11 @@ class _Joint:
         self._paths = [plan.checkpoint.path for plan in plans]
         self._tensors = [
             {
-                spec.name: join_product(Product(spec, segment.body), number)
+                spec.name: Product(spec, segment.body)
                 for _, segment, spec in plan.plan.specs()
                 if isinstance(segment.body, (Copy, Compute))
             }
-            for number, plan in enumerate(plans)
+            for plan in plans
         ]
 
     def plan(self) -> PlannedOutput:
@@ -227,14 +423,9 @@ class _Joint:
         )
 
     def _inputs(self) -> Inputs:
-        """Returns all origins under the names of the joined plan, with checksums of their own."""
-        named = [
-            (name_origin(number, name), origin)
-            for number, plan in enumerate(self._plans)
-            for name, origin in plan.inputs.origins.items()
-        ]
-        origins = {name: Origin(name, origin.source, origin.index) for name, origin in named}
-        return Inputs(origins, self._layout.inputs.folders)
+        """Returns the origins of all plans, with checksums of their own."""
+        origins = {n: o for plan in self._plans for n, o in plan.inputs.origins.items()}
+        return Inputs(origins, self._layout.inputs.folders).with_own_checksums()
 
     def _describe_weighting(self) -> dict[str, Any]:
         weighting = self._job.weighting

@@ -190,32 +190,26 @@ def run_stats(
     base: PathLike | None = None,
     listener: Listener | None = None,
 ) -> Statistics:
-    """Reads the tensors of a checkpoint once, and measures them.
-
-    Args:
-        path: Any path in or above a checkpoint.
-        request: Which tensors, by the fields `select`, `include`, `exclude`, `map` and `optimizer`.
-        also: Further directories that hold files of the same checkpoint.
-        base: A model folder with the configuration, if the checkpoint has none.
-        listener: Receives progress events, from several threads.
-
-    Returns:
-        The numbers of each tensor. They depend on neither the threads nor the format: a tensor is
-        measured in its leaves of 8 MiB, in float64.
-    """
+    """Reads the tensors of a checkpoint once, and measures them."""
     with ExitStack() as stack:
         checkpoint = open_with_names(
             stack, path, select=request.select, also=also, choice=request.map, base=base
         )
         report_notes(checkpoint, listener or ignore)
-        named, roles = _choose_entries(checkpoint, request)
+        index = checkpoint.index
+        named, roles = select_with_base(checkpoint, request)
+        for entry in index.of_part("optimizer") if request.optimizer else ():
+            name = f"{OPTIMIZER}.{entry.name}"
+            if request.wants(name, entry.name):
+                named[name] = entry
+        refuse_problems(index, list(named.values()), checkpoint.path)
         stored = describe_stored(
             (name, entry.shape, entry.dtype.name)
             for name, entry in named.items()
             if entry.part == "model"
         )
         packed = {named[name].key for name, found in stored.items() if found.label == FOUR_BIT}
-        measured = _Measuring(named, packed).run(checkpoint, listener or ignore)
+        measured = _measure(checkpoint, named, packed, listener or ignore)
         whole = combine(list(measured.values()))
         by_role = {role: [measured[n] for n in named if roles.get(n) == role] for role in ROLES}
         return Statistics(
@@ -223,8 +217,18 @@ def run_stats(
             format=checkpoint.index.format,
             step=checkpoint.index.run.step,
             tensors=tuple(
-                replace(
-                    _describe(entry, name, measured[name]),
+                TensorStatistics(
+                    name=name,
+                    dtype=entry.dtype.name,
+                    shape=entry.shape,
+                    elements=measured[name].elements,
+                    norm=finite(measured[name].norm),
+                    minimum=measured[name].minimum,
+                    maximum=measured[name].maximum,
+                    mean=measured[name].mean,
+                    zeros=measured[name].zeros,
+                    nan=measured[name].nan,
+                    infinite=measured[name].infinite,
                     parameters=stored[name].parameters if name in stored else 0,
                     label=stored[name].label if name in stored else "",
                     role=roles.get(name, ""),
@@ -236,67 +240,29 @@ def run_stats(
         )
 
 
-def _choose_entries(
-    checkpoint: OpenedCheckpoint, request: ConsolidateRequest
-) -> tuple[dict[str, TensorEntry], Mapping[str, Role]]:
-    """Returns the tensors to measure, by the names in the result, and what each belongs to."""
-    index = checkpoint.index
-    named, roles = select_with_base(checkpoint, request)
-    for entry in index.of_part("optimizer") if request.optimizer else ():
-        name = f"{OPTIMIZER}.{entry.name}"
-        if request.wants(name, entry.name):
-            named[name] = entry
-    refuse_problems(index, list(named.values()), checkpoint.path)
-    return named, roles
+def _measure(
+    checkpoint: OpenedCheckpoint,
+    named: Mapping[str, TensorEntry],
+    packed: Collection[Key],
+    listener: Listener,
+) -> dict[str, Measures]:
+    """Reads tensors leaf by leaf, and joins the measures of the leaves."""
+    lock, leaves = threading.Lock(), defaultdict[Key, dict[int, Measures]](dict)
 
-
-def _describe(entry: TensorEntry, name: str, measures: Measures) -> TensorStatistics:
-    return TensorStatistics(
-        name=name,
-        dtype=entry.dtype.name,
-        shape=entry.shape,
-        elements=measures.elements,
-        norm=finite(measures.norm),
-        minimum=measures.minimum,
-        maximum=measures.maximum,
-        mean=measures.mean,
-        zeros=measures.zeros,
-        nan=measures.nan,
-        infinite=measures.infinite,
-    )
-
-
-class _Measuring:
-    """Reads tensors leaf by leaf, and keeps the measures of each leaf."""
-
-    def __init__(self, named: dict[str, TensorEntry], packed: Collection[Key]) -> None:
-        """Stores the arguments.
-
-        Args:
-            named: The tensors, by their names in the result.
-            packed: Those that are measured as bytes: as floats, codes of 4 bits may be NaN.
-        """
-        self._named = named
-        self._packed = packed
-        self._lock = threading.Lock()
-        self._leaves: dict[Key, dict[int, Measures]] = defaultdict(dict)
-
-    def run(self, checkpoint: OpenedCheckpoint, listener: Listener) -> dict[str, Measures]:
-        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
-        # Several names of a tied weight may have one key, which is read once.
-        entries = list({entry.key: entry for entry in self._named.values()}.values())
-        workers = usable_cores() + 1
-        errors = scan(origin, entries, self._visit, workers=workers, listener=listener)
-        for error in errors.values():
-            raise error
-        return {name: self._whole(entry) for name, entry in self._named.items()}
-
-    def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
-        dtype = np.dtype(np.uint8) if entry.key in self._packed else numpy_dtype(entry.dtype)
+    def visit(entry: TensorEntry, leaf: int, view: memoryview) -> None:
+        dtype = np.dtype(np.uint8) if entry.key in packed else numpy_dtype(entry.dtype)
         measures = measure(np.frombuffer(view, dtype))
-        with self._lock:
-            self._leaves[entry.key][leaf] = measures
+        with lock:
+            leaves[entry.key][leaf] = measures
 
-    def _whole(self, entry: TensorEntry) -> Measures:
-        whole = combine([part for _, part in sorted(self._leaves[entry.key].items())])
-        return whole if entry.dtype.kind != "complex" else replace(whole, total=None)
+    origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
+    # Several names of a tied weight may have one key, which is read once.
+    entries = list({entry.key: entry for entry in named.values()}.values())
+    errors = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
+    for error in errors.values():
+        raise error
+    found = {}
+    for name, entry in named.items():
+        whole = combine([part for _, part in sorted(leaves[entry.key].items())])
+        found[name] = whole if entry.dtype.kind != "complex" else replace(whole, total=None)
+    return found
