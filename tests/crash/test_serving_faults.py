@@ -33,8 +33,6 @@ from botocore.exceptions import (
 )
 
 import ckptkit
-from ckptkit.serving import connections as connections_module
-from ckptkit.serving import reading as reading_module
 from ckptkit.serving import server as server_module
 from ckptkit.serving.serving import ServeEvent, Serving
 from tests.command_line import started
@@ -257,8 +255,8 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def free_blocks(serving: Serving) -> int:
-    return serving.server._reading.free_blocks
+def free_parts(serving: Serving) -> int:
+    return serving.server._parts._value
 
 
 def begin_and_take_nothing(serving: Serving, sent: bytes = b"") -> socket.socket:
@@ -279,12 +277,12 @@ def unsigned(saved: Path) -> Iterator[Serving]:
 
 
 def test_clients_that_go_away_free_their_buffers(unsigned: Serving) -> None:
-    whole = free_blocks(unsigned)
+    whole = free_parts(unsigned)
     connections = [begin_and_take_nothing(unsigned) for _ in range(20)]
-    wait_until(lambda: free_blocks(unsigned) == 0)
+    wait_until(lambda: free_parts(unsigned) == 0)
     for connection in connections:
         connection.close()
-    wait_until(lambda: free_blocks(unsigned) == whole)
+    wait_until(lambda: free_parts(unsigned) == whole)
     answer = requests.get(f"{unsigned.url}/ckptkit/{KEY}", timeout=60)
     assert len(answer.content) == int(answer.headers["Content-Length"])
 
@@ -293,11 +291,11 @@ def test_clients_that_take_nothing_lose_their_connection(
     unsigned: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "STALLED_SECONDS", 0.5)
-    whole = free_blocks(unsigned)
+    whole = free_parts(unsigned)
     connections = [begin_and_take_nothing(unsigned) for _ in range(20)]
     answer = requests.get(f"{unsigned.url}/ckptkit/{KEY}", timeout=60)  # waits behind them
     assert len(answer.content) == int(answer.headers["Content-Length"])
-    wait_until(lambda: free_blocks(unsigned) == whole)
+    wait_until(lambda: free_parts(unsigned) == whole)
     for connection in connections:
         connection.close()
 
@@ -306,8 +304,8 @@ def test_clients_that_take_nothing_lose_their_connection(
 def test_clients_that_take_little_at_a_time_do_not_keep_buffers_that_others_wait_for(
     unsigned: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_module, "PATIENCE_SECONDS", 1.0)
-    whole = free_blocks(unsigned)
+    monkeypatch.setattr(server_module, "PATIENCE_SECONDS", 1.0)
+    whole = free_parts(unsigned)
     slow = [begin_and_take_nothing(unsigned) for _ in range(20)]
     stop = threading.Event()
 
@@ -328,7 +326,7 @@ def test_clients_that_take_little_at_a_time_do_not_keep_buffers_that_others_wait
             thread.join()
         for connection in slow:
             connection.close()
-    wait_until(lambda: free_blocks(unsigned) == whole)
+    wait_until(lambda: free_parts(unsigned) == whole)
 
 
 def connect(url: str, sent: bytes = b"") -> socket.socket:
@@ -427,7 +425,7 @@ def test_a_process_without_descriptors_says_so_once_and_goes_on_later(saved: Pat
 def test_a_connection_that_asks_for_nothing_is_closed(
     unsigned: Serving, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 1.0)
     with connect(unsigned.url, sent) as connection:
         received = receive_all(connection)
         assert received.startswith(b"HTTP/1.1 200" if sent.endswith(b"\n\r\n") else b"")
@@ -436,7 +434,7 @@ def test_a_connection_that_asks_for_nothing_is_closed(
 def test_a_head_that_comes_slowly_is_not_waited_for(
     unsigned: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 1.0)
 
     def is_closed(connection: socket.socket) -> bool:
         try:
@@ -453,21 +451,21 @@ def test_a_head_that_comes_slowly_is_not_waited_for(
 def test_answers_that_nobody_takes_are_given_up(
     unsigned: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 1.0)
     with begin_and_take_nothing(unsigned, HEAD + b"\r\n") as connection:
         connection.settimeout(1.0)
         with suppress(OSError):  # the server reads no more, or has closed it
             while True:
                 connection.sendall((HEAD + b"\r\n") * 100)
-        wait_until(lambda: not unsigned.server._connections._idle)
-        assert unsigned.server.totals.requests < 20_000
+        wait_until(lambda: not unsigned.server._idle)
+        assert unsigned.server.requests < 20_000
 
 
 @pytest.mark.slow
 def test_connections_that_are_used_stay_open(
     unsigned: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections_module, "IDLE_SECONDS", 2.0)
+    monkeypatch.setattr(server_module, "IDLE_SECONDS", 2.0)
     with connect(unsigned.url) as connection, begin_and_take_nothing(unsigned) as slow:
         for _ in range(10):
             connection.sendall(b"HEAD /ckptkit HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -482,7 +480,7 @@ def test_more_clients_than_buffers_all_get_their_bytes(saved: Path) -> None:
     with ckptkit.serve(
         saved, name="m", names="live", auth=False, workers=1, memory_budget="26MB"
     ) as serving:
-        assert free_blocks(serving) == 2
+        assert free_parts(serving) == 1
         sizes: list[int] = []
 
         def read() -> None:
@@ -500,7 +498,7 @@ def test_more_clients_than_buffers_all_get_their_bytes(saved: Path) -> None:
             thread.join()
         head = requests.head(f"{serving.url}/ckptkit/{KEY}", timeout=60)
         assert sizes == [int(head.headers["Content-Length"])] * 8
-        assert free_blocks(serving) == 2
+        assert free_parts(serving) == 1
 
 
 @pytest.mark.parametrize(

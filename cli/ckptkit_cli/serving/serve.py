@@ -292,10 +292,10 @@ class _ServePage:
 
     def show_totals(self, serving: Serving) -> None:
         """Shows how much was served."""
-        totals = serving.server.totals
+        server = serving.server
         if self._as_json:
-            facts = {"requests": totals.requests, "bytes": totals.size_bytes}
+            facts = {"requests": server.requests, "bytes": server.size_bytes}
             self._output.record(stamped("stopped", facts))
             return
-        count, size = counted(totals.requests, "request"), size_text(totals.size_bytes)
+        count, size = counted(server.requests, "request"), size_text(server.size_bytes)
         self._output.lines([f"answered {count}, with {size} of objects"])
