@@ -367,9 +367,10 @@ def test_a_source_that_changed_is_refused_until_it_is_planned_again(
     other = shard.with_name("other")
     other.write_bytes(shard.read_bytes())
     other.replace(shard)
-    for _ in range(2):
-        with pytest.raises(SourceChangedError, match="changed while it was served") as raised:
-            files.cat_file("model.safetensors")
+    with pytest.raises(SourceChangedError, match="changed while it was served"):
+        files.cat_file("model.safetensors")
+    with pytest.raises(SourceChangedError) as raised:
+        files.cat_file("model.safetensors")
     assert "`invalidate_cache()`" in raised.value.hint
     files.invalidate_cache()
     assert files.cat_file("model.safetensors") == before
@@ -397,9 +398,10 @@ def test_nothing_can_be_written(mode: str) -> None:
     with pytest.raises(OSError, match="Read-only") as raised:
         files.open("config.json", mode)
     assert raised.value.errno == errno.EROFS
-    for change in (lambda: files.pipe_file("x", b"x"), lambda: files.rm_file("config.json")):
-        with pytest.raises((NotImplementedError, OSError)):
-            change()
+    with pytest.raises(NotImplementedError):
+        files.pipe_file("x", b"x")
+    with pytest.raises(NotImplementedError):
+        files.rm("config.json")
 
 
 def test_options_are_checked_before_anything_is_read() -> None:
