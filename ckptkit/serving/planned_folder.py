@@ -35,7 +35,7 @@ from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.reader import RUN_BYTES, Origin
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import Resources
-from ckptkit.plan.plan import TASK_BYTES, Literal, OutputFile, RawCopy, cut_into_tasks
+from ckptkit.plan.plan import TASK_BYTES, Compute, Literal, OutputFile, RawCopy, cut_into_tasks
 from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.serving.plans import ServePlan
 from ckptkit.storage.base import Distant, Source, distant
@@ -105,10 +105,7 @@ class PlannedFolder(Closing):
     def __init__(self, plan: ServePlan, listener: Listener, again: str) -> None:
         """Plans, and checks what is known before tensors are read.
 
-        Args:
-            plan: What is planned.
-            listener: Receives notes.
-            again: What to do once the source has changed, for messages.
+        The listener receives notes; `again` is the hint to a user whose source has changed.
         """
         with ExitStack() as stack:
             planned = stack.enter_context(plan.open(listener))
@@ -154,11 +151,7 @@ class PlannedFolder(Closing):
             self._stack.close()
 
     def read_into(self, planned: PlannedFile, start: int, view: memoryview) -> None:
-        """Fills a buffer with the bytes of a file from `start` on, and proves them.
-
-        Raises:
-            CkptkitError: If they cannot be read, or are not proven; the buffer is of no use.
-        """
+        """Fills a buffer with the bytes of a file from `start` on, and proves them, or raises."""
         if self.failure is not None:
             raise self.failure
         try:
@@ -198,16 +191,7 @@ class PlannedFolder(Closing):
 
 
 def divide_memory(resources: Resources, *, is_far: bool, folders: int = 1) -> tuple[int, int]:
-    """Divides the memory budget.
-
-    Args:
-        resources: The limits.
-        is_far: Whether something is read from an object store.
-        folders: That are read at a time.
-
-    Returns:
-        How many threads may read, and how many parts of `PART_BYTES` may be in memory.
-    """
+    """Returns how many threads may read so many folders, and how many parts memory has room for."""
     budget = resources.memory_budget_bytes
     # Gather scratch, the memory of kernels, and the leaf that was computed last.
     each = folders * (RUN_BYTES + (4 << 20) + TASK_BYTES) + (READ_AHEAD_BYTES if is_far else 0)
@@ -300,9 +284,15 @@ def _list_files(planned: PlannedOutput, folders: Mapping[str, Source]) -> dict[s
     for file in planned.plan.files:
         crc = _compute_known_crc(file, folders)
         etag = make_etag(f"{fingerprint}\n{file.path}\n{crc}", file.size_bytes)
-        starts = [task.start for task in cut_into_tasks(0, file)]
-        files[file.path] = PlannedFile(file, etag, modified, starts, crc)
+        files[file.path] = PlannedFile(file, etag, modified, list(_cut_into_parts(file)), crc)
     return files
+
+
+def _cut_into_parts(file: OutputFile) -> Iterator[int]:
+    """Yields where parts begin: leaves of what is computed, and halves of what is copied."""
+    for task in cut_into_tasks(0, file):
+        is_computed = any(isinstance(part.segment.body, Compute) for part in task.parts)
+        yield from range(task.start, task.stop, PART_BYTES if is_computed else PART_BYTES // 2)
 
 
 def _compute_known_crc(file: OutputFile, folders: Mapping[str, Source]) -> int | None:

@@ -133,16 +133,7 @@ def _decode(text: str) -> str:
 def answer_request(
     request: S3Request, objects: Mapping[str, PlannedFile], began: datetime
 ) -> Answer:
-    """Answers a request whose signature was checked.
-
-    Args:
-        request: The request.
-        objects: All objects by their keys, in the order of these.
-        began: When the server was started.
-
-    Raises:
-        S3Error: If it is refused.
-    """
+    """Answers a request whose signature was checked; `objects` are all, in the order of keys."""
     path = request.path.removeprefix("/")
     name, _, key = path.partition("/")
     if request.headers.get("host", "").lower().startswith(f"{BUCKET}."):
@@ -361,14 +352,7 @@ def _list_objects(query: Mapping[str, str], objects: Mapping[str, PlannedFile]) 
 
 
 def list_names(keys: Sequence[str], prefix: str, delimiter: str, after: str) -> list[str]:
-    """Returns keys after `after`; those with the delimiter behind the prefix, up to it and once.
-
-    Args:
-        keys: All keys, in their order.
-        prefix: What the keys begin with.
-        delimiter: What joins keys to common prefixes; may be empty.
-        after: A key, or a common prefix.
-    """
+    """Returns keys and common prefixes that a listing has after `after`, in the order of keys."""
     names: list[str] = []
     for key in keys:
         if not key.startswith(prefix) or key <= after:

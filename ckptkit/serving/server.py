@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 import logging
 import math
+import posixpath
 import re
 import secrets
 import socket
@@ -27,13 +28,15 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 from aiohttp import web
 
+from ckptkit.core.arrays import aligned_buffer
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.text import Closing
 from ckptkit.core.threads import Throttle, WorkerThread
-from ckptkit.serving.planned_folder import TEMPORARY, PlannedFile, PlannedFolder
+from ckptkit.formats.discovery import parse_step
+from ckptkit.serving.planned_folder import PART_BYTES, TEMPORARY, PlannedFile, PlannedFolder
+from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.s3_api import (
     BUCKET,
     Answer,
@@ -43,6 +46,7 @@ from ckptkit.serving.s3_api import (
     parse_request,
 )
 from ckptkit.serving.signatures import AccessKeys, check_signature, make_keys
+from ckptkit.storage.places import is_url, local_path
 
 logger = logging.getLogger(__name__)
 STALLED_SECONDS = 60.0
@@ -62,59 +66,94 @@ _QUIET_SECONDS = 60.0  # between two messages about connections that cannot be a
 _WRITE_BYTES = 256 << 10  # what one call copies where the client is slower
 _MOST_PORT = 65_535
 _ACCESS_KEY = re.compile(r"[A-Za-z0-9._+=-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
+_DEFAULT_NAME = "model"
 _OUTSIDE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # of documentation
 
 
 @dataclass(frozen=True, slots=True)
-class ServerAddress:
-    """Where a server listens (port 0 takes a free one), and the keys; None for no signatures."""
+class ServeRequest:
+    """What is served, where, and to whom.
 
+    Attributes:
+        plan: What is planned for each source.
+        host: An address to listen on, or a name that has one.
+        port: Of TCP; 0 takes a free one.
+        keys: What requests are signed with; None for requests without a signature.
+        name: The prefix of all keys; None for the name of the source.
+        follow: Whether the source is a run whose newest step is served.
+        poll_seconds: How often a run is looked at; None for a default by its storage.
+    """
+
+    plan: ServePlan
     host: str = "127.0.0.1"
     port: int = 0
     keys: AccessKeys | None = None
+    name: str | None = None
+    follow: bool = False
+    poll_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= _MOST_PORT:
+        if self.name is not None and not _NAME.fullmatch(self.name):
             raise UsageError(
-                f"{self.port} is not a port from 0 to {_MOST_PORT:,}",
-                where="--port",
-                hint="leave it out for any free one",
-            )
-        if self.keys is None and not is_loopback(self.host):
-            raise UsageError(
-                f"serves everything to every machine that reaches {self.host}",
-                where="--no-auth",
-                hint="leave out --no-auth, or --host",
+                f"{self.name!r} is not a name of letters, digits, dots, hyphens and underscores",
+                where="--name",
+                hint="pass a name such as --name llama",
             )
 
+    @property
+    def prefix(self) -> str:
+        """The prefix of all keys, without a slash at its end."""
+        if self.name is not None:
+            return self.name
+        src = self.plan.job.src
+        path = str(src) if is_url(src) else local_path(src).absolute().as_posix()
+        name = posixpath.basename(path.rstrip("/"))
+        if parse_step(name) is not None and not self.follow:
+            run = posixpath.basename(posixpath.dirname(path.rstrip("/")))
+            name = f"{run}-{name}" if run else name
+        return name if _NAME.fullmatch(name) else _DEFAULT_NAME
 
-def choose_address(
+
+def choose_keys(
     host: str, port: int, access_key: str | None, secret_key: str | None, *, auth: bool
-) -> ServerAddress:
-    """Reads the options of a server; without keys, random ones are made."""
+) -> AccessKeys | None:
+    """Checks the options of a server, and returns the keys, which may be random, or none."""
+    if not 0 <= port <= _MOST_PORT:
+        raise UsageError(
+            f"{port} is not a port from 0 to {_MOST_PORT:,}",
+            where="--port",
+            hint="leave it out for any free one",
+        )
+    if not auth and (access_key or secret_key):
+        raise UsageError(
+            "cannot be combined with keys, which sign requests",
+            where="--no-auth",
+            hint="leave one of the two out",
+        )
+    if not auth and not is_loopback(host):
+        raise UsageError(
+            f"serves everything to every machine that reaches {host}",
+            where="--no-auth",
+            hint="leave out --no-auth, or --host",
+        )
     if not auth:
-        if access_key or secret_key:
-            raise UsageError(
-                "cannot be combined with keys, which sign requests",
-                where="--no-auth",
-                hint="leave one of the two out",
-            )
-        return ServerAddress(host, port)
-    if access_key and secret_key:
-        if not _ACCESS_KEY.fullmatch(access_key):
-            raise UsageError(
-                f"{access_key!r:.100} has characters that a signature cannot have in it",
-                where="--access-key",
-                hint="pass letters, digits and any of . _ - + =",
-            )
-        return ServerAddress(host, port, AccessKeys(access_key, secret_key))
-    if access_key is not None or secret_key is not None:
+        return None
+    if access_key is None and secret_key is None:
+        return make_keys()
+    if not (access_key and secret_key):
         raise UsageError(
             "--access-key and --secret-key belong together, and neither may be empty",
             where="--access-key" if access_key else "--secret-key",
             hint="pass both, or none for random ones",
         )
-    return ServerAddress(host, port, make_keys())
+    if not _ACCESS_KEY.fullmatch(access_key):
+        raise UsageError(
+            f"{access_key!r:.100} has characters that a signature cannot have in it",
+            where="--access-key",
+            hint="pass letters, digits and any of . _ - + =",
+        )
+    return AccessKeys(access_key, secret_key)
 
 
 def is_loopback(host: str) -> bool:
@@ -171,21 +210,14 @@ class ServedBucket(Closing):
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def put(self, name: str, folder: PlannedFolder) -> None:
-        """Adds a folder, or replaces the one of its name."""
-        self._exchange(name, folder)
-
-    def drop(self, name: str) -> None:
-        """Removes a folder, whose sources are closed once nothing reads them any more."""
-        self._exchange(name, None)
-
     def close(self) -> None:
         """Removes all folders, and what is added later."""
         self._is_closed = True
         for name in self.folders:
-            self.drop(name)
+            self.put(name, None)
 
-    def _exchange(self, name: str, folder: PlannedFolder | None) -> None:
+    def put(self, name: str, folder: PlannedFolder | None) -> None:
+        """Exchanges a folder; the one of before is closed once nothing reads it any more."""
         with self._lock:
             folders = dict(self.folders)
             before = folders.pop(name, None)
@@ -223,27 +255,19 @@ class ModelServer(Closing):
     def __init__(
         self,
         bucket: ServedBucket,
-        address: ServerAddress,
-        *,
+        request: ServeRequest,
         threads: int,
         parts: int,
-        bytes_per_second: int | None,
         report: Callable[[str, CkptkitError], None],
     ) -> None:
-        """Starts to listen.
+        """Starts to listen, with so many threads that make parts, and so many parts in memory.
 
-        Args:
-            bucket: What is served; folders may be added and removed at any time.
-            address: Where, and to whom.
-            threads: That make parts of bodies.
-            parts: How many of them may be in memory.
-            bytes_per_second: How much is read, None for no limit.
-            report: Is called once for each folder that is no longer served, from any thread.
+        `report` is called once for each folder that is no longer served, from any thread.
         """
-        self._bucket, self._address, self._report = bucket, address, report
+        self._bucket, self._request, self._report = bucket, request, report
         self.url, self.requests, self.size_bytes = "", 0, 0
-        self._throttle = Throttle(bytes_per_second)
-        self._parts = asyncio.Semaphore(parts)
+        self._throttle = Throttle(request.plan.job.resources.bytes_per_second)
+        self._parts, self._buffers = asyncio.Semaphore(parts), list[memoryview]()
         self._workers = [WorkerThread(f"ckptkit-reader-{n}") for n in range(threads)]
         self._free: asyncio.LifoQueue[WorkerThread] = asyncio.LifoQueue()
         for worker in self._workers:
@@ -278,7 +302,7 @@ class ModelServer(Closing):
             self._loop.close()
 
     async def _start(self) -> None:
-        host, port = self._address.host, self._address.port
+        host, port = self._request.host, self._request.port
         self._server = web.Server(self._handle, access_log=None, logger=_RefusedRequests(logger))
         self._most = choose_most_connections()
         self._loop.set_exception_handler(self._complain)
@@ -286,17 +310,16 @@ class ModelServer(Closing):
             listening = await self._loop.create_server(
                 self._accept, host, port, backlog=_ACCEPTED_AT_ONCE
             )
-        except (socket.gaierror, UnicodeError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            if isinstance(error, socket.gaierror | UnicodeError):
+                raise OutputError(
+                    f"{host!r} is no address of this machine: {reason}",
+                    where="--host",
+                    hint="pass an address such as --host 0.0.0.0, or leave it out for 127.0.0.1",
+                ) from error
             raise OutputError(
-                f"{host!r} is no address of this machine:"
-                f" {getattr(error, 'strerror', None) or error}",
-                where="--host",
-                hint="pass an address such as --host 0.0.0.0, or leave it out for 127.0.0.1",
-            ) from error
-        except (OSError, OverflowError) as error:
-            raise OutputError(
-                f"cannot listen on port {port} of {host}:"
-                f" {getattr(error, 'strerror', None) or error}",
+                f"cannot listen on port {port} of {host}: {reason}",
                 where="--port",
                 hint="pass another --port, or leave it out for any free one",
             ) from error
@@ -407,13 +430,11 @@ class ModelServer(Closing):
         return response
 
     def _answer(self, request: web.BaseRequest) -> Answer:
-        headers: dict[str, str] = {}
-        for name, value in request.headers.items():
-            before = headers.get(name.lower())
-            headers[name.lower()] = value if before is None else f"{before},{value}"
+        sent = request.headers
+        headers = {name.lower(): ",".join(sent.getall(name)) for name in sent}
         parsed = parse_request(request.method, request.raw_path, headers)
-        if self._address.keys is not None:
-            check_signature(parsed, self._address.keys, datetime.now(UTC))
+        if self._request.keys is not None:
+            check_signature(parsed, self._request.keys, datetime.now(UTC))
         else:
             # A page in a browser may resolve its own name to this machine; the name shows that.
             host = headers.get("host", "")
@@ -448,11 +469,14 @@ class ModelServer(Closing):
                         if not response.prepared:
                             await response.prepare(request)
                         self._sending[request.protocol] = self._loop.time()
-                        await self._write(request, response, part)
+                        try:
+                            await self._write(request, response, part)
+                        except BaseException:
+                            _break_off(request.protocol)  # whose buffer others get next
+                            raise
                         self._sending[request.protocol] = math.inf
             except (ConnectionError, TimeoutError) as error:
                 logger.debug("a client went away: %s", error)
-                _break_off(request.protocol)
             except Exception as error:
                 if response.prepared:  # nothing else may be taken for a part of the body
                     _break_off(request.protocol)
@@ -475,7 +499,7 @@ class ModelServer(Closing):
         assert entry is not None  # noqa: S101  narrows the type
         ranges = entry.cut(answer.start, answer.stop)
         upcoming = next(ranges, None)
-        made: deque[asyncio.Task[memoryview]] = deque()
+        made: deque[tuple[int, asyncio.Task[memoryview]]] = deque()
         try:
             while upcoming or made:
                 # Who holds a part must not wait for another one.
@@ -487,49 +511,54 @@ class ModelServer(Closing):
                         await self._parts.acquire()
                     finally:
                         self._waiting -= 1
-                    made.append(self._loop.create_task(self._make(folder, entry, *upcoming)))
+                    low, high = upcoming
+                    task = self._loop.create_task(self._make(folder, entry, low, high))
+                    made.append((high - low, task))
                     upcoming = next(ranges, None)
-                yield await asyncio.shield(made[0])
-                made.popleft()
-                self._parts.release()
+                size, task = made[0]
+                yield (await asyncio.shield(task))[:size]
+                self._give_back(made.popleft()[1])
         finally:
-            for task in made:
-                task.add_done_callback(self._give_up)
+            for _, task in made:
+                task.add_done_callback(self._give_back)
 
-    def _give_up(self, task: asyncio.Task[memoryview]) -> None:
-        """Frees a part that is not sent; of errors, that of the first part was raised."""
+    def _give_back(self, task: asyncio.Task[memoryview]) -> None:
+        """Frees the buffer of a part; of errors, that of the first part was raised."""
+        if not task.cancelled() and task.exception() is None:
+            self._buffers.append(task.result())
         self._parts.release()
-        if not task.cancelled():
-            task.exception()
 
     async def _make(
         self, folder: PlannedFolder, entry: PlannedFile, start: int, stop: int
     ) -> memoryview:
-        part = np.empty(stop - start, np.uint8).data
+        buffer = self._buffers.pop() if self._buffers else aligned_buffer(PART_BYTES)
         worker = await self._free.get()
 
         def fill() -> None:
-            self._throttle.take(len(part))
-            folder.read_into(entry, start, part)
+            self._throttle.take(stop - start)
+            folder.read_into(entry, start, buffer[: stop - start])
 
         try:
             await asyncio.wrap_future(worker.submit(fill))
         finally:
             self._free.put_nowait(worker)
-        return part
+        return buffer
 
     async def _write(
         self, request: web.BaseRequest, response: web.StreamResponse, part: memoryview
     ) -> None:
-        """Sends a part; all of it but a last piece is sent when this returns."""
+        """Sends a part; when this returns, the transport has no view of its buffer any more."""
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("closed by the client")
         transport.set_write_buffer_limits(high=0)  # a write then waits until all of it is sent
         for start in range(0, len(part), _WRITE_BYTES):
             piece = part[start : start + _WRITE_BYTES]
+            is_small = len(piece) <= _UNTAKEN_BYTES  # after which aiohttp does not wait
             async with asyncio.timeout(STALLED_SECONDS):
-                await response.write(piece)
+                await response.write(bytes(piece) if is_small else piece)
+            if not is_small and transport.get_write_buffer_size():
+                raise RuntimeError("a part of a buffer that others get next is still to be sent")
             self.size_bytes += len(piece)
 
 

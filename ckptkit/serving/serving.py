@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import logging
-import posixpath
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptkit.core.errors import AccessError, CkptkitError, StorageError, UsageError
+from ckptkit.core.errors import AccessError, CkptkitError, StorageError
 from ckptkit.core.text import Closing, event_of_note
 from ckptkit.engine.outcome import Event, Planned
-from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.steps import abandoned
 from ckptkit.serving.planned_folder import PlannedFolder, divide_memory
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.s3_api import BUCKET, REGION
-from ckptkit.serving.server import ModelServer, ServedBucket, ServerAddress, is_loopback
-from ckptkit.storage.places import is_url, local_path
+from ckptkit.serving.server import ModelServer, ServedBucket, ServeRequest, is_loopback
+from ckptkit.storage.places import is_url
 
 logger = logging.getLogger(__name__)
 ServeEventName = Literal[
     "serving", "added", "removed", "skipped", "waiting", "failed", "note", "warning"
 ]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,99}")
-_DEFAULT_NAME = "model"
 _KEPT_STEPS = 2  # the newest, and the one before for clients that read it already
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _AGAIN = "start the server again once the source is complete"
@@ -52,46 +47,6 @@ ServeListener = Callable[[ServeEvent], None]
 
 def ignore_events(_event: ServeEvent) -> None:
     """Does nothing; for servers that report to no one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServeRequest:
-    """What is served, where, and to whom.
-
-    Attributes:
-        plan: What is planned for each source.
-        address: Where the server listens, and the keys.
-        name: The prefix of all keys; None for the name of the source.
-        follow: Whether the source is a run whose newest step is served.
-        poll_seconds: How often a run is looked at; None for a default by its storage.
-    """
-
-    plan: ServePlan
-    address: ServerAddress = field(default_factory=ServerAddress)
-    name: str | None = None
-    follow: bool = False
-    poll_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise UsageError(
-                f"{self.name!r} is not a name of letters, digits, dots, hyphens and underscores",
-                where="--name",
-                hint="pass a name such as --name llama",
-            )
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of all keys, without a slash at its end."""
-        if self.name is not None:
-            return self.name
-        src = self.plan.job.src
-        path = str(src) if is_url(src) else local_path(src).absolute().as_posix()
-        name = posixpath.basename(path.rstrip("/"))
-        if parse_step(name) is not None and not self.follow:
-            run = posixpath.basename(posixpath.dirname(path.rstrip("/")))
-            name = f"{run}-{name}" if run else name
-        return name if _NAME.fullmatch(name) else _DEFAULT_NAME
 
 
 class Serving(Closing):
@@ -129,14 +84,7 @@ class Serving(Closing):
             is_far = is_url(src) or any(one.is_far for one in self.bucket.folders.values())
             folders = _KEPT_STEPS if request.follow else 1
             threads, parts = divide_memory(resources, is_far=is_far, folders=folders)
-            self.server = ModelServer(
-                self.bucket,
-                request.address,
-                threads=threads,
-                parts=parts,
-                bytes_per_second=resources.bytes_per_second,
-                report=lambda name, error: self._tell("failed", name, error=error.to_json()),
-            )
+            self.server = ModelServer(self.bucket, request, threads, parts, self._tell_failure)
         except BaseException:
             self.bucket.close()
             raise
@@ -147,7 +95,7 @@ class Serving(Closing):
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which clients of S3 find the server and its keys."""
-        keys = self._request.address.keys
+        keys = self._request.keys
         named = {
             "AWS_ACCESS_KEY_ID": "none" if keys is None else keys.access_key,
             "AWS_SECRET_ACCESS_KEY": "none" if keys is None else keys.secret_key,
@@ -158,7 +106,7 @@ class Serving(Closing):
     @property
     def warning(self) -> str:
         """What a user has to know who lets other machines in; empty for this machine alone."""
-        if is_loopback(self._request.address.host):
+        if is_loopback(self._request.host):
             return ""
         return (
             f"other machines reach this server at {self.url}: requests are signed, but nothing is"
@@ -182,6 +130,9 @@ class Serving(Closing):
             self._listener(ServeEvent(event, {"name": name, **facts}))
         except Exception:
             logger.exception("the event %r could not be reported", event)
+
+    def _tell_failure(self, name: str, error: CkptkitError) -> None:
+        self._tell("failed", name, error=error.to_json())
 
     def _tell_notes(self, name: str, notes: Iterable[str]) -> None:
         for note in notes:
@@ -239,5 +190,5 @@ class Serving(Closing):
             self._served[name] = digest
         for old in list(self._served)[:-_KEPT_STEPS]:
             del self._served[old]
-            self.bucket.drop(old)
+            self.bucket.put(old, None)
             self._tell("removed", old)

@@ -70,11 +70,7 @@ class _ScopedAuth(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
 
 
 def check_signature(request: S3Request, keys: AccessKeys, now: datetime) -> None:
-    """Refuses a request that is not signed with the keys, or not at about this time.
-
-    Raises:
-        S3Error: As S3 answers it.
-    """
+    """Refuses a request that is not signed with the keys, or not at about this time."""
     claim = _read_claim(request)
     scope, signed = claim.credential.split("/"), claim.signed_headers.split(";")
     if len(scope) != len(("key", "date", "region", "s3", "aws4_request")) or "host" not in signed:

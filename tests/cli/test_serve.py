@@ -23,7 +23,8 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.serve_api import ServeOptions
 from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving, ignore_events
+from ckptkit.serving.server import ServeRequest
+from ckptkit.serving.serving import ServeEvent, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
 from ckptkit_cli._application import make_application
 from tests.command_line import run_command, started

@@ -32,7 +32,8 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.serving import server as server_module
 from ckptkit.serving.plans import ServePlan
-from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
+from ckptkit.serving.server import ServeRequest
+from ckptkit.serving.serving import Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
 from tests.contract.test_file_system import content, same_content, save_odd_tensors
 from tests.object_store import Bucket, ObjectStore

@@ -18,7 +18,8 @@ from ckptkit_cli._command import Option, command
 from ckptkit_cli._output import Output, counted, escaped, stamped, wrapped
 
 if TYPE_CHECKING:
-    from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving
+    from ckptkit.serving.server import ServeRequest
+    from ckptkit.serving.serving import ServeEvent, Serving
 
 _PLACE = "Where it is served"
 _MERGE = "Merging an adapter"
@@ -185,8 +186,7 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
 
 def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
     from ckptkit.serving.plans import ServePlan
-    from ckptkit.serving.server import choose_address
-    from ckptkit.serving.serving import ServeRequest
+    from ckptkit.serving.server import ServeRequest, choose_keys
 
     if values["interval"] is not None and not values["follow"]:
         raise UsageError(
@@ -209,13 +209,16 @@ def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
             where="--quiet",
             hint="pass --access-key and --secret-key-from",
         )
-    address = choose_address(values["host"], values["port"] or 0, access, secret, auth=auth)
+    host, port = values["host"], values["port"] or 0
+    keys = choose_keys(host, port, access, secret, auth=auth)
     placed = options.values_with_places(values)
     adapters = options.choose_adapters(placed, Resources.from_options(placed))
     plan = ServePlan.from_options(placed, adapters)
     return ServeRequest(
         plan,
-        address,
+        host,
+        port,
+        keys,
         name=values["label"],
         follow=values["follow"],
         poll_seconds=values["interval"],
