@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -323,13 +324,20 @@ def test_another_configuration_of_an_adapter_is_another_version(tmp_path: Path) 
 # --- what fails ---
 
 
-@pytest.fixture
-def sharded(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint with a record of 64 MB, and the file that has it."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     state = {"model.large": torch.randn(1 << 13, 2048), "model.small": torch.randn(16)}
-    folder = tmp_path / "checkpoint"
     write_sharded(folder, state, 1)
+    return folder
+
+
+@pytest.fixture
+def sharded(saved: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A copy of a checkpoint with a record of 64 MB, and the file that has it."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(saved, folder)
     return folder, max(folder.iterdir(), key=lambda path: path.stat().st_size)
 
 
@@ -358,22 +366,76 @@ def test_no_byte_of_a_damaged_record_is_read(sharded: tuple[Path, Path], tmp_pat
     assert not copy.exists()  # a part would be taken for the file
 
 
-def test_a_source_that_changed_is_refused_until_it_is_planned_again(
-    sharded: tuple[Path, Path],
-) -> None:
-    folder, shard = sharded
-    files = file_system(folder, names="live")
-    before = files.cat_file("model.safetensors")
+def change_in_place(shard: Path) -> None:
+    flip_bit(shard, shard.stat().st_size - 5000)
+
+
+def replace_by_another(shard: Path) -> None:
     other = shard.with_name("other")
     other.write_bytes(shard.read_bytes())
     other.replace(shard)
-    with pytest.raises(SourceChangedError, match="changed while it was served"):
-        files.cat_file("model.safetensors")
+
+
+def cut_short(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [change_in_place, replace_by_another, cut_short, Path.unlink])
+def test_a_source_that_changed_is_refused(
+    change: Callable[[Path], None], sharded: tuple[Path, Path]
+) -> None:
+    folder, shard = sharded
+    files = file_system(folder, names="live")
+    assert len(files.cat_file("model.safetensors", 0, 5000)) == 5000
+    change(shard)
+    for _ in range(2):
+        with pytest.raises(SourceChangedError, match="changed while it was served"):
+            files.cat_file("model.safetensors")
+
+
+def test_a_source_that_changed_is_planned_again(sharded: tuple[Path, Path]) -> None:
+    folder, shard = sharded
+    files = file_system(folder, names="live")
+    before = files.cat_file("model.safetensors")
+    replace_by_another(shard)
     with pytest.raises(SourceChangedError) as raised:
         files.cat_file("model.safetensors")
     assert "`invalidate_cache()`" in raised.value.hint
     files.invalidate_cache()
     assert files.cat_file("model.safetensors") == before
+
+
+def test_a_changed_side_file_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(STEP, tmp_path / "step")
+    files = file_system(tmp_path / "step")
+    tokenizer = tmp_path / "step" / "tokenizer.json"
+    assert files.cat_file("tokenizer.json") == tokenizer.read_bytes()
+    tokenizer.write_bytes(tokenizer.read_bytes().replace(b"a", b"b", 1))
+    with pytest.raises(SourceChangedError):
+        files.cat_file("tokenizer.json")
+
+
+def test_a_configuration_is_read_as_it_was_planned_with(tmp_path: Path) -> None:
+    """It was read as a whole; no other bytes can be sent."""
+    shutil.copytree(PEFT, tmp_path / "peft")
+    base = tmp_path / "peft" / "base"
+    options = {"base": base, "allow_other_base": True}
+    options["adapter_config"] = tmp_path / "peft" / "adapter_config.json"
+    files = file_system(tmp_path / "peft" / "checkpoint", **options)
+    expected = (base / "config.json").read_bytes()
+    assert files.exists("config.json")
+    (base / "config.json").write_bytes(expected.replace(b":", b": ", 1))
+    assert files.cat_file("config.json") == expected
+
+
+def test_a_changed_object_is_refused(sharded: tuple[Path, Path], bucket: Bucket) -> None:
+    folder, shard = sharded
+    url = bucket.put_tree(folder, "changed")
+    files = file_system(url, names="live", src_options=bucket.store.options)
+    files.cat_file("model.safetensors", 5000, 6000)
+    bucket.put(f"changed/{shard.name}", shard.read_bytes()[:-1] + b"\1")
+    with pytest.raises(SourceChangedError):
+        files.cat_file("model.safetensors")
 
 
 def test_memory_does_not_grow_with_the_file(sharded: tuple[Path, Path], tmp_path: Path) -> None:
