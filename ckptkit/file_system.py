@@ -25,7 +25,13 @@ from ckptkit.core.text import event_of_note
 from ckptkit.core.threads import Throttle
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.serve_api import ServeOptions
-from ckptkit.serving.planned_folder import PART_BYTES, PlannedFile, PlannedFolder, divide_memory
+from ckptkit.serving.planned_folder import (
+    PART_BYTES,
+    IdleReaders,
+    PlannedFile,
+    PlannedFolder,
+    divide_memory,
+)
 from ckptkit.serving.plans import ServePlan
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike
@@ -92,7 +98,7 @@ class CheckpointFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has
     def _folder(self) -> PlannedFolder:
         with self._lock:
             if self._opened is None:
-                folder = PlannedFolder(self._plan, _log_notes, _AGAIN)
+                folder = PlannedFolder(self._plan, _log_notes, _AGAIN, IdleReaders())
                 _log(folder.notes)
                 resources = self._plan.job.resources
                 threads, _ = divide_memory(resources, is_far=folder.is_far)

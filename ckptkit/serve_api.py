@@ -83,10 +83,10 @@ def serve(
 
     refuse_missing_libraries()
     from ckptkit.serving.server import ServeRequest, choose_keys
-    from ckptkit.serving.serving import Serving, ignore_events
+    from ckptkit.serving.serving import Serving
 
     given = auth if isinstance(auth, tuple) else (None, None)
     keys = choose_keys(host, port, *given, auth=auth is not False)
     plan = ServePlan.from_options(resolve_places(src, None, options))
     request = ServeRequest(plan, host, port, keys, name=name, follow=follow)
-    return Serving(request, listener or ignore_events)
+    return Serving(request, listener)

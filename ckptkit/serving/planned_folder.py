@@ -91,6 +91,31 @@ def make_etag(content: str, size_bytes: int) -> str:
     return f'"{xxhash.xxh3_128_hexdigest(content.encode())}-{parts}"'
 
 
+class IdleReaders:
+    """The readers that nothing uses at the moment, with their buffers, of any folders.
+
+    A thread takes one of its folder, or else frees another one: so there are never more of them,
+    idle and in use, than threads that read at a time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Inputs, SegmentReader]] = []  # longest idle first
+
+    def take(self, inputs: Inputs, preparations: Preparations) -> SegmentReader:
+        with self._lock:
+            at = next((n for n, one in enumerate(self._idle) if one[0] is inputs), 0)
+            taken = self._idle.pop(at) if self._idle else None
+        if taken is not None and taken[0] is inputs:
+            return taken[1]
+        del taken  # its buffers are freed before others are made
+        return SegmentReader(inputs, preparations)
+
+    def put(self, inputs: Inputs, reader: SegmentReader) -> None:
+        with self._lock:
+            self._idle.append((inputs, reader))
+
+
 class PlannedFolder(Closing):
     """A planned output whose sources are open until it is closed and nothing uses it any more.
 
@@ -102,10 +127,13 @@ class PlannedFolder(Closing):
         failure: Why nothing is read any more, or None.
     """
 
-    def __init__(self, plan: ServePlan, listener: Listener, again: str) -> None:
+    def __init__(
+        self, plan: ServePlan, listener: Listener, again: str, readers: IdleReaders
+    ) -> None:
         """Plans, and checks what is known before tensors are read.
 
-        The listener receives notes; `again` is the hint to a user whose source has changed.
+        The listener receives notes; `again` is the hint to a user whose source has changed. Folders
+        that are read by the same threads share `readers`.
         """
         with ExitStack() as stack:
             planned = stack.enter_context(plan.open(listener))
@@ -119,7 +147,7 @@ class PlannedFolder(Closing):
             self._inputs = _watch(planned, again)
             refuse_resized_side_files(planned)
             self._preparations = stack.enter_context(Preparations(most_kernels=_MOST_KERNELS))
-            self._idle: list[SegmentReader] = []
+            self._readers = readers
             origins = self._inputs.origins.values()
             self.is_far = any(distant(origin.source) is not None for origin in origins)
             self.files = _list_files(planned, self._inputs.folders)
@@ -154,10 +182,7 @@ class PlannedFolder(Closing):
         """Fills a buffer with the bytes of a file from `start` on, and proves them, or raises."""
         if self.failure is not None:
             raise self.failure
-        try:
-            segments = self._idle.pop()
-        except IndexError:
-            segments = SegmentReader(self._inputs, self._preparations)
+        segments = self._readers.take(self._inputs, self._preparations)
         try:
             try:
                 segments.fill_range(planned.file, start, start + len(view), view)
@@ -169,7 +194,7 @@ class PlannedFolder(Closing):
         except CkptkitError as error:
             self._note_failure(error)
             raise
-        self._idle.append(segments)
+        self._readers.put(self._inputs, segments)
 
     def _note_failure(self, error: CkptkitError) -> None:
         with self._lock:
@@ -190,11 +215,11 @@ class PlannedFolder(Closing):
                 yield source
 
 
-def divide_memory(resources: Resources, *, is_far: bool, folders: int = 1) -> tuple[int, int]:
-    """Returns how many threads may read so many folders, and how many parts memory has room for."""
+def divide_memory(resources: Resources, *, is_far: bool) -> tuple[int, int]:
+    """Returns how many threads may read, and how many parts memory has room for."""
     budget = resources.memory_budget_bytes
     # Gather scratch, the memory of kernels, and the leaf that was computed last.
-    each = folders * (RUN_BYTES + (4 << 20) + TASK_BYTES) + (READ_AHEAD_BYTES if is_far else 0)
+    each = RUN_BYTES + (4 << 20) + TASK_BYTES + (READ_AHEAD_BYTES if is_far else 0)
     threads = settle_workers(
         resources.workers,
         cores=usable_cores(),

@@ -14,7 +14,7 @@ from ckptkit.engine.outcome import Event, Planned
 from ckptkit.hub.watch.watched_steps import WatchedRun
 from ckptkit.runs.run_paths import find_run
 from ckptkit.runs.steps import abandoned
-from ckptkit.serving.planned_folder import PlannedFolder, divide_memory
+from ckptkit.serving.planned_folder import IdleReaders, PlannedFolder, divide_memory
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.s3_api import BUCKET, REGION
 from ckptkit.serving.server import ModelServer, ServedBucket, ServeRequest, is_loopback
@@ -45,10 +45,6 @@ class ServeEvent:
 ServeListener = Callable[[ServeEvent], None]
 
 
-def ignore_events(_event: ServeEvent) -> None:
-    """Does nothing; for servers that report to no one."""
-
-
 class Serving(Closing):
     """A server with what it serves; a context manager.
 
@@ -59,7 +55,7 @@ class Serving(Closing):
         bucket: What is served.
     """
 
-    def __init__(self, request: ServeRequest, listener: ServeListener) -> None:
+    def __init__(self, request: ServeRequest, listener: ServeListener | None = None) -> None:
         """Plans what is served, and starts to listen; raises what refuses it.
 
         Args:
@@ -68,7 +64,7 @@ class Serving(Closing):
         """
         self._request, self._listener = request, listener
         self._stopped = threading.Event()
-        self.bucket = ServedBucket()
+        self.bucket, self._readers = ServedBucket(), IdleReaders()
         self.prefix = request.prefix
         src, resources = request.plan.job.src, request.plan.job.resources
         try:
@@ -82,8 +78,7 @@ class Serving(Closing):
                 if not self._served:
                     self._tell("waiting", self.prefix, message=f"{src} has no complete step yet")
             is_far = is_url(src) or any(one.is_far for one in self.bucket.folders.values())
-            folders = _KEPT_STEPS if request.follow else 1
-            threads, parts = divide_memory(resources, is_far=is_far, folders=folders)
+            threads, parts = divide_memory(resources, is_far=is_far)
             self.server = ModelServer(self.bucket, request, threads, parts, self._tell_failure)
         except BaseException:
             self.bucket.close()
@@ -127,7 +122,8 @@ class Serving(Closing):
     def _tell(self, event: ServeEventName, name: str, **facts: Any) -> None:
         """Reports an event; a listener that fails does not change what is served."""
         try:
-            self._listener(ServeEvent(event, {"name": name, **facts}))
+            if self._listener is not None:
+                self._listener(ServeEvent(event, {"name": name, **facts}))
         except Exception:
             logger.exception("the event %r could not be reported", event)
 
@@ -144,7 +140,7 @@ class Serving(Closing):
         def listen(event: Event) -> None:
             self._tell_notes(name, event.notes if isinstance(event, Planned) else ())
 
-        folder = PlannedFolder(plan, listen, _AGAIN)
+        folder = PlannedFolder(plan, listen, _AGAIN, self._readers)
         self.bucket.put(name, folder)
         objects = [
             {"key": f"{name}/{path}", "bytes": file.size_bytes, "etag": file.etag}

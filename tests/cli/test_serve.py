@@ -24,7 +24,7 @@ from ckptkit.serve_api import ServeOptions
 from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.server import ServeRequest
-from ckptkit.serving.serving import ServeEvent, Serving, ignore_events
+from ckptkit.serving.serving import ServeEvent, Serving
 from ckptkit.storage.locations import resolve_places
 from ckptkit_cli._application import make_application
 from tests.command_line import run_command, started
@@ -314,7 +314,7 @@ def test_a_dropped_step_is_readable_until_its_last_body_has_ended(run: Path) -> 
     add_step(run, 1)
     plan = ServePlan.from_options(resolve_places(run, None, {}))
     request = ServeRequest(plan, name="m", follow=True, poll_seconds=0.1)
-    with Serving(request, ignore_events) as serving:
+    with Serving(request) as serving:
         bucket = serving.bucket
         folder = bucket.folders["m/checkpoint-1"]
         with folder.used() as is_open:
