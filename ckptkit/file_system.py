@@ -36,6 +36,7 @@ from ckptkit.serving.plans import ServePlan
 from ckptkit.storage.locations import resolve_places
 from ckptkit.storage.places import PathLike
 
+_Found = tuple[PlannedFolder, PlannedFile]
 logger = logging.getLogger(__name__)
 _AGAIN = "call `invalidate_cache()` of the file system once the source is complete"
 
@@ -87,13 +88,13 @@ class CheckpointFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has
 
     def created(self, path: str) -> datetime:
         """Returns when the file was planned."""
-        return self._find_file(path).modified
+        return self._find_file(path)[1].modified
 
     modified = created
 
     def ukey(self, path: str) -> str:
         """Returns the version of a file: equal as long as source, options and ckptkit are."""
-        return self._find_file(path).etag
+        return self._find_file(path)[1].etag
 
     def _folder(self) -> PlannedFolder:
         with self._lock:
@@ -108,21 +109,24 @@ class CheckpointFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has
                 self._opened = folder
             return self._opened
 
-    def _find_file(self, path: str) -> PlannedFile:
-        planned = self._folder().files.get(self._strip_protocol(path))
+    def _find_file(self, path: str) -> _Found:
+        folder = self._folder()
+        planned = folder.files.get(self._strip_protocol(path))
         if planned is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return planned
+        return folder, planned
 
-    def _read(self, path: str, start: int | None, end: int | None) -> Iterator[memoryview]:
-        """Yields the proven bytes of a slice of a file, part by part."""
-        planned, folder = self._find_file(path), self._folder()
+    def _read(self, found: _Found, start: int | None, end: int | None) -> Iterator[memoryview]:
+        """Yields the proven bytes of a slice of a file, part by part, all of one plan."""
+        folder, planned = found
         low, high, _ = slice(start, end).indices(planned.size_bytes)
         for first, stop in planned.cut(low, high):
             view = memoryview(bytearray(stop - first))
             with folder.used() as is_open, self._turns:
                 if not is_open:
-                    raise ValueError(f"{path!r} is read after the file system was closed")
+                    raise ValueError(
+                        f"{planned.file.path!r} was opened before `invalidate_cache()`"
+                    )
                 self._throttle.take(len(view))
                 folder.read_into(planned, first, view)
             yield view
@@ -148,11 +152,12 @@ class CheckpointFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has
         if self._describe(path)["type"] == "directory":
             Path(to).mkdir(parents=True, exist_ok=True)
             return
-        callback.set_size(self._find_file(path).size_bytes)
+        found = self._find_file(path)
+        callback.set_size(found[1].size_bytes)
         Path(to).parent.mkdir(parents=True, exist_ok=True)
         try:
             with Path(to).open("wb") as copy:
-                for view in self._read(path, None, None):
+                for view in self._read(found, None, None):
                     copy.write(view)
                     callback.relative_update(len(view))
         except BaseException:  # a part of a file would be taken for the file
@@ -180,7 +185,9 @@ class CheckpointFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has
     async def _cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **_options: Any
     ) -> bytes:
-        return await asyncio.to_thread(lambda: b"".join(self._read(path, start, end)))
+        return await asyncio.to_thread(
+            lambda: b"".join(self._read(self._find_file(path), start, end))
+        )
 
     async def _get_file(
         self, rpath: str, lpath: str, callback: Any = DEFAULT_CALLBACK, **_options: Any
@@ -192,15 +199,17 @@ class CheckpointFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has
     ) -> _OpenFile:
         if mode != "rb":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
-        size = self._find_file(path).size_bytes
-        return _OpenFile(self, path, mode, block_size or PART_BYTES, size=size, **options)
+        found = self._find_file(path)
+        size, block_bytes = found[1].size_bytes, block_size or PART_BYTES
+        return _OpenFile(self, path, mode, block_bytes, size=size, found=found, **options)
 
 
 class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
     """An open file, with what it read ahead; by default one part."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return b"".join(self.fs._read(self.path, start, end))  # noqa: SLF001  of the same module
+        read = self.fs._read(self.kwargs["found"], start, end)  # noqa: SLF001  of the same module
+        return b"".join(read)
 
 
 @check_arguments

@@ -348,7 +348,9 @@ class ModelServer(Closing):
 
     def _accept(self) -> web.RequestHandler:
         """Takes a connection; where there are too many, the one that is idle longest is closed."""
-        self._end_idle(max(0, len(self._idle) + len(self._sending) + 1 - self._most))
+        if len(self._idle) + len(self._sending) >= self._most:
+            self._forget_closed()
+            self._end_idle(max(0, len(self._idle) + len(self._sending) + 1 - self._most))
         handler = self._server()
         self._idle[handler] = self._loop.time()
         return handler
@@ -369,13 +371,16 @@ class ModelServer(Closing):
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             now = self._loop.time()
-            late = now - _LOOK_SECONDS  # a newer one may not be made yet
-            for handler in [h for h, at in self._idle.items() if at < late and not h.transport]:
-                del self._idle[handler]
+            self._forget_closed()
             self._end_idle(sum(since < now - IDLE_SECONDS for since in self._idle.values()))
             for handler, since in self._sending.items():
                 if self._waiting and now - since > PATIENCE_SECONDS:
                     _break_off(handler)
+
+    def _forget_closed(self) -> None:
+        late = self._loop.time() - _LOOK_SECONDS  # a newer one may not be made yet
+        for handler in [h for h, at in self._idle.items() if at < late and not h.transport]:
+            del self._idle[handler]
 
     def _end_idle(self, count: int) -> None:
         for handler in list(self._idle)[:count]:

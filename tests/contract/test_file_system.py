@@ -401,8 +401,11 @@ def test_a_source_that_changed_is_planned_again(sharded: tuple[Path, Path]) -> N
     with pytest.raises(SourceChangedError) as raised:
         files.cat_file("model.safetensors")
     assert "`invalidate_cache()`" in raised.value.hint
-    files.invalidate_cache()
-    assert files.cat_file("model.safetensors") == before
+    with files.open("model.safetensors") as opened:
+        files.invalidate_cache()
+        assert files.cat_file("model.safetensors") == before
+        with pytest.raises(ValueError, match="was opened before"):  # of two plans, maybe
+            opened.read(10)
 
 
 def test_a_changed_side_file_is_refused(tmp_path: Path) -> None:
