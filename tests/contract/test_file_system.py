@@ -190,6 +190,18 @@ def test_the_folder_is_seen_as_that_of_other_file_systems() -> None:
             ask("no")
 
 
+def test_folders_of_the_model_are_folders(tmp_path: Path) -> None:
+    case = FIXTURES / "reports" / "21-sentence-transformers"
+    ckptkit.consolidate(case / "ckpt", tmp_path / "out", base=case / "base")
+    files = file_system(case / "ckpt", base=case / "base")
+    assert files.ls("1_Pooling/", detail=False) == ["1_Pooling/config.json"]
+    assert files.info("1_Pooling")["type"] == "directory"
+    assert "1_Pooling" in files.ls("", detail=False)
+    assert "1_Pooling/config.json" not in files.ls("", detail=False)
+    files.get("", f"{tmp_path}/got/", recursive=True)
+    same_content(content(tmp_path / "got"), content(tmp_path / "out"))
+
+
 def test_copies_of_fsspec_are_the_written_files(written: Path, tmp_path: Path) -> None:
     files = file_system(STEP)
     files.get("", f"{tmp_path}/got/", recursive=True)
