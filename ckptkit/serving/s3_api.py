@@ -21,16 +21,11 @@ from ckptkit.serving.planned_folder import PlannedFile
 
 BUCKET, REGION = "ckptkit", "us-east-1"
 MOST_KEYS = 1000
-_STATUS = {
+_STATUS = {  # of codes that are not answered with 400
     "AccessDenied": 403,
-    "AuthorizationHeaderMalformed": 400,
-    "AuthorizationQueryParametersError": 400,
     "InternalError": 500,
     "InvalidAccessKeyId": 403,
-    "InvalidArgument": 400,
     "InvalidRange": 416,
-    "InvalidRequest": 400,
-    "InvalidURI": 400,
     "MethodNotAllowed": 405,
     "NoSuchBucket": 404,
     "NoSuchKey": 404,
@@ -76,7 +71,7 @@ class S3Error(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(f"{code}: {message}")
-        self.code, self.status, self.message = code, _STATUS[code], message
+        self.code, self.status, self.message = code, _STATUS.get(code, 400), message
         self.facts, self.headers = dict(facts or {}), dict(headers or {})
 
 
