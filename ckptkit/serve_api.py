@@ -82,11 +82,11 @@ def serve(
     from ckptkit.serving.plans import ServePlan, refuse_missing_libraries
 
     refuse_missing_libraries()
-    from ckptkit.serving.server import choose_address
-    from ckptkit.serving.serving import ServeRequest, Serving, ignore_events
+    from ckptkit.serving.server import ServeRequest, choose_keys
+    from ckptkit.serving.serving import Serving
 
-    keys = auth if isinstance(auth, tuple) else (None, None)
-    address = choose_address(host, port, *keys, auth=auth is not False)
+    given = auth if isinstance(auth, tuple) else (None, None)
+    keys = choose_keys(host, port, *given, auth=auth is not False)
     plan = ServePlan.from_options(resolve_places(src, None, options))
-    request = ServeRequest(plan, address, name=name, follow=follow)
-    return Serving(request, listener or ignore_events)
+    request = ServeRequest(plan, host, port, keys, name=name, follow=follow)
+    return Serving(request, listener)

@@ -41,7 +41,7 @@ _COMMANDS = {
     "push": "ckptkit_cli.push",
     "pull": "ckptkit_cli.push",
     "watch": "ckptkit_cli.watch",
-    "serve": "ckptkit_cli.serving.serve",
+    "serve": "ckptkit_cli.serve",
     "doctor": "ckptkit_cli.environment.doctor",
 }
 _GROUPS = {

@@ -179,7 +179,7 @@ BY_OTHER_TESTS = (
     "reference/loading.md",  # test_live_models.py, deferred_run.py
     "reference/name-maps.md",  # test_examples.py
     "reference/scale.md",  # test_slices.py, test_ray.py
-    "reference/serving.md",  # test_serve.py
+    "reference/serving.md",  # test_file_system.py, test_serve.py
 )
 
 

@@ -23,6 +23,7 @@ READ_THE_ENVIRONMENT = (
 FULL_DOCSTRINGS = (
     *("ckptkit/__init__.py", "ckptkit/adapter_api.py", "ckptkit/api.py", "ckptkit/options.py"),
     *("ckptkit/readers.py", "ckptkit/report_api.py", "ckptkit/run.py", "ckptkit/serve_api.py"),
+    "ckptkit/file_system.py",
     "ckptkit/core/dtypes.py",
     "ckptkit/core/errors.py",
     *("ckptkit/core/index.py", "ckptkit/formats/base.py", "ckptkit/formats/registry.py"),

@@ -30,9 +30,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.hub.client import Hub, list_files, pause_before, tree_of
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.plan.plan import OutputFile
-from ckptkit.serving.s3_api import answer_error, answer_request, parse_request
-from ckptkit.serving.s3_errors import S3Error
-from ckptkit.serving.served_objects import ServedObject
+from ckptkit.serving.planned_folder import PlannedFile
+from ckptkit.serving.s3_api import S3Error, answer_error, answer_request, parse_request
 from ckptkit.serving.signatures import AccessKeys, check_signature
 from ckptkit.storage.locations import check_relative
 from ckptkit.storage.places import Place
@@ -265,19 +264,10 @@ _KEYS = AccessKeys("CKPT0123", "a-secret")
 _NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-class _Served:
-    def __init__(self) -> None:
-        made = (("m/config.json", 3), ("m/model.safetensors", 1 << 40))
-        self._all = [
-            ServedObject(key, '"e"', _NOW, OutputFile(key, size, ()), (), crc32=1)
-            for key, size in made
-        ]
-
-    def objects(self) -> list[ServedObject]:
-        return self._all
-
-    def find(self, key: str) -> ServedObject | None:
-        return next((one for one in self._all if one.key == key), None)
+_OBJECTS = {
+    key: PlannedFile(OutputFile(key, size, ()), '"e"', _NOW, crc32=1)
+    for key, size in (("m/config.json", 3), ("m/model.safetensors", 1 << 40))
+}
 
 
 def _run_request(data: bytes) -> None:
@@ -293,7 +283,7 @@ def _run_request(data: bytes) -> None:
         return
     for check in (
         lambda: check_signature(request, _KEYS, _NOW),
-        lambda: answer_request(request, _Served(), _NOW),
+        lambda: answer_request(request, _OBJECTS, _NOW),
     ):
         try:
             check()

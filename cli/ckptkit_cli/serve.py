@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +18,16 @@ from ckptkit_cli._command import Option, command
 from ckptkit_cli._output import Output, counted, escaped, stamped, wrapped
 
 if TYPE_CHECKING:
-    from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving
+    from ckptkit.serving.server import ServeRequest
+    from ckptkit.serving.serving import ServeEvent, Serving
 
 _PLACE = "Where it is served"
 _MERGE = "Merging an adapter"
 _MOST_DIGITS = 5
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _NOT_SERVED = {
-    *("out", "optimizer", "dry_run", "overwrite", "if_exists", "resume", "delete_source"),
-    *(
-        "check",
-        "engine",
-        "slice",
-        "dst_option",
-        "as_json",
-        "quiet",
-        "events",
-        "base",
-        "memory_budget",
-    ),
+    *("out", "optimizer", "dry_run", "overwrite", "if_exists", "resume", "delete_source", "check"),
+    *("engine", "slice", "dst_option", "as_json", "quiet", "events", "base", "memory_budget"),
 }
 _OF_MERGES = (
     options.ADAPTERS,
@@ -185,8 +176,7 @@ def serve(output: Output, json_lines: bool, **values: Any) -> None:
 
 def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
     from ckptkit.serving.plans import ServePlan
-    from ckptkit.serving.server import choose_address
-    from ckptkit.serving.serving import ServeRequest
+    from ckptkit.serving.server import ServeRequest, choose_keys
 
     if values["interval"] is not None and not values["follow"]:
         raise UsageError(
@@ -209,13 +199,16 @@ def _make_request(values: Mapping[str, Any], *, is_quiet: bool) -> ServeRequest:
             where="--quiet",
             hint="pass --access-key and --secret-key-from",
         )
-    address = choose_address(values["host"], values["port"] or 0, access, secret, auth=auth)
+    host, port = values["host"], values["port"] or 0
+    keys = choose_keys(host, port, access, secret, auth=auth)
     placed = options.values_with_places(values)
     adapters = options.choose_adapters(placed, Resources.from_options(placed))
     plan = ServePlan.from_options(placed, adapters)
     return ServeRequest(
         plan,
-        address,
+        host,
+        port,
+        keys,
         name=values["label"],
         follow=values["follow"],
         poll_seconds=values["interval"],
@@ -257,45 +250,42 @@ class _ServePage:
 
     def show(self, serving: Serving) -> None:
         """Shows how clients reach the server."""
-        facts = {
-            "url": serving.url,
-            "location": serving.location,
-            "environment": serving.environment,
-        }
-        if serving.warning:
-            from ckptkit.serving.serving import ServeEvent
+        from ckptkit.serving.serving import ServeEvent
 
+        output, place = self._output, serving.location
+        if serving.warning:
             self.listen(ServeEvent("warning", {"message": serving.warning}))
         if self._as_json:
-            self._output.record(stamped("serving", facts))
+            facts = {"url": serving.url, "location": place, "environment": serving.environment}
+            output.record(stamped("serving", facts))
             return
-        self._output.lines(self._lines(serving))
-
-    def _lines(self, serving: Serving) -> Iterator[str]:
-        output = self._output
-        yield f"  endpoint   {serving.url}"
-        yield f"  objects    {escaped(serving.location)}, which can only be read"
-        yield ""
-        for name, value in serving.environment.items():
-            yield f"export {name}={shlex.quote(escaped(value))}"
-        yield ""
-        place = escaped(serving.location + self._below)
-        copy = f"aws s3 sync {place} FOLDER --exact-timestamps"
-        yield f"  read it    {output.styled(copy, 'cyan')}"
-        listing = (
-            f'boto3.client("s3").list_objects_v2(Bucket="ckptkit", Prefix="{serving.prefix}/")'
+        below = escaped(place + self._below)
+        uses = (
+            f"aws s3 sync {below} FOLDER --exact-timestamps",
+            escaped(
+                f'boto3.client("s3").list_objects_v2(Bucket="ckptkit", Prefix="{serving.prefix}/")'
+            ),
+            f"vllm serve {below} --load-format runai_streamer",
         )
-        yield f"             {output.styled(escaped(listing), 'cyan')}"
-        engine = f"vllm serve {place} --load-format runai_streamer"
-        yield f"             {output.styled(engine, 'cyan')}"
-        yield from wrapped("Ctrl-C ends it.", width=output.width)
+        output.lines(
+            [
+                f"  endpoint   {serving.url}",
+                f"  objects    {escaped(place)}, which can only be read",
+                "",
+                *(f"export {n}={shlex.quote(escaped(v))}" for n, v in serving.environment.items()),
+                "",
+                f"  read it    {output.styled(uses[0], 'cyan')}",
+                *(f"             {output.styled(use, 'cyan')}" for use in uses[1:]),
+                *wrapped("Ctrl-C ends it.", width=output.width),
+            ]
+        )
 
     def show_totals(self, serving: Serving) -> None:
         """Shows how much was served."""
-        totals = serving.server.totals
+        server = serving.server
         if self._as_json:
-            facts = {"requests": totals.requests, "bytes": totals.size_bytes}
+            facts = {"requests": server.requests, "bytes": server.size_bytes}
             self._output.record(stamped("stopped", facts))
             return
-        count, size = counted(totals.requests, "request"), size_text(totals.size_bytes)
+        count, size = counted(server.requests, "request"), size_text(server.size_bytes)
         self._output.lines([f"answered {count}, with {size} of objects"])

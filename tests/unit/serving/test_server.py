@@ -10,7 +10,7 @@ import pytest
 
 _PROGRAM = """
 import resource, sys
-from ckptkit.serving.connections import choose_most_connections
+from ckptkit.serving.server import choose_most_connections
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 print(choose_most_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
