@@ -52,7 +52,7 @@ from ckptkit.plan.plan import (
     tasks_of,
     tasks_of_parts,
 )
-from ckptkit.storage.base import Cut, OutputAttempt, distant
+from ckptkit.storage.base import Cut, OutputAttempt
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.locations import S3_PROTOCOLS
@@ -355,7 +355,7 @@ class NodeStation:
 
             threads = planned.settings.workers
             waits_for_a_store = is_url(self.out) or any(
-                distant(checkpoint.source) is not None for checkpoint in planned.sources
+                checkpoint.source.is_remote for checkpoint in planned.sources
             )
             if not self.are_threads_chosen and not waits_for_a_store:
                 threads = min(threads, cores)

@@ -54,6 +54,7 @@ from ckptkit.engine.outcome import (
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.options import Resources
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy
+from ckptkit.storage.base import Sink
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.local.workdir import Entry, Journal, read_journal
@@ -211,7 +212,7 @@ _OTHER_PLAN = (
 )
 
 
-class _JournaledSink:
+class _JournaledSink(Sink):
     """Passes writes on to a target, and records in the journal which files they finish."""
 
     def __init__(self, planned: PlannedOutput, target: LocalTarget, journal: Journal) -> None:

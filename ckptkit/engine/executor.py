@@ -20,7 +20,6 @@ from ckptkit.core.index import Key
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.engine.checksum_tracker import DeferredChecksums
-from ckptkit.engine.distant import copies_of, make_store_copies, read_direct
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import (
     BytesWritten,
@@ -32,6 +31,7 @@ from ckptkit.engine.outcome import (
     task_parts,
 )
 from ckptkit.engine.reader import RUN_BYTES, Origin
+from ckptkit.engine.remote_reads import copies_of, make_store_copies, read_direct
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import NotFinite
 from ckptkit.plan.plan import (
@@ -42,7 +42,7 @@ from ckptkit.plan.plan import (
     Task,
     Trailer,
 )
-from ckptkit.storage.base import CopyingTarget, InOrder, Sink
+from ckptkit.storage.base import Sink
 from ckptkit.storage.local.disk import PAGE_BYTES
 
 # Output block, gather scratch, and the memory of kernels: a cast reads up to 4 MB at a time; a
@@ -53,7 +53,7 @@ STRAIGHT_TASK_BYTES = 2 * TASK_BYTES
 """The size of a task where nearly all of it is read directly into its buffer."""
 STRAIGHT_WORKER_BYTES = STRAIGHT_TASK_BYTES + RUN_BYTES
 """Output block and gather scratch, where nothing is computed."""
-DISTANT_WORKERS = 8
+REMOTE_WORKERS = 8
 """At most so many where they wait for a store and not for a core."""
 Put = Callable[[Task, memoryview], bool]
 
@@ -159,7 +159,7 @@ class Executor:
         files = tuple((file.path, file.size_bytes) for file in self._plan.files)
         self._listener(Started(self._plan.bytes_written, files))
         self.create_files()
-        if isinstance(self._target, CopyingTarget):
+        if self._target.copies_objects:
             make_store_copies(self._plan, self._inputs.origins, self._target, self._listener)
         self._run(self._plan.tasks(self._settings.task_bytes), self._put_whole)
         for origin in self._inputs.origins.values():
@@ -176,7 +176,7 @@ class Executor:
         """Makes every file of the plan, its content undefined."""
         for file in self._plan.files:
             copies = copies_of(file)
-            if copies and isinstance(self._target, CopyingTarget):
+            if copies:
                 self._target.create_copied(file.path, file.size_bytes, copies)
             else:
                 self._target.create(file.path, file.size_bytes)
@@ -256,8 +256,7 @@ class Executor:
                 self._work(shared, put)
             except BaseException:
                 self._checksums.give_up()
-                if isinstance(self._target, InOrder):
-                    self._target.give_up()
+                self._target.give_up()
                 raise
 
         with self._preparations:

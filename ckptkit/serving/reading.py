@@ -47,10 +47,10 @@ class ReadingLimits:
     bytes_per_second: int | None = None
 
     @classmethod
-    def from_resources(cls, resources: Resources, *, is_far: bool) -> ReadingLimits:
+    def from_resources(cls, resources: Resources, *, is_remote: bool) -> ReadingLimits:
         """Divides the memory budget between threads and buffers."""
         budget = resources.memory_budget_bytes
-        each = _READER_BYTES + (READ_AHEAD_BYTES if is_far else 0)
+        each = _READER_BYTES + (READ_AHEAD_BYTES if is_remote else 0)
         threads = settle_workers(
             resources.workers,
             cores=usable_cores(),

@@ -28,7 +28,7 @@ from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy
 from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.serving.served_objects import ServedObject, list_tasks, make_etag
-from ckptkit.storage.base import Distant, Source, distant
+from ckptkit.storage.base import Source
 from ckptkit.storage.places import place_of
 
 _MOST_KERNELS = 16
@@ -36,19 +36,16 @@ TEMPORARY = (AccessError, StorageError)  # a later request may find the store we
 Refused = Callable[[CkptkitError], None]
 
 
-class WatchedSource:
+class WatchedSource(Source):
     """A source that remembers which files each thread has read, until these are compared."""
 
     def __init__(self, source: Source, files: Sequence[FileRef]) -> None:
         """Takes an open source, and its files as they were when the output was planned."""
         self.location = source.location
+        self.is_remote = source.is_remote
         self._source = source
         self._files = {file.path: file for file in files}
         self._read = threading.local()
-
-    @property
-    def is_distant(self) -> bool:
-        return distant(self._source) is not None
 
     def walk(self, depth: int) -> Iterator[str]:
         return self._source.walk(depth)
@@ -70,13 +67,10 @@ class WatchedSource:
         """Fills many buffers, each from its range."""
         for wanted, _ in reads:
             self._note(wanted.path)
-        if isinstance(self._source, Distant):
-            self._source.fetch(reads)
+        self._source.fetch(reads)
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Passes small ranges on that will be read one by one."""
-        if isinstance(self._source, Distant):
-            self._source.prefetch(ranges)
+        self._source.prefetch(ranges)
 
     def refuse_changes(self) -> None:
         """Compares the files that this thread has read since the last call."""
@@ -143,10 +137,10 @@ class ServedFolder:
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.objects.values())
 
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Returns whether something is read from an object store."""
         origins = self.inputs.origins.values()
-        return any(distant(origin.source) is not None for origin in origins)
+        return any(origin.source.is_remote for origin in origins)
 
     @contextmanager
     def used(self) -> Iterator[bool]:
@@ -205,9 +199,9 @@ class ServedBucket:
         """Removes a folder, whose sources are closed once nothing reads them any more."""
         self._exchange(name, None)
 
-    def is_far(self) -> bool:
+    def is_remote(self) -> bool:
         """Returns whether something is read from an object store."""
-        return any(folder.is_far() for folder in self._folders.values())
+        return any(folder.is_remote() for folder in self._folders.values())
 
     def close(self) -> None:
         """Removes all folders, and what is added later."""
@@ -263,8 +257,8 @@ class FolderReader:
         for origin in self.folder.inputs.origins.values():
             origin.decoded.prove()
             # What was fetched ahead of a store is freed by then, and leaves as much memory.
-            is_far = distant(origin.source) is not None
-            origin.checksums.prove(READ_AHEAD_BYTES if is_far else READ_BYTES)
+            is_remote = origin.source.is_remote
+            origin.checksums.prove(READ_AHEAD_BYTES if is_remote else READ_BYTES)
 
     def _refuse_changes(self) -> None:
         inputs = self.folder.inputs

@@ -179,8 +179,8 @@ class Serving(Closing):
         self._bucket.close()
 
     def _limits(self) -> ReadingLimits:
-        is_far = self._bucket.is_far() or is_url(self._request.plan.job.src)
-        return ReadingLimits.from_resources(self._request.plan.job.resources, is_far=is_far)
+        is_remote = self._bucket.is_remote() or is_url(self._request.plan.job.src)
+        return ReadingLimits.from_resources(self._request.plan.job.resources, is_remote=is_remote)
 
     def _add(self, name: str, plan: ServePlan) -> None:
         """Plans a source, and puts it into the bucket."""

@@ -44,7 +44,7 @@ from ckptkit.core.manifest import (
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import CheckpointUnit, ResolvedSource, is_leftover
-from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.base import Source
 from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource
@@ -60,7 +60,7 @@ _NAMED = 8
 class _Copy:
     """One directory's manifest of a step."""
 
-    source: Folder
+    source: Source
     manifest: Manifest
 
     @property
@@ -103,7 +103,7 @@ def unite(
     return files, without, problems
 
 
-def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:
+def _copies(folders: Sequence[Source], step: str) -> Iterable[_Copy]:
     for folder in folders:
         try:
             manifest = read_manifest(folder, step)

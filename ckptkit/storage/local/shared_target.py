@@ -14,7 +14,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
-from ckptkit.storage.base import Row, SentRows, encode_plan_note, parse_plan, parse_seen
+from ckptkit.storage.base import Row, SentRows, Sink, encode_plan_note, parse_plan, parse_seen
 from ckptkit.storage.local.disk import LOCAL_DISK, PAGE_BYTES, Disk, is_out_of_space, is_refused
 from ckptkit.storage.local.target import (
     StagedFiles,
@@ -188,7 +188,7 @@ def why_no_ranges(folder: Path, named: Path, disk: Disk) -> str:
     return ""
 
 
-class SharedTarget:
+class SharedTarget(Sink):
     """One process's view of an output that all of them write, each its own ranges.
 
     The first process makes the hidden folder and its files, the others enter it. Where the system

@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptkit.core.arrays import address_of
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.base import Target
 from ckptkit.storage.local.disk import (
     BLOCK_BYTES,
     LOCAL_DISK,
@@ -243,7 +244,7 @@ def not_replaceable_error(out: Path) -> OutputError:
     )
 
 
-class LocalTarget:
+class LocalTarget(Target):
     """A directory that comes into being, complete and durable, when it is committed.
 
     Until then its files grow in a hidden folder beside it, on the same file system. Large

@@ -29,6 +29,7 @@ from ckptkit.storage.base import (
     Cut,
     OutputAttempt,
     SentRows,
+    Sink,
     encode_plan_note,
     parse_plan,
     parse_seen,
@@ -203,7 +204,7 @@ _PLANNED = ".planned"
 _REQUESTS_AT_A_TIME = 8
 
 
-class S3SharedTarget:
+class S3SharedTarget(Sink):
     """One process's view of an output on S3 that several processes write.
 
     Attributes:

@@ -24,7 +24,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
-from ckptkit.storage.base import CopySource
+from ckptkit.storage.base import CopySource, Target
 from ckptkit.storage.locations import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
@@ -381,8 +381,10 @@ def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
     return ""
 
 
-class S3Target:
+class S3Target(Target):
     """A prefix of a bucket that holds a whole output once it is committed."""
+
+    copies_objects = True
 
     def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
         """Looks at the place, and removes the uploads that killed runs left there."""
@@ -396,10 +398,6 @@ class S3Target:
         self._lock = threading.Lock()
         self._commit = S3Commit(place, overwrite=overwrite)
         self._commit.sweep()
-
-    def free_bytes(self) -> int | None:
-        """Returns None: a bucket has no limit that could be queried."""
-        return None
 
     def create(self, path: str, size_bytes: int) -> None:
         self.create_copied(path, size_bytes, ())

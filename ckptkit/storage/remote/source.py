@@ -18,8 +18,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.core.text import Closing
-from ckptkit.storage.base import CopySource, truncated_error
+from ckptkit.storage.base import CopySource, Source, truncated_error
 from ckptkit.storage.locations import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.remote.errors import as_input_error
@@ -37,7 +36,7 @@ _KEPT_TOGETHER_BYTES = 16 << 20
 Answer = TypeVar("Answer")
 
 
-class RemoteSource(Closing):
+class RemoteSource(Source):
     """A prefix of an object store that is read and never changed.
 
     The files come from one listing; a file that it lacks is looked up by its name, since the
@@ -46,11 +45,9 @@ class RemoteSource(Closing):
 
     Attributes:
         location: The URL as the user named it; a place has no secrets in its URL.
-        is_distant: Whether a read costs a round trip, so that many are better asked for together.
     """
 
-    is_distant = True
-    closed_folders: Collection[str] = ()  # what may not be listed is an error at once
+    is_remote = True
 
     def __init__(
         self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
@@ -74,7 +71,6 @@ class RemoteSource(Closing):
         return FileRef(path, entry.size_bytes, entry.identity, entry.modified)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`."""
         entry = self._get_entry(path)
         if stop > entry.size_bytes:
             raise truncated_error(self._where(path), start, stop, entry.size_bytes)
@@ -89,7 +85,6 @@ class RemoteSource(Closing):
         return bytes(memoryview(data)[start - first : stop - first])
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on; thread-safe."""
         if not target.nbytes:
             return
         view = target.cast("B")
@@ -99,7 +94,6 @@ class RemoteSource(Closing):
         self._fill(path, start, view)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills many buffers, each from its range, with many requests at a time."""
         if len(reads) == 1:
             self.read_into(reads[0][0].path, reads[0][0].start, reads[0][1])
             return
@@ -112,10 +106,7 @@ class RemoteSource(Closing):
             raise errors[0]
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Reads small ranges at a time that `read` will be called for one by one, and keeps them.
-
-        An empty range only looks up its file.
-        """
+        """Reads small ranges and keeps them; an empty one only looks up its file."""
         futures: list[Future[Any]] = []
         for wanted in ranges:
             if not wanted.size_bytes:
@@ -131,17 +122,12 @@ class RemoteSource(Closing):
         return CopySource(self._store, posixpath.join(self._root, path), entry.etag)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
-        """Returns the first file that is no longer the one it was, or None."""
         now = self._list()
         for ref in refs:
             entry = now.get(ref.path) or self._look_up(ref.path)
             if entry is None or entry.identity != ref.identity:
                 return ref
         return None
-
-    def linked_folders(self) -> list[str]:
-        """Returns no folder: object stores have no links."""
-        return []
 
     def below(self, folder: str) -> RemoteSource:
         """Returns a folder of this prefix as a source of its own; nothing is listed again."""

@@ -135,7 +135,7 @@ class Stream:
 _BLOCK_BYTES = 8 << 20
 
 
-class StreamTarget:
+class StreamTarget(Target):
     """A folder of a store that holds a whole output once it is committed.
 
     Writes have to come in about the order of files and bytes, as an execution's tasks do.
@@ -164,10 +164,6 @@ class StreamTarget:
             self._seen = self._objects()
             self._refuse_filled(self._seen)
         self._filesystem.start_transaction()
-
-    def free_bytes(self) -> int | None:
-        """Returns None: the room of a store is not known."""
-        return None
 
     def create(self, path: str, size_bytes: int) -> None:
         """Prepares a file of that size; it is opened with its first bytes."""
