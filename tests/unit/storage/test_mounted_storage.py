@@ -14,6 +14,7 @@ import pytest
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.target import LocalTarget
+from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 
 NATIVE = Disk()
 PORTABLE = Disk.portable()
@@ -112,3 +113,14 @@ def test_a_mount_point_in_a_parent_that_is_read_only_is_filled(tmp_path: Path) -
             assert contents(out) == {"x": b"x"}
             with pytest.raises(OutputError, match="read-only file system"):
                 LocalTarget(parent / "other")
+
+
+def test_a_folder_that_is_mounted_twice_is_one_place(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    with mounted(tmp_path / "mounted here", "--bind", str(tmp_path / "runs")) as twice:
+        assert find_overlap(twice, tmp_path / "runs") is PlaceRelation.SAME
+        assert find_overlap(twice / "a" / "new", run) is PlaceRelation.INSIDE
+        assert find_overlap(run, twice) is PlaceRelation.INSIDE
+        assert find_overlap(twice, run) is PlaceRelation.AROUND
+        assert find_overlap(twice, tmp_path / "other") is PlaceRelation.NONE
