@@ -58,8 +58,7 @@ from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.locations import S3_PROTOCOLS
 from ckptkit.storage.manifests import manifest_digest
 from ckptkit.storage.places import PathLike, is_url, local_path, place_of
-from ckptkit.storage.remote.s3_shared import S3SharedTarget, SharedOutput
-from ckptkit.storage.remote.s3_target import open_s3_prefix
+from ckptkit.storage.remote.s3_target import S3SharedTarget, SharedOutput, open_s3_prefix
 
 
 class OutputJob(Protocol):
@@ -93,8 +92,8 @@ class SharedPlace:
         if self._prefix is None:
             return manifest_digest(local_path(self.place))
         with self._prefix.translate_errors():
-            key = self._prefix.store.prefix + MANIFEST_NAME
-            return self._prefix.store.list_objects(key).get(key, "")
+            key = self._prefix.prefix + MANIFEST_NAME
+            return self._prefix.list_objects(key).get(key, "")
 
     @property
     def takes_parts(self) -> bool:

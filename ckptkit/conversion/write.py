@@ -70,7 +70,7 @@ from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:  # which needs what speaks to S3
-    from ckptkit.storage.remote.s3_shared import SharedOutput
+    from ckptkit.storage.remote.s3_target import SharedOutput
 
 R = TypeVar("R")
 

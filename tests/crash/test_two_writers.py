@@ -29,7 +29,7 @@ from ckptkit.plan.plan import Share
 from ckptkit.storage import output_claim
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
-from ckptkit.storage.remote import s3_object
+from ckptkit.storage.remote import s3
 from tests.crash.forked_commands import ForkedCommands, running_forks
 from tests.faulty_proxy import Fault, Proxy
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
@@ -59,7 +59,7 @@ def forks() -> Iterator[ForkedCommands]:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights go in parts, as large ones do, and a claim of another run is waited for briefly."""
-    monkeypatch.setattr(s3_object, "SMALL_BYTES", 2048)
+    monkeypatch.setattr(s3, "SMALL_BYTES", 2048)
     monkeypatch.setattr(output_claim, "_WAIT_SECONDS", 0.2)
     monkeypatch.setattr(output_claim, "_POLL_SECONDS", 0.05)
 

@@ -301,5 +301,5 @@ def open_remote_target(place: Place, *, overwrite: bool) -> Target:
     """Prepares a place in a store for an output."""
     if place.protocol not in S3_PROTOCOLS:
         return StreamTarget(place, overwrite=overwrite)
-    prefix = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())
-    return S3Target(prefix, overwrite=overwrite)
+    store = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())
+    return S3Target(store, overwrite=overwrite)

@@ -15,8 +15,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError, TruncatedFileError
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
 from ckptkit.storage.remote.errors import RetryPolicy, describe_error, is_transient, status_of
-from ckptkit.storage.remote.s3 import S3Uploads
-from ckptkit.storage.remote.s3_object import S3Object
+from ckptkit.storage.remote.s3 import S3Object, S3Uploads
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore
 from ckptkit.writer.messages import ByteCounter, Remote
 
@@ -237,7 +236,9 @@ class ObjectSender:
     def _send_parts(self, s3: S3Uploads, file: ReadableFile, size_bytes: int, path: str) -> None:
         before = self._counter.done_bytes
         key = self._store.key(path)
-        sent = S3Object(s3, key, size_bytes, begun=lambda *_: None, sums_parts=False)
+        sent = S3Object.of_size(
+            s3, key, size_bytes, lambda sums: s3.begin(key, sums_parts=sums), sums_parts=False
+        )
         try:
             with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="ckptkit-part") as pool:
                 self._fill(sent, pool, file, size_bytes)

@@ -19,7 +19,7 @@ from ckptkit.core.object_parts import (
     choose_part_bytes,
     cut_into_parts,
 )
-from ckptkit.storage.remote.s3_object import PartBuffers
+from ckptkit.storage.remote.s3 import PartBuffers
 from ckptkit.storage.remote.stream_target import PendingMemory, Stream
 
 MIB = 1 << 20

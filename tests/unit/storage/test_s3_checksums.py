@@ -17,12 +17,12 @@ from ckptkit.storage.remote.s3 import (
     WHOLE,
     ObjectHead,
     ObjectSums,
+    S3Object,
     S3Uploads,
     SentPart,
     StoreChecksum,
     encode_crc32,
 )
-from ckptkit.storage.remote.s3_object import S3Object
 
 PARTS = (b"first part", b"second", b"")
 SUMS = ObjectSums.of([(zlib.crc32(part), len(part)) for part in PARTS])
@@ -99,11 +99,9 @@ class FakeUploads:
 
 def _copied(uploads: FakeUploads) -> S3Object:
     whole = CopiedRange(0, len(COPIED), "chunk", 0, zlib.crc32(COPIED))
-    begun: list[str] = []
-    item = S3Object(
-        cast("S3Uploads", uploads),
-        *("key", len(COPIED), [whole]),
-        begun=lambda *_: begun.append("begun"),
+    store = cast("S3Uploads", uploads)
+    item = S3Object.of_size(
+        store, "key", len(COPIED), lambda sums: store.begin("key", sums_parts=sums), [whole]
     )
     for part in item.copied_parts:
         item.copy(part, CopySource(cast("Any", None), "bucket/chunk", "etag"))
