@@ -53,7 +53,7 @@ from ckptkit.plan.plan import (
     tasks_of_parts,
 )
 from ckptkit.storage.base import Cut, OutputAttempt
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.locations import S3_PROTOCOLS
 from ckptkit.storage.manifests import manifest_digest

@@ -226,26 +226,29 @@ class Disk:
                 return None
             raise
 
-    def open_locked(self, path: Path, *, shared: bool = False) -> OpenFile | None:
-        """Opens or makes a lock file and takes its lock.
-
-        The lock is only valid while `path` still names the locked file: the previous owner may
-        have removed it between the opening and the locking.
+    def try_lock(self, path: Path, *, shared: bool = False) -> tuple[bool, OpenFile | None]:
+        """Opens or makes a lock file and takes its lock, which ends with the process.
 
         Returns:
-            The file, whose closing releases the lock, or None if another process has it.
+            Whether no other process has it, and the file, whose closing releases the lock; no file
+            where the platform or the file system has no locks.
         """
+        if not self.locks:
+            return True, None
         file = OpenFile(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, self)
         try:
+            # The previous owner may have removed it between the opening and the locking.
             if file.lock(shared=shared) and os.path.samestat(file.status(), path.stat()):
-                return file
+                return True, file
         except FileNotFoundError:
             pass
-        except OSError:
+        except OSError as error:
             file.close()
+            if is_refused(error):  # then no other process can lock it either
+                return True, None
             raise
         file.close()
-        return None
+        return False, None
 
     def create_file(self, path: Path, size_bytes: int) -> None:
         """Makes a new file of that size, with its blocks reserved where that is possible."""

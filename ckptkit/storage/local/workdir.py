@@ -133,7 +133,7 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
                 journals.append((WorkFolder(path, None).journal.stat().st_mtime, path))
     for _, path in sorted(journals, reverse=True):
         with suppress(OSError):  # another process was faster, or it belongs to another user
-            lock = disk.open_locked(path / ".lock")
+            _, lock = disk.try_lock(path / ".lock")
             if lock is None:
                 continue
             work = WorkFolder(path, lock)
@@ -145,15 +145,8 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
 
 
 def _lock_work_folder(path: Path, disk: Disk, *, shared: bool = False) -> WorkFolder | None:
-    if not disk.locks:
-        return WorkFolder(path, None)
-    try:
-        lock = disk.open_locked(path / ".lock", shared=shared)
-    except OSError as error:
-        if is_refused(error):  # then no other process can lock it either, and none sweeps it away
-            return WorkFolder(path, None)
-        raise
-    return None if lock is None else WorkFolder(path, lock)
+    is_ours, lock = disk.try_lock(path / ".lock", shared=shared)
+    return WorkFolder(path, lock) if is_ours else None
 
 
 def sweep_work_folders(
@@ -174,7 +167,7 @@ def sweep_work_folders(
     with suppress(OSError):  # a folder that may be written to but not listed
         for path in _work_folders(parent, out):
             with suppress(OSError):  # another process was faster, or it belongs to another user
-                lock = disk.open_locked(path / ".lock")
+                _, lock = disk.try_lock(path / ".lock")
                 if lock is None:
                     continue
                 work = WorkFolder(path, lock)
@@ -188,7 +181,7 @@ def sweep_work_folders(
         publish_lock = _publish_lock(out)
         # In a full directory, it refuses all processes that wait for it.
         if parent == out and not is_empty(out) and publish_lock.exists():
-            lock = disk.open_locked(publish_lock)
+            _, lock = disk.try_lock(publish_lock)
             if lock is not None:
                 publish_lock.unlink()
                 lock.close()
@@ -339,19 +332,14 @@ def _publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
 
 @contextmanager
 def _only_one(out: Path, disk: Disk) -> Iterator[bool]:
-    if not disk.locks:
-        yield True
-        return
     path = _publish_lock(out)
-    lock = disk.open_locked(path)
-    if lock is None:
-        yield False
-        return
+    is_alone, lock = disk.try_lock(path)
     try:
-        yield True
+        yield is_alone
     finally:
-        path.unlink(missing_ok=True)
-        lock.close()
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            lock.close()
 
 
 def _place_all(files: Path, out: Path, disk: Disk) -> None:

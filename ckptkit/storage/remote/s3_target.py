@@ -45,7 +45,7 @@ from ckptkit.storage.base import (
     parse_plan,
     parse_seen,
 )
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.storage.locations import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim

@@ -9,8 +9,7 @@ import pytest
 
 from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
 from ckptkit.storage.local.disk import Disk, OpenFile
-from ckptkit.storage.local.shared_target import SharedTarget, why_no_ranges
-from ckptkit.storage.local.target import LocalTarget
+from ckptkit.storage.local.target import LocalTarget, SharedTarget, why_no_ranges
 from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared
 
 NONCE = "0123456789abcdef"
@@ -134,7 +133,7 @@ def test_parts_that_are_not_found_as_they_were_written_are_refused(tmp_path: Pat
 def test_a_full_directory_that_cannot_be_renamed_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.local.shared_target._is_fixed", lambda _: True)
+    monkeypatch.setattr("ckptkit.storage.local.target._is_fixed", lambda _: True)
     (tmp_path / "kept").touch()
     with pytest.raises(OutputError, match="cannot be renamed"):
         SharedTarget(tmp_path, NONCE, overwrite=True)

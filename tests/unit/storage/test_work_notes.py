@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.core.errors import OutputError
 from ckptkit.storage.local.disk import Disk
-from ckptkit.storage.local.shared_target import WorkNotes
+from ckptkit.storage.local.target import WorkNotes
 
 NATIVE = Disk()
 each_platform = pytest.mark.parametrize("disk", [NATIVE, Disk.portable()])
