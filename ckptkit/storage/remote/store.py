@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -17,15 +18,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
 from ckptkit.storage.locations import S3_PROTOCOLS, check_below
 from ckptkit.storage.remote.errors import (
+    Fault,
     RetryPolicy,
     call_with_retries,
     describe_error,
-    is_without_bucket,
+    find_fault,
     status_of,
-    wait_before_retry,
 )
 from ckptkit.storage.remote.s3 import (
     delete_s3_objects,
@@ -85,6 +86,7 @@ _OTHER_IS_THERE = frozenset({409, 412})
 _GONE = 404
 _UNKNOWN_CONDITION = frozenset({400, 501})
 T = TypeVar("T")
+AsError = Callable[[Exception, str, str], CkptkitError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,7 @@ class RemoteStore:
 
     def retry(self, ask: Callable[[], T], what: str) -> T:
         """Returns what `ask` returns, which is repeated while it fails with transient errors."""
-        wait = partial(wait_before_retry, policy=self.retry_policy, what=what)
-        return call_with_retries(ask, wait)
+        return call_with_retries(ask, partial(self.retry_policy.wait_before, what=what))
 
     def path_of(self, location: str) -> str:
         """Returns the client's path of a URL; a path on the Hub is pinned to the current commit."""
@@ -145,7 +146,7 @@ class RemoteStore:
             try:
                 infos: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
             except FileNotFoundError as error:
-                if is_without_bucket(error):
+                if find_fault(error) is Fault.NO_BUCKET:
                     raise
                 return {}
             prefix = f"{path}/".lstrip("/")
@@ -165,7 +166,7 @@ class RemoteStore:
             try:
                 infos: list[Mapping[str, Any]] = self.filesystem.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
-                if is_without_bucket(error):
+                if find_fault(error) is Fault.NO_BUCKET:
                     raise
                 return []
             return infos
@@ -317,6 +318,77 @@ def get_store(place: Place) -> RemoteStore:
         if store is None:
             store = _stores[key] = RemoteStore(place.protocol, place.options, str(place))
         return store
+
+
+class RemoteFolder:
+    """The objects below a URL, by their paths relative to it; what their client raises is ours.
+
+    Attributes:
+        location: The URL.
+        store: Its client.
+        root: The URL as the client takes it.
+    """
+
+    def __init__(
+        self, place: Place, as_error: AsError, *, retry_policy: RetryPolicy | None = None
+    ) -> None:
+        """Connects with the first request.
+
+        Args:
+            place: The URL.
+            as_error: Makes the error that is raised of a client's error, the place for messages,
+                and what was not done: `read`, `written` or `removed`.
+            retry_policy: How often requests are repeated, if not as for other users of the store.
+        """
+        self.location = place.location
+        self._as_error = as_error
+        if retry_policy is None:
+            self.store = get_store(place)
+        else:
+            self.store = RemoteStore(place.protocol, place.options, place.location)
+            self.store.retry_policy = retry_policy
+        self.root = self.perform("", lambda: self.store.path_of(self.location))
+
+    def where(self, path: str) -> str:
+        return posixpath.join(self.location, path) if path else self.location
+
+    def address(self, path: str) -> str:
+        return posixpath.join(self.root, path) if path else self.root
+
+    def perform(self, path: str, operation: Callable[[], T], verb: str = "read") -> T:
+        """Runs an operation on an object, and translates its errors."""
+        try:
+            return operation()
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  clients raise what they like
+            raise self._as_error(error, self.where(path), verb) from None  # may hold secrets
+
+    def entries(self, folder: str = "") -> dict[str, ObjectInfo]:
+        """Returns all objects below a folder."""
+        objects = self.perform(folder, lambda: self.store.list_objects(self.address(folder)))
+        return {posixpath.join(folder, path): entry for path, entry in objects.items()}
+
+    def look_up(self, path: str) -> ObjectInfo | None:
+        """Requests what the store knows of one object; None if it does not exist."""
+        return self.perform(path, lambda: self.store.look_up(self.address(path)))
+
+    def get(self, path: str) -> bytes | None:
+        return self.perform(path, lambda: self.store.get_small(self.address(path)))
+
+    def put(self, path: str, data: bytes) -> None:
+        """Puts a small object, which becomes visible as a whole."""
+        self.perform(path, lambda: self.store.put_small(self.address(path), data), "written")
+
+    def remove(self, *paths: str) -> None:
+        """Removes the objects that exist."""
+        if paths:
+            where = paths[0] if len(paths) == 1 else ""
+            self.perform(where, lambda: self.store.delete(self.root, paths), "removed")
+
+    def folder_markers(self, folder: str) -> list[str]:
+        names = self.perform(folder, lambda: self.store.list_folder_markers(self.address(folder)))
+        return [f"{folder}/{name}" for name in names]
 
 
 def _is_marker(name: str) -> bool:
