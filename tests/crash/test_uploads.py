@@ -30,7 +30,7 @@ from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
 from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.messages import ByteCounter, Remote
-from ckptkit.writer.upload.run_store import ObjectSender, Store
+from ckptkit.writer.upload.run_store import ObjectSender, RunStore
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
@@ -283,7 +283,7 @@ def test_few_parts_are_in_memory_however_large_a_file_is(bucket: Bucket) -> None
                 held["sent"] = value // PART_BYTES
 
     direct = bucket.store.direct_options
-    sender = ObjectSender(Store(Remote(f"{bucket.url}/large", direct)), Counting())
+    sender = ObjectSender(RunStore(Remote(f"{bucket.url}/large", direct)), Counting())
     sender.send(Counted(), parts * PART_BYTES, "file")
     assert held["read"] == held["sent"] == parts
     assert held["most"] <= 6

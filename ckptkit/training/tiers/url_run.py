@@ -26,6 +26,7 @@ from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.locations import WORK_INFIX
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote.store import ObjectInfo
 from ckptkit.training.run_folders import TrainingRun
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.writer.messages import (
@@ -39,8 +40,8 @@ from ckptkit.writer.messages import (
     UploadFiles,
     Written,
 )
-from ckptkit.writer.upload.run_store import Entry, Store
-from ckptkit.writer.upload.step_objects import (
+from ckptkit.writer.upload.run_store import (
+    RunStore,
     newest_step,
     remove_unfinished,
     run_identity,
@@ -241,8 +242,8 @@ class UrlRun(TrainingRun[Place]):
         self._known: KnownSteps = {}
 
     @cached_property
-    def store(self) -> Store:
-        return Store(self._remote)
+    def store(self) -> RunStore:
+        return RunStore(self._remote)
 
     def open(self) -> None:
         """Takes the run for this job: called once, by rank 0, before anything is saved."""
@@ -310,10 +311,10 @@ def check_place(place: Place) -> None:
 
 
 def steps_of_place(place: Place, prefix: str) -> tuple[RunStep, ...]:
-    return _steps_at(Store(Remote(str(place), place.options)), prefix, {})
+    return _steps_at(RunStore(Remote(str(place), place.options)), prefix, {})
 
 
-def _steps_at(store: Store, prefix: str, known: KnownSteps) -> tuple[RunStep, ...]:
+def _steps_at(store: RunStore, prefix: str, known: KnownSteps) -> tuple[RunStep, ...]:
     files = _StoredStepFiles(store)
     numbers = {
         name: int(name.removeprefix(prefix))
@@ -326,7 +327,7 @@ def _steps_at(store: Store, prefix: str, known: KnownSteps) -> tuple[RunStep, ..
 class _StoredStepFiles:
     """The files of steps in a store; see `StepFiles`. What its listing lacks is asked for."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RunStore) -> None:
         self._store = store
         self._entries = store.entries()
         folders = {path.partition("/")[0] for path in self._entries if "/" in path}
@@ -336,7 +337,7 @@ class _StoredStepFiles:
     def location(self) -> str:
         return self._store.where("")
 
-    def identity(self, name: str) -> Entry | None:
+    def identity(self, name: str) -> ObjectInfo | None:
         return self._entry(f"{name}/{MANIFEST_NAME}")
 
     def manifest(self, name: str) -> Manifest | None:
@@ -350,14 +351,14 @@ class _StoredStepFiles:
         entry = self._entry(f"{name}/{file}")
         return None if entry is None else entry.size_bytes
 
-    def _entry(self, path: str) -> Entry | None:
-        entry = self._entries.get(path) or self._store.look(path)
+    def _entry(self, path: str) -> ObjectInfo | None:
+        entry = self._entries.get(path) or self._store.look_up(path)
         if entry is not None:
             self._entries[path] = entry
         return entry
 
 
-def _manifest_of(store: Store, name: str) -> Manifest | None:
+def _manifest_of(store: RunStore, name: str) -> Manifest | None:
     path = f"{name}/{MANIFEST_NAME}"
     data = store.get(path)
     return None if data is None else parse_manifest(data, where=store.where(path))
