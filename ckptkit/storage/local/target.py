@@ -10,7 +10,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -64,39 +64,37 @@ OPEN_FILES = 64
 SYNC_THREADS = 4
 MIN_DIRECT_BYTES = 128 * 1024
 """Shorter writes go through the page cache: waiting for the device would cost more."""
-Create = Callable[[Path, int], None]
 
 
-class StagedFiles:
-    """The files of an output in the hidden folder in which it grows."""
+class StagedFiles(Sink):
+    """The files of an output in the hidden folder in which it grows.
 
-    def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
-        """Takes a folder that exists; `named` is the output, for messages."""
-        self.folder = folder
+    Data whose address is congruent to its place in the file modulo 4,096 bypasses the page cache.
+    """
+
+    def __init__(self, work: WorkFolder, named: Path, disk: Disk) -> None:
+        self.location = str(named)
+        self.folder = work.path
+        self._work = work
         self._named = named
         self._disk = disk
+        self._make = disk.create_file
         self._sizes: dict[str, int] = {}
-        self._lock = threading.Lock()
         self._pool = DescriptorPool(self._open, OPEN_FILES, retire=StagedFile.retire)
 
-    def __contains__(self, path: object) -> bool:
-        return path in self._sizes
-
-    def create(self, path: str, size_bytes: int, create: Create) -> None:
-        """Makes a file of that size, its content undefined until written."""
-        check_relative(path, str(self._named))
-        file = self.folder / path
+    def create(self, path: str, size_bytes: int) -> None:
+        file = self.staged(path)
         with translate_errors(self._named, size_bytes):
             file.parent.mkdir(parents=True, exist_ok=True)
-            create(file, size_bytes)
-        with self._lock:
-            self._sizes[path] = size_bytes
+            self._make(file, size_bytes)
+        self._sizes[path] = size_bytes
+
+    def staged(self, path: str) -> Path:
+        """Returns where a file of the output is until the commit."""
+        check_relative(path, self.location)
+        return self._work.files / path
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
-
-        Data whose address is congruent to `start` modulo 4,096 bypasses the page cache.
-        """
         size_bytes = self._sizes.get(path, -1)
         if start < 0 or start + data.nbytes > size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -106,7 +104,7 @@ class StagedFiles:
             file.write_at(start, data.cast("B"))
 
     def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
-        """Writes data that is cut into as many equal runs, each at its own byte of a file."""
+        """Writes data of as many equal runs as there are starts, each at its own byte of a file."""
         length = data.nbytes // len(starts)
         if min(starts) < 0 or max(starts) + length > self._sizes.get(path, -1):
             raise ValueError(f"runs from byte {min(starts)} on are not all in file {path!r}")
@@ -115,22 +113,23 @@ class StagedFiles:
                 file.write_at(start, data[number * length : (number + 1) * length])
 
     def sync(self) -> None:
-        """Makes everything that was written durable, and closes it."""
-        with ThreadPoolExecutor(SYNC_THREADS) as threads:
-            for _ in threads.map(self._sync_file, self._sizes):
-                pass
-        self._pool.close()
-        sync_folders(self.folder, self._disk)
+        """Makes what was written durable, and forgets the files."""
 
-    def close(self) -> None:
-        self._pool.close()
+        def sync_file(path: str) -> None:
+            with self._pool.use(path) as file:
+                file.sync()
+
+        with translate_errors(self._named):
+            with ThreadPoolExecutor(SYNC_THREADS) as threads:
+                for _ in threads.map(sync_file, self._sizes):
+                    pass
+            self._pool.close()
+            sync_folders(self._work.files, self._disk)
+        self._sizes = {}
+        self._pool = DescriptorPool(self._open, OPEN_FILES, retire=StagedFile.retire)
 
     def _open(self, path: str) -> StagedFile:
-        return StagedFile(self.folder / path, self._sizes[path], self._disk)
-
-    def _sync_file(self, path: str) -> None:
-        with self._pool.use(path) as file:
-            file.sync()
+        return StagedFile(self._work.files / path, self._sizes[path], self._disk)
 
 
 class StagedFile:
@@ -178,7 +177,6 @@ class StagedFile:
         self._buffered.sync()
 
     def close(self) -> None:
-        """Closes the descriptors."""
         self._buffered.close()
         if self._direct is not None:
             self._direct.close()
@@ -247,7 +245,6 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def output_exists_error(out: Path) -> OutputExistsError:
-    """Returns the error for a destination that holds something already."""
     return OutputExistsError(
         "the directory holds files where an empty or absent one was expected",
         where=str(out),
@@ -256,7 +253,6 @@ def output_exists_error(out: Path) -> OutputExistsError:
 
 
 def not_replaceable_error(out: Path) -> OutputError:
-    """Returns the error for a full destination that is to be overwritten and cannot be renamed."""
     return OutputError(
         "the directory holds files and cannot be renamed, so it cannot be replaced at once",
         where=str(out),
@@ -264,11 +260,10 @@ def not_replaceable_error(out: Path) -> OutputError:
     )
 
 
-class LocalTarget(Target):
+class LocalTarget(StagedFiles, Target):
     """A directory that comes into being, complete and durable, when it is committed.
 
-    Until then its files grow in a hidden folder beside it, on the same file system. Large
-    writes go past the page cache where the file system and the alignment of the data allow.
+    Until then its files grow in a hidden folder beside it, on the same file system.
 
     Attributes:
         location: The directory as the user named it, for messages.
@@ -293,47 +288,31 @@ class LocalTarget(Target):
             resume: Whether to continue what a killed run left behind, where it has a journal.
             disk: The file operations of the platform.
         """
-        self.location = str(out)
-        self._named = out
-        self._overwrite = overwrite
-        self._resume = resume
-        self._is_left = False
-        self.has_finished = False
         self._disk = disk
+        self._overwrite = overwrite
+        self._is_left = self.has_finished = False
         self._made_folders: list[Path] = []
-        with translate_errors(self._named):
+        with translate_errors(out):
             self._out = out.resolve()
-            refuse_file(self._out, self._named)
+            refuse_file(self._out, out)
             try:
                 self._made_folders = make_missing(self._out.parent)
-                self._work = self._prepare()
+                work = self._prepare(out, resume=resume)
             except BaseException:
                 remove_empty(self._made_folders)
                 raise
+        super().__init__(work, out, disk)
         self._seen = manifest_mark(self._out)
-        self.folder, self.journal = self._work.path, self._work.journal
-        self._files = StagedFiles(self._work.files, out, self._disk)
-
-    def create(self, path: str, size_bytes: int) -> None:
-        """Makes a file of that size, its blocks reserved, its content undefined until written."""
-        self._files.create(path, size_bytes, self._disk.create_file)
-
-    def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
-
-        Data whose address is congruent to `start` modulo 4,096 bypasses the page cache.
-        """
-        self._files.write(path, start, data)
+        self.journal = work.journal
 
     def commit(self, last: str) -> None:
-        """Makes everything durable and visible at once, the file `last` after all others."""
-        if last not in self._files:
+        if last not in self._sizes:
             raise ValueError(f"file {last!r} was not created")
+        self.sync()
         with translate_errors(self._named):
-            self._files.sync()
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
-                refuse_newer(manifest_mark(self._out), self._seen, str(self._named))
-                refuse_unnamed_in(self._out, str(self._named))
+                refuse_newer(manifest_mark(self._out), self._seen, self.location)
+                refuse_unnamed_in(self._out, self.location)
             overwrite = self._overwrite
             if not publish(self._work, self._out, self._disk, last=last, overwrite=overwrite):
                 raise output_exists_error(self._named)
@@ -356,34 +335,28 @@ class LocalTarget(Target):
         """Removes what was written; does nothing after a commit, or where it was left."""
         if self._is_left:
             return
-        self._files.close()
+        self._pool.close()
         self._work.remove()
         remove_empty(self._made_folders)
 
     def leave(self) -> None:
         """Ends without a commit, and keeps what was written for a later run."""
         self._is_left = True
-        self._files.close()
+        self._pool.close()
         self._work.release()
 
-    def staged(self, path: str) -> Path:
-        """Returns where a file of the output is until the commit."""
-        check_relative(path, str(self._named))
-        return self._work.files / path
-
     def keep(self, paths: Collection[str]) -> None:
-        """Takes over finished files of an earlier run, and removes what else it left.
+        """Takes over finished files of an earlier run, which are proven, and removes what else is.
 
         Args:
-            paths: Relative to the output; they have been proven.
+            paths: Relative to the output.
         """
-        kept = {self.staged(path) for path in paths}
+        kept = {self.staged(path): path for path in paths}
         with translate_errors(self._named):
             for file in list(self._work.files.rglob("*")):
                 if file not in kept and not file.is_dir():
                     file.unlink()
-        for path in paths:
-            self._files.create(path, self.staged(path).stat().st_size, _stays)
+            self._sizes |= {path: file.stat().st_size for file, path in kept.items()}
         self.has_finished = bool(paths)
 
     def free_bytes(self) -> int:
@@ -392,20 +365,20 @@ class LocalTarget(Target):
             taken = sum(taken_bytes(path) for path in self._work.files.rglob("*"))
             return free_bytes(self._work.path) + taken
 
-    def _prepare(self) -> WorkFolder:
-        work = None
-        if self._resume:
-            work = reclaim_work_folder(self._out.parent, self._out, self._disk)
-            work = work or reclaim_work_folder(self._out, self._out, self._disk)
+    def _prepare(self, named: Path, *, resume: bool) -> WorkFolder:
+        out, work = self._out, None
+        if resume:
+            work = reclaim_work_folder(out.parent, out, self._disk)
+            work = work or reclaim_work_folder(out, out, self._disk)
         self._sweep()
         if self.is_filled:
             if work is not None:
                 work.remove()
-            raise output_exists_error(self._named)
+            raise output_exists_error(named)
         self.has_finished = work is not None
         if work is not None:
             return work
-        out, exists = self._out, self._out.is_dir()
+        exists = out.is_dir()
         try:
             work = claim_work_folder(out.parent, out.name, self._disk)
         except OSError as error:
@@ -416,12 +389,8 @@ class LocalTarget(Target):
                 return work
             work.remove()
         if not is_empty(out):
-            raise not_replaceable_error(self._named)
+            raise not_replaceable_error(named)
         return claim_work_folder(out, out.name, self._disk)
-
-
-def _stays(_path: Path, _size_bytes: int) -> None:
-    """Makes no file, since it exists."""
 
 
 def refuse_file(out: Path, named: Path) -> None:
@@ -461,7 +430,6 @@ class WorkNotes:
     """Notes, each a folder with one file in it: renaming a folder never replaces a filled one."""
 
     def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
-        """Takes a hidden folder that exists; `named` is the output, for messages."""
         self._folder = folder
         self._named = named
         self._disk = disk
@@ -484,7 +452,6 @@ class WorkNotes:
         return data
 
     def get(self, name: str) -> bytes | None:
-        """Returns the content of a note, None where there is none."""
         with translate_errors(self._named):
             try:
                 return (self._folder / name / _CONTENT).read_bytes()
@@ -512,7 +479,6 @@ class PartFile:
     """
 
     def __init__(self, path: Path, named: Path, disk: Disk) -> None:
-        """Makes the file; `named` is the output, for messages."""
         self.rows: list[Row] = []
         self._path = path
         self._named = named
@@ -545,7 +511,6 @@ class PartFile:
                 self._file.close()
 
     def close(self) -> None:
-        """Closes the file, whatever it holds."""
         self._file.close()
 
 
@@ -591,7 +556,7 @@ def why_no_ranges(folder: Path, named: Path, disk: Disk) -> str:
     return ""
 
 
-class SharedTarget(Sink):
+class SharedTarget(StagedFiles):
     """One process's view of an output that all of them write, each its own ranges.
 
     The first process makes the hidden folder and its files, the others enter it. Where the system
@@ -599,8 +564,6 @@ class SharedTarget(Sink):
     last of them has ended.
 
     Attributes:
-        location: The directory as the user named it, for messages.
-        folder: The hidden folder.
         removal: The shell command with which a user discards what other processes have begun.
         notes: Of what the processes have done.
     """
@@ -628,17 +591,14 @@ class SharedTarget(Sink):
             named: What messages call the directory; None for `out`.
         """
         named = named or out
-        self.location = str(named)
-        self._named = named
         self._overwrite = overwrite
-        self._disk = disk
         self._made_folders: list[Path] = []
         with translate_errors(named):
             self._out = out.resolve()
             self._seen = manifest_digest(self._out) if seen is None else seen
             refuse_file(self._out, named)
             is_fixed = _is_fixed(self._out)
-            if not is_free(self._out, self._disk):
+            if not is_free(self._out, disk):
                 if not overwrite:
                     raise output_exists_error(named)
                 if is_fixed:
@@ -646,14 +606,14 @@ class SharedTarget(Sink):
             parent = self._out if is_fixed else self._out.parent
             self._made_folders = make_missing(parent)
             try:
-                self._work: WorkFolder = join_work_folder(parent, self._out.name, nonce, self._disk)
+                work = join_work_folder(parent, self._out.name, nonce, disk)
             except BaseException:
                 remove_empty(self._made_folders)
                 raise
-        self._files = StagedFiles(self._work.files, named, self._disk)
-        self.folder = self._work.path
+        super().__init__(work, named, disk)
+        self._make = disk.join_file
         self.removal = f"rm -r '{self.folder}'"
-        self.notes = WorkNotes(self.folder, named, self._disk)
+        self.notes = WorkNotes(self.folder, named, disk)
 
     def plan(self) -> bytes | None:
         note = self.notes.get(_PLAN)
@@ -666,26 +626,15 @@ class SharedTarget(Sink):
 
     def sweep(self) -> None:
         """Removes what killed attempts left behind; for one of the processes."""
-        sweep_work_folders(self._work.path.parent, self._out, self._disk)
+        sweep_work_folders(self.folder.parent, self._out, self._disk)
 
     def why_no_ranges(self) -> str:
         """Tries to write at an offset; returns why that cannot be done, empty if it can."""
-        return why_no_ranges(self._work.path, self._named, self._disk)
-
-    def create(self, path: str, size_bytes: int) -> None:
-        """Makes a file of that size, unless another process has done so."""
-        self._files.create(path, size_bytes, self._disk.join_file)
-
-    def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges."""
-        self._files.write(path, start, data)
-
-    def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
-        self._files.write_runs(path, starts, data)
+        return why_no_ranges(self.folder, self._named, self._disk)
 
     def part_file(self, name: str) -> PartFile:
         """Makes a file whose bytes the process that commits puts in their place with `unite`."""
-        return PartFile(self._work.path / name, self._named, self._disk)
+        return PartFile(self.folder / name, self._named, self._disk)
 
     def unite(self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[Row]]) -> None:
         """Puts what other processes wrote to part files in its place; for one process.
@@ -694,22 +643,17 @@ class SharedTarget(Sink):
             sizes: Of the files of the output, by path.
             parts: The rows of each part file, by name.
         """
-        files = StagedFiles(self._work.files, self._named, self._disk)
-        try:
-            for path, size_bytes in sizes.items():
-                files.create(path, size_bytes, self._disk.join_file)
-            with translate_errors(self._named):
-                for name, rows in parts.items():
-                    part = self._work.path / name
-                    for path, starts, data in read_parts(part, rows, self._disk):
-                        files.write_runs(path, starts, data)
-                files.sync()
-        finally:
-            files.close()
+        for path, size_bytes in sizes.items():
+            self.create(path, size_bytes)
+        with translate_errors(self._named):
+            for name, rows in parts.items():
+                for path, starts, data in read_parts(self.folder / name, rows, self._disk):
+                    self.write_runs(path, starts, data)
+        super().sync()
 
     def free_bytes(self) -> int:
         with translate_errors(self._named):
-            return free_bytes(self._work.path)
+            return free_bytes(self.folder)
 
     def room_bytes(self, paths: Iterable[str]) -> int:
         """Returns how much room there is for these files, with what they take already.
@@ -717,14 +661,12 @@ class SharedTarget(Sink):
         Any process that writes to the output may have made them, of their full size.
         """
         with translate_errors(self._named):
-            free = free_bytes(self._work.path)  # before the rest, which only grows meanwhile
+            free = free_bytes(self.folder)  # before the rest, which only grows meanwhile
             return free + sum(taken_bytes(self._work.files / path) for path in paths)
 
     def sync(self) -> None:
-        """Makes what this process wrote durable; what it writes next it has to create again."""
+        super().sync()
         with translate_errors(self._named):
-            self._files.sync()
-            self._files = StagedFiles(self._work.files, self._named, self._disk)
             for folder in self._made_folders:
                 self._disk.sync_directory(folder.parent)
 
@@ -744,12 +686,12 @@ class SharedTarget(Sink):
         """Makes what this process wrote durable, and leaves a mark of that."""
         self.sync()
         with translate_errors(self._named):
-            (self._work.path / mark).touch()
+            (self.folder / mark).touch()
 
     def absent(self, marks: Iterable[str]) -> list[str]:
         """Returns the marks that are not there: of processes that are not done, or elsewhere."""
         with suppress(FileNotFoundError):
-            there = {path.name for path in self._work.path.iterdir()}
+            there = {path.name for path in self.folder.iterdir()}
             return [mark for mark in marks if mark not in there]
         return list(marks)
 
@@ -774,16 +716,16 @@ class SharedTarget(Sink):
 
     def leave(self) -> None:
         """Ends this process's part; the output stays as it is."""
-        self._files.close()
+        self._pool.close()
         self._work.release()
 
     def abandon(self) -> None:
         """Removes what all processes wrote, so that none of them can commit it."""
-        self._files.close()
-        away = self._work.path.with_name(hidden_name(self._out.name, os.urandom(NONCE_BYTES).hex()))
+        self._pool.close()
+        away = self.folder.with_name(hidden_name(self._out.name, os.urandom(NONCE_BYTES).hex()))
         with suppress(OSError):  # another process was faster, or it was committed
             # In one step, marks and all: a commit of half of it has to be impossible meanwhile.
-            self._work.path.rename(away)
+            self.folder.rename(away)
         shutil.rmtree(away, ignore_errors=True)
         self._work.release()
         remove_empty(self._made_folders)
