@@ -57,13 +57,7 @@ ChecksumPiece = tuple[int, int, int]  # start in what is checked, length in byte
 
 
 def join_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
-    """Joins pieces where one ends as the next begins; what overlaps stays as it is.
-
-    Args:
-        pieces: In any order.
-
-    Returns:
-        The fewest pieces that say the same, by their starts.
+    """Joins pieces, in any order, where one ends as the next begins; what overlaps stays as it is.
 
     Example:
         >>> import zlib
@@ -140,12 +134,6 @@ def tree_digest(leaves: Sequence[bytes]) -> str:
     XXH3-128 of the leaves' 16-byte digests joined in order, written as 32 hexadecimal digits
     behind the name of the scheme. It depends on the bytes alone, not on files or threads.
 
-    Args:
-        leaves: What `leaf_digest` gave for each, in order.
-
-    Returns:
-        The digest, such as `xxh3-128-8MiB:99aa06d3014798d86001c324468d497f` for no bytes.
-
     Example:
         Anyone can recompute it:
 
@@ -161,11 +149,7 @@ def tree_digest(leaves: Sequence[bytes]) -> str:
 
 
 def join_leaves(leaves: Mapping[int, bytes]) -> str:
-    """Returns the digest of a tensor from its leaves by number, digested in any order.
-
-    Args:
-        leaves: What `leaf_digest` or `leaf_sums` gave for each.
-    """
+    """Returns the digest of a tensor from its leaves by number, digested in any order."""
     return tree_digest([leaves[number][:_DIGEST_BYTES] for number in sorted(leaves)])
 
 
@@ -210,14 +194,7 @@ class ChecksumShare(NamedTuple):
 def compute_share(
     starts: Ints, length_bytes: int, crc32s: NDArray[np.uint32], total_bytes: int
 ) -> ChecksumShare:
-    """Returns the share of some ranges of one length.
-
-    Args:
-        starts: int64; their first bytes, ascending, one at least; they do not overlap.
-        length_bytes: Length of each.
-        crc32s: Of each, its CRC-32.
-        total_bytes: Length of the tensor.
-    """
+    """Returns the share of ranges of one length, which ascend, do not overlap, and are not none."""
     stops = starts + length_bytes
     ends, begins = (_mark_positions(at).sum(dtype=np.uint64) for at in (stops, starts))
     edges = int(ends) - int(begins)

@@ -100,11 +100,7 @@ def run_crew(
 ) -> None:
     """Runs `work` in that many threads, each with an iterator that takes from `items`.
 
-    Args:
-        workers: How many threads.
-        items: What they share.
-        work: What each of them does.
-        stopped: Set at the first error or signal, for work that waits for something.
+    `stopped` is set at the first error or signal, for work that waits for something.
     """
     stop, lock = stopped or threading.Event(), threading.Lock()
     errors: list[BaseException] = []
@@ -156,18 +152,9 @@ def _take(items: Iterator[Item], lock: threading.Lock, stop: threading.Event) ->
 
 
 class Throttle:
-    """Delays threads that move bytes so that all together keep a rate.
-
-    Attributes:
-        stopped: Set to end all waits.
-    """
+    """Delays threads that move bytes so that all together keep a rate; `stopped` ends all waits."""
 
     def __init__(self, bytes_per_second: int | None) -> None:
-        """Begins with nothing moved.
-
-        Args:
-            bytes_per_second: The rate, or None for no limit.
-        """
         self._rate = bytes_per_second
         self._lock = threading.Lock()
         self._free_at = 0.0

@@ -70,10 +70,7 @@ class PrefetchWindow:
     def fetch_parts(self, task: Task, at: int, filled: Container[int]) -> None:
         """Fetches what a part of a task reads, with as many of the following ones as fit in.
 
-        Args:
-            task: The task that the worker runs.
-            at: The part of it that comes next.
-            filled: The parts that are filled already.
+        `filled` are the parts that need no read.
         """
         if not self._readers:
             return
@@ -91,14 +88,7 @@ class PrefetchWindow:
         self._prefetch(wanted)
 
     def fetch_blocks(self, kernel: Kernel, spec: TensorSpec, block: Span, stop: int) -> None:
-        """Fetches what a block of a tensor is computed from, and the blocks after it.
-
-        Args:
-            kernel: What computes it.
-            spec: The tensor.
-            block: The elements that are computed next.
-            stop: Where the block's part of the tensor ends.
-        """
+        """Fetches what a block is computed from, and the blocks after it up to `stop`."""
         if not self._readers:
             return
         wanted: list[_Read] = []
@@ -128,12 +118,7 @@ class PrefetchWindow:
 
 @dataclass(frozen=True, slots=True)
 class ReadEstimate:
-    """What the execution of a plan reads from remote sources.
-
-    Attributes:
-        requests: About how many: what a task reads may not fit into memory at once.
-        size_bytes: How much they return, with what is read in vain.
-    """
+    """What the execution of a plan reads from remote sources, with what is read in vain."""
 
     requests: int
     size_bytes: int
@@ -186,13 +171,7 @@ def read_direct(
 ) -> frozenset[int]:
     """Reads all that a task copies without change, and that is in byte runs of located chunks.
 
-    Args:
-        task: The task.
-        data: Its buffer, to be filled.
-        readers: Of the sources, by name.
-
-    Returns:
-        The positions of the parts that are filled.
+    Returns the positions of the parts that are filled.
     """
     reads: dict[str, list[_DirectRead]] = {}
     filled = set()
@@ -238,18 +217,10 @@ def _joined(reads: Sequence[_DirectRead]) -> Iterator[tuple[FileRange, int]]:
 
 
 def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Sink) -> Plan:
-    """Returns a plan that has the store copy whole chunks wherever that is possible.
+    """Returns a plan that has the store copy whole chunks, with a note of why nothing is copied.
 
-    That is where an output tensor is a source tensor without change, and a chunk of it is
+    It copies where an output tensor is a source tensor without change, and a chunk of it is
     contiguous in both, is large enough for a part, and has a stored checksum.
-
-    Args:
-        plan: The plan.
-        origins: What it reads, by name.
-        target: Where its output goes.
-
-    Returns:
-        The plan, with a note of why nothing is copied where that is so.
     """
     candidates = list(_candidates(plan, origins))
     examples: dict[int, CopySource] = {}
@@ -317,16 +288,7 @@ def _sources(
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A tensor that may have chunks to copy, as far as the index shows.
-
-    Attributes:
-        file: The number of its file in the plan.
-        position: That of its segment in the file.
-        segment: Its segment.
-        origin: Where it comes from.
-        lookup: Its chunks.
-        overlaps: What its large chunks hold of it, in the order of the bytes.
-    """
+    """A tensor that may have chunks to copy, as far as the index shows."""
 
     file: int
     position: int

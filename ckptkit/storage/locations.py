@@ -51,12 +51,7 @@ class Place(str):
     options: Mapping[str, Any]
 
     def __new__(cls, location: PathLike, options: Mapping[str, Any] | None = None) -> Self:
-        """Makes a place; a `file://` URL becomes its path.
-
-        Args:
-            location: A local path, or a URL such as `s3://bucket/run`.
-            options: For fsspec.
-        """
+        """Makes a place; a `file://` URL becomes its path."""
         place = super().__new__(cls, _normalize(os.fspath(location)))
         place.options = dict(options or {})
         return place
@@ -101,19 +96,9 @@ def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
 
 
 class Sources:
-    """All places that a command reads, and the options for them.
-
-    Attributes:
-        first: The one that it is about.
-    """
+    """All places that a command reads, and the options for them; it is about the first one."""
 
     def __init__(self, first: PathLike, options: Mapping[str, Any] | None) -> None:
-        """Takes what the user gave.
-
-        Args:
-            first: The place that the command is about.
-            options: For fsspec.
-        """
         self.first = place_of(first, options)
         self._options = options
 
@@ -137,13 +122,7 @@ class Sources:
 def resolve_places(
     src: PathLike, out: PathLike | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns options with their paths, and `src` and `out`, as places that know their storage.
-
-    Args:
-        src: The place that the command is about.
-        out: Where it writes; None if it writes nothing.
-        options: By their names in `ckptkit.api.Options`.
-    """
+    """Returns options with their paths, and `src` and `out`, as places that know their storage."""
     sources = Sources(src, options.get("src_options"))
     named = ("base", "like", "adapter_config", "model_config", "config", "tokenizer", "fill_from")
     return {
@@ -161,11 +140,7 @@ def is_url(place: PathLike) -> bool:
 
 
 def local_path(place: PathLike) -> Path:
-    """Returns the path of a place on this machine, which a `file://` URL is too.
-
-    Raises:
-        UsageError: If it is relative, and the current directory was removed.
-    """
+    """Returns the path of a place on this machine, which a `file://` URL is too."""
     path = Path(_normalize(os.fspath(place)))
     try:
         path.absolute()
@@ -239,10 +214,6 @@ def parse_options(pairs: Sequence[str], *, option: str) -> dict[str, Any]:
     """Reads `K=V` pairs; dots in a name make nested options, and values may be JSON.
 
     What is named like a secret stays the text that it is, even if it looks like a number.
-
-    Args:
-        pairs: As they were given.
-        option: Where they were given, for messages, which never show a value.
 
     >>> parse_options(["anon=true", "client_kwargs.region_name=eu-1"], option="--src-option")
     {'anon': True, 'client_kwargs': {'region_name': 'eu-1'}}
@@ -351,12 +322,7 @@ def relative_path(path: str, folder: str) -> str:
 
 
 def check_below(name: str, place: str) -> None:
-    """Refuses to remove an object that is not below a place.
-
-    Args:
-        name: Of an object, relative to the place; a slash at its end belongs to a folder's marker.
-        place: Bucket and folders.
-    """
+    """Refuses to remove an object whose relative name does not lead below a place of a store."""
     parts = name.removesuffix("/").split("/")
     if not place.strip("/") or not set(parts).isdisjoint({"", ".", ".."}):
         raise UnsafePathError(

@@ -62,12 +62,7 @@ class OverlaySource(Source):
     """
 
     def __init__(self, folders: Sequence[Source], *, compared: Collection[str] = ()) -> None:
-        """Takes the directories, which the caller closes.
-
-        Args:
-            folders: At least one directory; the first one is the location of messages.
-            compared: Names of files that are compared as a whole, however large they are.
-        """
+        """Takes directories, which the caller closes; files in `compared` are compared whole."""
         self.folders = tuple(folders)
         self.location = self.folders[0].location
         self.is_remote = any(folder.is_remote for folder in self.folders)

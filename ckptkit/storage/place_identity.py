@@ -136,10 +136,9 @@ def find_overlap(first: PathLike, second: PathLike) -> PlaceRelation:
 
 
 def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceRelation]]:
-    """Yields pairs of places that are the same, or where the first is inside the second.
+    """Yields pairs of places that are the same, once, or where the first is inside the second.
 
-    Yields:
-        The indexes of both, and how the first is related to the second; of the same places once.
+    A pair is the indexes of both, and how the first is related to the second.
     """
     identities = [PlaceIdentity(place) for place in places]
     for first, second in permutations(range(len(identities)), 2):
@@ -208,16 +207,7 @@ def _is_address(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A file system, or a folder of one, that is mounted somewhere.
-
-    Attributes:
-        device: The numbers of the file system.
-        root: The folder of it that is mounted.
-        place: Where.
-        kind: Its type.
-        source: What is mounted there, such as a device or a server.
-        options: Of the mount and of the file system.
-    """
+    """A file system, or a folder of one, that is mounted somewhere."""
 
     device: str
     root: Path
@@ -271,10 +261,8 @@ def find_filesystem_type(path: Path, *, mounts: Path = _MOUNTS) -> str:
 def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:
     """Returns why several processes cannot write one file at once; empty if they can.
 
-    Args:
-        kind: As `find_filesystem_type` returns it.
-        is_one_machine: Whether all of them share one kernel, and so its one page cache; what a
-            program behind FUSE does with their writes is not known even then.
+    On one machine all share one page cache, but what a program behind FUSE does with their writes
+    is not known even then.
     """
     is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in _OTHER_FUSE)
     if is_fuse or (kind in _SEPARATE_CACHES and not is_one_machine):

@@ -127,11 +127,7 @@ class OpenFile:
         os.fsync(self._file.fileno())
 
     def lock(self, *, shared: bool = False) -> bool:
-        """Takes the lock that ends with the process; returns False if another process has it.
-
-        Args:
-            shared: Whether other processes may hold it at the same time, shared as well.
-        """
+        """Takes the lock that ends with the process; returns False if another process has it."""
         import fcntl  # not there on Windows
 
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -229,9 +225,8 @@ class Disk:
     def try_lock(self, path: Path, *, shared: bool = False) -> tuple[bool, OpenFile | None]:
         """Opens or makes a lock file and takes its lock, which ends with the process.
 
-        Returns:
-            Whether no other process has it, and the file, whose closing releases the lock; no file
-            where the platform or the file system has no locks.
+        Returns whether no other process has it, and the file, whose closing releases the lock; no
+        file where the platform or the file system has no locks.
         """
         if not self.locks:
             return True, None
@@ -309,10 +304,7 @@ class Disk:
             os.close(descriptor)
 
     def exchange_folders(self, first: Path, second: Path) -> bool:
-        """Swaps two directories in one step.
-
-        Returns:
-            False where the kernel or the file system does not offer that.
+        """Swaps two directories in one step; returns False where that is not offered.
 
         Source:
             renameat2 with RENAME_EXCHANGE: https://man7.org/linux/man-pages/man2/rename.2.html
@@ -364,13 +356,7 @@ class DescriptorPool(Generic[File]):
         limit: int,
         retire: Callable[[File], None] = lambda file: file.close(),
     ) -> None:
-        """Makes an empty pool.
-
-        Args:
-            open_file: Opens the file of a path; called outside any lock.
-            limit: How many unused files stay open.
-            retire: Closes a file that had to make room for others.
-        """
+        """Takes how files are opened, outside any lock, and closed to make room for others."""
         self._open_file = open_file
         self._limit = limit
         self._retire = retire

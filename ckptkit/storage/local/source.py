@@ -40,13 +40,7 @@ class LocalSource(Source):
     def __init__(
         self, root: Path, *, disk: Disk = LOCAL_DISK, open_files: int = OPEN_FILES
     ) -> None:
-        """Opens the directory.
-
-        Args:
-            root: The directory; its name is kept for messages as it is given.
-            disk: The file operations of the platform.
-            open_files: How many descriptors may be open at once.
-        """
+        """Opens the directory; its name is kept for messages as it is given."""
         self.location = str(root)
         self._root = root
         self._disk = disk

@@ -266,10 +266,8 @@ class LocalTarget(StagedFiles, Target):
     Until then its files grow in a hidden folder beside it, on the same file system.
 
     Attributes:
-        location: The directory as the user named it, for messages.
-        folder: The hidden folder.
-        journal: The journal of finished files in it.
-        has_finished: Whether it holds finished files that another run can take over.
+        journal: The journal of finished files.
+        has_finished: Whether there are finished files that another run can take over.
     """
 
     def __init__(
@@ -282,11 +280,7 @@ class LocalTarget(StagedFiles, Target):
     ) -> None:
         """Prepares the place, makes missing parents and sweeps away what a kill left behind.
 
-        Args:
-            out: The directory to be; its name is kept for messages as it is given.
-            overwrite: Whether a directory that holds something is replaced by the commit.
-            resume: Whether to continue what a killed run left behind, where it has a journal.
-            disk: The file operations of the platform.
+        With `resume`, what a killed run left is taken over where it has a journal.
         """
         self._disk = disk
         self._overwrite = overwrite
@@ -346,11 +340,7 @@ class LocalTarget(StagedFiles, Target):
         self._work.release()
 
     def keep(self, paths: Collection[str]) -> None:
-        """Takes over finished files of an earlier run, which are proven, and removes what else is.
-
-        Args:
-            paths: Relative to the output.
-        """
+        """Takes over proven files of an earlier run, and removes what else it left."""
         kept = {self.staged(path): path for path in paths}
         with translate_errors(self._named):
             for file in list(self._work.files.rglob("*")):
@@ -582,13 +572,8 @@ class SharedTarget(StagedFiles):
     ) -> None:
         """Enters the hidden folder, and makes it and missing parents where they are not there.
 
-        Args:
-            out: The directory to be; its name is kept for messages as it is given.
-            nonce: 16 hexadecimal digits that name this attempt, the same in all processes.
-            overwrite: Whether a directory that holds something is replaced by the commit.
-            seen: What `manifest_digest` returned when the processes began; None for now.
-            disk: The file operations of the platform.
-            named: What messages call the directory; None for `out`.
+        `nonce`, 16 hexadecimal digits, names this attempt in all processes. `seen` is what
+        `manifest_digest` returned when they began, None for now.
         """
         named = named or out
         self._overwrite = overwrite
@@ -637,12 +622,7 @@ class SharedTarget(StagedFiles):
         return PartFile(self.folder / name, self._named, self._disk)
 
     def unite(self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[Row]]) -> None:
-        """Puts what other processes wrote to part files in its place; for one process.
-
-        Args:
-            sizes: Of the files of the output, by path.
-            parts: The rows of each part file, by name.
-        """
+        """Puts the rows of part files, by name, in their place in files of these sizes."""
         for path, size_bytes in sizes.items():
             self.create(path, size_bytes)
         with translate_errors(self._named):

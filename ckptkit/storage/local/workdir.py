@@ -44,15 +44,7 @@ Entry = Mapping[str, Any]
 
 
 class WorkFolder:
-    """A folder that belongs to this process, or to a process that has ended.
-
-    Attributes:
-        path: The folder itself.
-        files: Where the output grows.
-        last: Where the last file waits.
-        old: Where the previous output waits.
-        journal: The journal of finished files.
-    """
+    """A folder that belongs to this process, or to a process that has ended."""
 
     __slots__ = ("_lock", "files", "journal", "last", "old", "path")
 
@@ -75,7 +67,6 @@ class WorkFolder:
         self.release()
 
     def release(self) -> None:
-        """Releases the lock, so that the next run may delete the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -154,13 +145,8 @@ def sweep_work_folders(
 ) -> None:
     """Removes the work folders for `out` whose process is gone, after undoing half a commit.
 
-    Without locks, no process can know which others are alive, and nothing is removed.
-
-    Args:
-        parent: Where they are.
-        out: The output.
-        disk: The file operations of the platform.
-        committed_only: Whether those stay that still have files of an output.
+    Without locks, no process can know which others are alive, and nothing is removed. With
+    `committed_only`, those stay that still have files of an output.
     """
     if not disk.locks:
         return
@@ -263,10 +249,8 @@ def publish(
 
     An empty directory that has to stay gets them one by one, and the file `last` at the end. That
     is a mount point, the directory that this process runs in, one with hidden entries, and one
-    whose owner or group this user may not give to a new directory.
-
-    Returns:
-        False if `out` holds something that is not to be overwritten; then nothing has changed.
+    whose owner or group this user may not give to a new directory. Returns False, and changes
+    nothing, if `out` holds something that is not to be overwritten.
     """
     stays = work.path.parent == out
     if not stays and out.is_dir():
@@ -388,13 +372,7 @@ class Journal:
     """A journal that is being written, by a thread of its own. Use it as a context manager."""
 
     def __init__(self, path: Path, first: Entry, *, is_new: bool) -> None:
-        """Opens it.
-
-        Args:
-            path: The file.
-            first: The entry that a new one begins with.
-            is_new: Whether what is there is no longer true.
-        """
+        """Opens it; a new one, which replaces what is there, begins with the entry `first`."""
         flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else 0)
         self._file = LOCAL_DISK.open(path, flags)
         self._at = self._file.status().st_size
@@ -404,11 +382,7 @@ class Journal:
         self._worker = WorkerThread("ckptkit-journal")
 
     def add(self, entry: Callable[[], Entry | None]) -> None:
-        """Has an entry written, soon.
-
-        Args:
-            entry: Makes it, in another thread, or None for nothing.
-        """
+        """Has an entry made and written soon, in another thread; None stands for nothing."""
         self._waiting.append(entry)
         self._worker.submit_unwatched(self._write_waiting)
 

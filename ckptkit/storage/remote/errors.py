@@ -299,12 +299,8 @@ def output_exists_error(location: str) -> OutputExistsError:
 class RetryPolicy:
     """How often a request is made, and how long to wait in between.
 
-    Attributes:
-        attempts: The most requests, the first one included.
-        first_wait_seconds: Before the second request; each further wait is twice as long.
-        longest_wait_seconds: Of a single wait.
-        jitter: The random share of each wait, from 0 to 1. Many workers whose requests failed
-            together would otherwise repeat them together.
+    Each wait is twice as long as the one before. `jitter` is its random share: many workers whose
+    requests failed together would otherwise repeat them together.
     """
 
     attempts: int = 7
@@ -340,16 +336,10 @@ def call_with_retries(
     *,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Calls `ask` until it succeeds.
+    """Calls `ask`, which must do no harm when it is repeated, until it succeeds.
 
-    Args:
-        ask: Makes the request; a repetition after a failure must do no harm.
-        wait_before: Takes the error and the number of failures. Returns how many seconds to wait
-            before the next call, or None to raise the error.
-        sleep: Waits.
-
-    Returns:
-        What `ask` returned.
+    `wait_before` takes the error and the number of failures. It returns how many seconds to wait
+    before the next call, or None to raise the error.
     """
     failures = 0
     while True:

@@ -536,14 +536,9 @@ class S3Object:
     ) -> None:
         """Prepares it; the upload begins with the first bytes.
 
-        Args:
-            store: Where it will be.
-            key: What it will be called.
-            parts: What it is sent and copied in; none for an empty object.
-            begin: Begins or joins the upload, and returns its name; takes `sums_parts`.
-            is_small: Whether it is put as a whole at the end.
-            sums_parts: Whether the store keeps the checksum of the checksums of its parts, which
-                costs it least; else that of all bytes, which a copy of the object keeps.
+        `begin` begins or joins the upload, and returns its name; it takes `sums_parts`: whether the
+        store keeps the checksum of the checksums of the parts, which costs it least; else that of
+        all bytes, which a copy of the object keeps. A small object is put as a whole.
         """
         self.key = key
         self.size_bytes = parts[-1].stop if parts else 0

@@ -96,11 +96,7 @@ def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
 def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
     """Removes the marks and notes of earlier runs below a prefix, and their uploads.
 
-    Args:
-        store: The bucket.
-        prefix: Of the output, with the slash at its end.
-        only: The prefix of what is removed, where that is not all.
-        kept: The prefix of what stays.
+    `only` is the prefix of what is removed, where that is not all, `kept` that of what stays.
     """
 
     def is_removed(key: str) -> bool:
@@ -226,14 +222,9 @@ class S3Commit:
     def run(
         self, items: Sequence[S3Object], last: S3Object | bytes, still_ours: Callable[[], bool]
     ) -> None:
-        """Commits an output, its manifest last.
+        """Commits an output, its manifest last, unless another run has removed the uploads.
 
         The claim is held until `release`, also where this fails.
-
-        Args:
-            items: All files but the manifest.
-            last: The manifest, or its content.
-            still_ours: Says whether no other run has removed the uploads.
         """
         with self._translate_errors():
             self._manifest = last.key if not isinstance(last, bytes) else self._manifest
@@ -565,13 +556,7 @@ _REQUESTS_AT_A_TIME = 8
 
 
 class S3SharedTarget(Sink):
-    """One process's view of an output on S3 that several processes write.
-
-    Attributes:
-        location: The URL, for messages.
-        removal: The shell command with which a user discards what other processes have begun.
-        notes: Of what the processes have done.
-    """
+    """One process's view of an output on S3 that several processes write."""
 
     takes_parts = True
 

@@ -42,9 +42,6 @@ class RemoteSource(Source):
     The files come from one listing; a file that it lacks is looked up by its name, since the
     listing of a store may lag behind what was written. Every read requires the listed version of
     the object, where the store has such conditions.
-
-    Attributes:
-        location: The URL as the user named it; a place has no secrets in its URL.
     """
 
     is_remote = True

@@ -211,11 +211,9 @@ class RemoteStore:
     def put_if(self, path: str, data: bytes, expected: str) -> str | None:
         """Writes a small object if the existing one has the ETag `expected`, empty for none.
 
-        It makes a single request. Stores without such conditions write in any case;
-        `has_conditions` is false then.
-
-        Returns:
-            The new ETag, empty where the store has none; None if another object exists.
+        It makes a single request. Returns the new ETag, empty where the store has none; None if
+        another object exists. Stores without such conditions write in any case; `has_conditions` is
+        false then.
         """
         if not self.is_s3:
             return self._put_new(path, data, may_exist=bool(expected))
@@ -321,24 +319,15 @@ def get_store(place: Place) -> RemoteStore:
 
 
 class RemoteFolder:
-    """The objects below a URL, by their paths relative to it; what their client raises is ours.
-
-    Attributes:
-        location: The URL.
-        store: Its client.
-        root: The URL as the client takes it.
-    """
+    """The objects below a URL, by their paths relative to it; what their client raises is ours."""
 
     def __init__(
         self, place: Place, as_error: AsError, *, retry_policy: RetryPolicy | None = None
     ) -> None:
         """Connects with the first request.
 
-        Args:
-            place: The URL.
-            as_error: Makes the error that is raised of a client's error, the place for messages,
-                and what was not done: `read`, `written` or `removed`.
-            retry_policy: How often requests are repeated, if not as for other users of the store.
+        `as_error` makes the error that is raised of a client's error, the place for messages, and
+        what was not done: `read`, `written` or `removed`.
         """
         self.location = place.location
         self._as_error = as_error

@@ -133,13 +133,7 @@ class ObjectSender:
         self._counter = counter
 
     def send(self, file: ReadableFile, size_bytes: int, path: str) -> None:
-        """Uploads a file, which becomes visible as a whole.
-
-        Args:
-            file: The file, open.
-            size_bytes: Its size.
-            path: Of the object.
-        """
+        """Uploads a file, which becomes visible as a whole."""
         s3 = self._store.s3
         if s3 is None:
             self._store.perform(path, lambda: self._stream(file, size_bytes, path))
@@ -295,12 +289,7 @@ class UploadedFiles:
 
     @classmethod
     def of(cls, folder: Path, record: str) -> UploadedFiles:
-        """Reads the entries of a node's copy of a step.
-
-        Args:
-            folder: The copy.
-            record: The relative path of the first record that the process uploads.
-        """
+        """Reads the entries of a node's copy of a step; `record` is the first of this process."""
         uploaded = cls(folder / f"{record}{_SUFFIX}")
         for path in sorted((folder / RECORDS_FOLDER).glob(f"*{_SUFFIX}")):
             with suppress(*_DAMAGED):  # a kill may have cut the last line
@@ -320,14 +309,6 @@ def finish(request: FinishUpload, store: RunStore, counter: ByteCounter) -> Step
     """Commits a step whose ranks have all proved their records, then removes retired steps.
 
     Before the manifest is put, no reader takes the step for a complete one.
-
-    Args:
-        request: What to finish.
-        store: The run.
-        counter: Counts the bytes read and written.
-
-    Returns:
-        The size of the step, and what was removed.
     """
     began = time.monotonic()
     step = _Step(request, store, counter)

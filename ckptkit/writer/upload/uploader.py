@@ -50,16 +50,7 @@ class Uploader:
         self._shared: dict[str, tuple[Mark, ObjectInfo]] = {}
 
     def upload(self, request: UploadFiles, store: RunStore, counter: ByteCounter) -> Written:
-        """Uploads files, then the records that prove them.
-
-        Args:
-            request: What to upload.
-            store: The run.
-            counter: Counts the bytes done.
-
-        Returns:
-            The sizes and times.
-        """
+        """Uploads files, then the records that prove them."""
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
         records = {path: read_small(folder, path) for path in request.records}
@@ -227,10 +218,6 @@ def upload_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
 
     Unlike the writer it needs packages, which it finds where the trainer finds them. The command
     has no credentials and no paths of the upload.
-
-    Args:
-        descriptor: Number of the inherited socket.
-        niceness: Added to its nice value.
     """
     folders = [folder for folder in sys.path if folder]
     return [
