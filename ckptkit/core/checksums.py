@@ -88,7 +88,6 @@ class RangeChecksum:
         self._pieces: list[tuple[int, int, int]] = []
 
     def add(self, start: int, length_bytes: int, crc32: int) -> None:
-        """Adds a piece: its first byte within the range, its length, and its CRC-32."""
         if length_bytes:
             self._pieces.append((start, length_bytes, crc32))
 
@@ -187,7 +186,6 @@ class ChecksumShare(NamedTuple):
     edges: int = 0
 
     def joined(self, other: ChecksumShare) -> ChecksumShare:
-        """Returns the share of both."""
         return ChecksumShare(self.crc32 ^ other.crc32, (self.edges + other.edges) & _MASK)
 
 
@@ -252,8 +250,6 @@ class _Tree:
 
 
 class _Crc32:
-    """The CRC-32 of one tensor, from its leaves likewise."""
-
     def __init__(self) -> None:
         self._sum = RangeChecksum()
 

@@ -172,7 +172,6 @@ class Throttle:
 
 
 def usable_cores() -> int:
-    """Returns how many cores the process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

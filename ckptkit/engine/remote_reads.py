@@ -118,8 +118,6 @@ class PrefetchWindow:
 
 @dataclass(frozen=True, slots=True)
 class ReadEstimate:
-    """What the execution of a plan reads from remote sources, with what is read in vain."""
-
     requests: int
     size_bytes: int
 

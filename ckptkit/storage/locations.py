@@ -51,7 +51,6 @@ class Place(str):
     options: Mapping[str, Any]
 
     def __new__(cls, location: PathLike, options: Mapping[str, Any] | None = None) -> Self:
-        """Makes a place; a `file://` URL becomes its path."""
         place = super().__new__(cls, _normalize(os.fspath(location)))
         place.options = dict(options or {})
         return place
@@ -69,7 +68,6 @@ class Place(str):
 
     @property
     def protocol(self) -> str:
-        """What a URL begins with, such as `s3`; empty for a path."""
         match = _URL.fullmatch(self)
         return match[1].lower() if match else ""
 
@@ -88,7 +86,6 @@ class Place(str):
 
 
 def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
-    """Returns a place as the user named it, with options unless it has its own."""
     if isinstance(path, Place) and (path.options or not options):
         return path
     place = Place(path)
@@ -122,7 +119,6 @@ class Sources:
 def resolve_places(
     src: PathLike, out: PathLike | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns options with their paths, and `src` and `out`, as places that know their storage."""
     sources = Sources(src, options.get("src_options"))
     named = ("base", "like", "adapter_config", "model_config", "config", "tokenizer", "fill_from")
     return {
@@ -135,7 +131,6 @@ def resolve_places(
 
 
 def is_url(place: PathLike) -> bool:
-    """Says whether a place is a URL, and not a path of this machine."""
     return _URL.fullmatch(_normalize(os.fspath(place))) is not None
 
 
@@ -154,7 +149,6 @@ def local_path(place: PathLike) -> Path:
 
 
 def current_directory() -> Path | None:
-    """Returns the directory that this process runs in; None if it was removed."""
     with suppress(OSError):
         return Path.cwd()
     return None
@@ -249,7 +243,6 @@ def _put(options: dict[str, Any], path: Sequence[str], value: Any, option: str) 
 
 
 def hide_values(text: str, options: Mapping[str, Any]) -> str:
-    """Returns a text in which the values of options are hidden."""
     for value in sorted(_iterate_texts(options), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     return text

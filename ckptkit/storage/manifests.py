@@ -37,7 +37,6 @@ _ENDINGS = (
 
 
 def read_manifest(source: Source, folder: str = "") -> Manifest:
-    """Returns the manifest of a folder of a source."""
     path = posixpath.join(folder, MANIFEST_NAME)
     where = posixpath.join(source.location, path)
     size = source.stat(path).size_bytes
@@ -68,7 +67,6 @@ class EarlierOutput:
 
     @classmethod
     def from_manifest(cls, data: bytes | None, where: str) -> EarlierOutput:
-        """Parses the content of a manifest; None stands for no manifest."""
         if data is None:
             return cls()
         try:

@@ -62,7 +62,6 @@ class OutputClaim:
     def __init__(
         self, store: RemoteStore, root: str, location: str, translate_errors: ErrorTranslator
     ) -> None:
-        """Prepares a claim; `root` is the place for the client, `location` that for messages."""
         self._store = store
         self._path = f"{root}/{CLAIM_NAME}"
         self._root = root

@@ -17,7 +17,6 @@ _READ_ONLY = frozenset({"hf", "http", "https"})
 
 
 def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
-    """Refuses files that cannot be removed, or that are links."""
     if is_url(root):
         if root.protocol in _READ_ONLY:
             raise RefusedError(
@@ -99,5 +98,4 @@ def _remove_empty(path: Path, root: Path) -> None:
 
 
 def _remove_object(store: RemoteStore, base: str, path: str) -> None:
-    """Removes one object, so that they go in their order."""
     store.delete(base, [path])

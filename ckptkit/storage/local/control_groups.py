@@ -49,7 +49,6 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_bytes(root: Path = _ROOT) -> int | None:
-    """Returns the memory of this machine, or of the group of this process if that is less."""
     sizes = []
     with suppress(OSError, KeyError, ValueError):
         sizes.append(_numbers(root / "proc/meminfo")["MemTotal:"] * 1024)

@@ -36,7 +36,6 @@ _NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 
 
 def is_out_of_space(error: OSError) -> bool:
-    """Says whether a call failed because the disk or the quota is full."""
     return error.errno in _OUT_OF_SPACE
 
 
@@ -93,7 +92,6 @@ class OpenFile:
         return data
 
     def write_at(self, start: int, data: memoryview) -> None:
-        """Writes all of `data` at byte `start`."""
         done = 0
         while done < len(data):
             done += self._write_some(start + done, data[done:])
@@ -127,7 +125,6 @@ class OpenFile:
         os.fsync(self._file.fileno())
 
     def lock(self, *, shared: bool = False) -> bool:
-        """Takes the lock that ends with the process; returns False if another process has it."""
         import fcntl  # not there on Windows
 
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -198,7 +195,6 @@ class Disk:
 
     @classmethod
     def portable(cls) -> Disk:
-        """Returns a disk that uses only what every platform has."""
         return cls(*[False] * 7)
 
     def open(self, path: Path, flags: int) -> OpenFile:
@@ -331,11 +327,7 @@ LOCAL_DISK = Disk()
 
 
 class Closable(Protocol):
-    """Anything that is closed when it is done with."""
-
-    def close(self) -> None:
-        """Gives the descriptor back."""
-        ...
+    def close(self) -> None: ...
 
 
 File = TypeVar("File", bound=Closable)
@@ -366,7 +358,6 @@ class DescriptorPool(Generic[File]):
 
     @contextmanager
     def use(self, path: str) -> Iterator[File]:
-        """Yields the open file of a path."""
         with self._lock:
             if self._closed:
                 raise ValueError("the files are closed")

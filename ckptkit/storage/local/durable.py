@@ -64,7 +64,6 @@ def replace_file(path: Path, data: bytes, disk: Disk, *, draft: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Makes the content of a file durable that another library has written."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

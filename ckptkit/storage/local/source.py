@@ -40,7 +40,6 @@ class LocalSource(Source):
     def __init__(
         self, root: Path, *, disk: Disk = LOCAL_DISK, open_files: int = OPEN_FILES
     ) -> None:
-        """Opens the directory; its name is kept for messages as it is given."""
         self.location = str(root)
         self._root = root
         self._disk = disk

@@ -149,7 +149,6 @@ class StagedFile:
         self._direct_works = self._direct is not None
 
     def write_at(self, start: int, data: memoryview) -> None:
-        """Writes all of `data` at byte `start`."""
         # `data[head:tail]` fills whole pages of the file.
         head = -start % PAGE_BYTES
         tail = len(data) - (start + len(data)) % PAGE_BYTES
@@ -234,7 +233,6 @@ def free_bytes(path: Path) -> int:
 
 
 def taken_bytes(path: Path) -> int:
-    """Returns the room that a file takes on its disk; 0 for a folder."""
     if not path.is_file():
         return 0
     status = path.stat()
@@ -326,7 +324,6 @@ class LocalTarget(StagedFiles, Target):
             sweep_work_folders(parent, self._out, self._disk)
 
     def abandon(self) -> None:
-        """Removes what was written; does nothing after a commit, or where it was left."""
         if self._is_left:
             return
         self._pool.close()
@@ -350,7 +347,6 @@ class LocalTarget(StagedFiles, Target):
         self.has_finished = bool(paths)
 
     def free_bytes(self) -> int:
-        """Returns how much room there is for the output, with what an earlier run has taken."""
         with translate_errors(self._named):
             taken = sum(taken_bytes(path) for path in self._work.files.rglob("*"))
             return free_bytes(self._work.path) + taken
@@ -450,7 +446,6 @@ class WorkNotes:
 
     @contextmanager
     def alone(self, name: str, _owner: str = "") -> Iterator[bool]:
-        """Yields whether this process is the only one here; always, where there are no locks."""
         is_alone, lock = False, None
         with suppress(FileNotFoundError):  # another process has removed the folder
             is_alone, lock = self._disk.try_lock(self._folder / f"{name}.lock")
@@ -614,7 +609,6 @@ class SharedTarget(StagedFiles):
         sweep_work_folders(self.folder.parent, self._out, self._disk)
 
     def why_no_ranges(self) -> str:
-        """Tries to write at an offset; returns why that cannot be done, empty if it can."""
         return why_no_ranges(self.folder, self._named, self._disk)
 
     def part_file(self, name: str) -> PartFile:
@@ -651,15 +645,12 @@ class SharedTarget(StagedFiles):
                 self._disk.sync_directory(folder.parent)
 
     def begin(self) -> None:
-        """Makes the created files durable, so that other processes find them."""
         self.sync()
 
     def sent(self) -> SentRows:
-        """Returns nothing: what was written is in its place."""
         return {}
 
     def adopt(self, _sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
-        """Does nothing: what other processes wrote is in its place."""
         return {}
 
     def finish(self, mark: str) -> None:
@@ -695,7 +686,6 @@ class SharedTarget(StagedFiles):
         self._work.remove()
 
     def leave(self) -> None:
-        """Ends this process's part; the output stays as it is."""
         self._pool.close()
         self._work.release()
 

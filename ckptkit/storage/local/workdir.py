@@ -387,12 +387,10 @@ class Journal:
         self._worker.submit_unwatched(self._write_waiting)
 
     def close(self) -> None:
-        """Writes what waits, and closes the file."""
         self._worker.close()
         self._file.close()
 
     def _write_waiting(self) -> None:
-        """Writes all that waits, so that many entries take one sync."""
         waiting = []
         while self._waiting:
             waiting.append(self._waiting.popleft())

@@ -287,7 +287,6 @@ def lost_place_error(why: str, where: str) -> OutputError:
 
 
 def output_exists_error(location: str) -> OutputExistsError:
-    """Returns the error for a place that holds files already."""
     return OutputExistsError(
         "holds files where none were expected",
         where=location,

@@ -168,8 +168,6 @@ async def _fill(filesystem: Any, path: str, start: int, target: memoryview, etag
 
 @dataclass(frozen=True, slots=True)
 class ObjectSums:
-    """The checksums of an object that is sent in parts."""
-
     whole: int  # CRC-32 of all bytes
     of_parts: int | None  # of those of the parts, big-endian; None where one of them is not known
     parts: int
@@ -197,8 +195,6 @@ class ObjectSums:
 
 @dataclass(frozen=True, slots=True)
 class StoreChecksum:
-    """The checksum that a store keeps of an object."""
-
     crc32: int
     kind: str = ""  # `WHOLE` or `OF_PARTS`, where the store says it
     parts: int | None = None
@@ -277,7 +273,6 @@ class S3Uploads:
         return {item["Key"]: str(item.get("ETag", "")) for item in listed}
 
     def list_uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yields key and name of uploads whose keys begin with a prefix."""
         more: dict[str, str] = {}
         while True:
             page = self._call("list_multipart_uploads", Bucket=self._bucket, Prefix=prefix, **more)
@@ -331,7 +326,6 @@ class S3Uploads:
             raise
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects; those that are not there do not matter."""
         root = f"{self._bucket}/{self.prefix}"
         for key in keys:
             if not key.startswith(self.prefix):
@@ -421,7 +415,6 @@ class S3Uploads:
             return
 
     def head(self, key: str) -> ObjectHead:
-        """Asks what the store knows of an object."""
         asked = {"ChecksumMode": "ENABLED"} if self.has_checksums else {}
         answer = self._call("head_object", Bucket=self._bucket, Key=key, **asked)
         writer = str((answer.get("Metadata") or {}).get(_WRITER, ""))
@@ -596,7 +589,6 @@ class S3Object:
                 )
 
     def copy(self, part: ObjectPart, source: CopySource) -> None:
-        """Lets the store copy a part."""
         assert part.copied is not None  # noqa: S101  that is what `copied_parts` gave
         span = part.source_start, part.source_start + part.stop - part.start
         sent = self._store.copy(self.key, self._get_upload(), part.number, source, span)
@@ -617,7 +609,6 @@ class S3Object:
         return [(at, self._sent[at].etag, self._sums[at]) for at in sorted(self._sent)]
 
     def adopt(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Adds what another process has sent."""
         for number, etag, checksum in rows:
             known = checksum if self._store.has_checksums else None
             self._sent[number], self._sums[number] = SentPart(number, etag, known), checksum
@@ -660,7 +651,6 @@ class S3Object:
         self._is_visible = True
 
     def remove(self) -> None:
-        """Removes what was sent, and the object if it is visible already."""
         if self._is_visible:
             self._store.delete([self.key])
         elif self._upload:

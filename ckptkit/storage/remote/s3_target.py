@@ -86,7 +86,6 @@ def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
 
 
 def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
-    """Says whether `sweep_uploads` would find something to remove."""
     if any(not (kept and key.startswith(kept)) for key in _list_marks(store, prefix, prefix)):
         return True
     work = f"{prefix}{WORK_INFIX}"
@@ -168,8 +167,6 @@ def open_s3_prefix(place: Place, *, writer: str = "") -> S3Uploads:
 
 
 class S3Commit:
-    """The commit of one run to a place."""
-
     def __init__(self, store: S3Uploads, *, overwrite: bool) -> None:
         """Looks at the place, and refuses one that holds files unless they are replaced."""
         self._store, self._location = store, store.location
@@ -195,7 +192,6 @@ class S3Commit:
         }
 
     def _refuse_filled(self, objects: Collection[str]) -> None:
-        """Refuses a place that holds something, if that is not to be replaced."""
         if objects and not self._overwrite:
             raise output_exists_error(self._location)
 
@@ -245,7 +241,6 @@ class S3Commit:
         clean_up(self._translate_errors, lambda: self._delete(rest))
 
     def release(self) -> None:
-        """Releases the claim, if it is held."""
         if self.claim.is_held and self._is_dirty:
             clean_up(self._translate_errors, self._find_rest)
         self.claim.release(is_clean=not self._is_dirty)
@@ -256,7 +251,6 @@ class S3Commit:
         self._is_dirty = bool(objects) and self._manifest not in objects
 
     def _check_replaced(self, old: dict[str, str]) -> tuple[bytes | None, set[str]]:
-        """Returns the manifest that is replaced, and the files that are removed with it."""
         self._refuse_filled(old)
         etag = old.get(self._manifest, "")
         refuse_newer(etag, self.seen, self._location)
@@ -399,7 +393,6 @@ class S3Target(Target):
         )
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Takes bytes of a created file, and sends every part that they complete."""
         item = self._objects.get(path)
         if item is None or start < 0 or start + data.nbytes > item.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -414,7 +407,6 @@ class S3Target(Target):
             self._objects[path].copy(part, source)
 
     def why_no_copies(self, source: CopySource) -> str:
-        """Tries to copy a few bytes of an object; returns why the store cannot, empty if it can."""
         if source.store is not self._store.store:
             return "source and output are not in one store, with the same options"
         return why_no_copies(self._store, f"{self._mark}-probe", source)
@@ -439,7 +431,6 @@ class S3Target(Target):
         self.abandon()
 
     def abandon(self) -> None:
-        """Removes what was written; does nothing after a commit."""
         objects = list(self._objects.values())
         self._objects.clear()
         for item in objects:
@@ -494,7 +485,6 @@ class S3Notes:
         self._in_parts: bool | None = None
 
     def put(self, name: str, data: bytes) -> bytes:
-        """Writes a note unless there is one of that name; returns the content of the note."""
         if self.why_no_conditions():
             raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
         key = self._prefix + name
@@ -515,7 +505,6 @@ class S3Notes:
             self._store.put(self._prefix + name, data, crc32(data))
 
     def get(self, name: str) -> bytes | None:
-        """Returns the content of a note, None where there is none."""
         path = self._store.url(self._prefix + name).removeprefix("s3://")
         with self._translate_errors():
             try:
@@ -581,20 +570,16 @@ class S3SharedTarget(Sink):
         return None if note is None else parse_plan(note)
 
     def agree(self, plan: bytes) -> bytes:
-        """Proposes a plan unless another process has; returns the plan that was agreed on."""
         seen = self._commit.seen if self._attempt.overwrite else None
         return parse_plan(self._common.put(_PLAN, encode_plan_note(plan, seen)))
 
     def free_bytes(self) -> int | None:
-        """Returns None: a bucket has no limit that could be queried."""
         return None
 
     def why_no_ranges(self) -> str:
-        """Returns why processes cannot agree on uploads there, empty if they can."""
         return self._common.why_no_conditions() if self._attempt.is_agreed else ""
 
     def sweep(self) -> None:
-        """Removes what killed and given up attempts left behind; for one of the processes."""
         self._commit.sweep(kept=f"{self._folder}{self._attempt.name}/")
 
     def create(self, path: str, size_bytes: int) -> None:
@@ -605,21 +590,18 @@ class S3SharedTarget(Sink):
         self._objects[path] = S3Object(self._store, key, parts, lambda _: self._join_upload(path))
 
     def begin(self) -> None:
-        """Begins the uploads of all created files, and writes their notes."""
         with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
             for _ in threads.map(self._begin_one, self._objects):
                 pass
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Takes bytes of a created file, and sends every part that they complete."""
         item = self._objects.get(path)
         if item is None:
             raise ValueError(f"file {path!r} was not created")
         with self._translate_errors():
             item.write(start, data)
 
-    def sync(self) -> None:
-        """Does nothing: what was sent is durable."""
+    def sync(self) -> None: ...
 
     def sent(self) -> SentRows:
         return {path: item.rows() for path, item in self._objects.items() if item.rows()}
@@ -632,7 +614,6 @@ class S3SharedTarget(Sink):
         return {path: parts for path, parts in missing.items() if parts}
 
     def commit(self, last: str, data: bytes) -> None:
-        """Makes the output visible, the file `last` after all others; for one process."""
         if last != MANIFEST_NAME:
             raise ValueError(f"{last!r} is no manifest")
         agreed = parse_seen(self._common.get(_PLAN))
@@ -648,11 +629,9 @@ class S3SharedTarget(Sink):
         finally:
             self._commit.release()
 
-    def leave(self) -> None:
-        """Ends this process's part; the output stays as it is."""
+    def leave(self) -> None: ...
 
     def abandon(self) -> None:
-        """Removes what all processes wrote, so that none of them can commit it."""
         clean_up(self._translate_errors, self._remove)
 
     def _remove(self) -> None:

@@ -49,7 +49,6 @@ class RemoteSource(Source):
     def __init__(
         self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
     ) -> None:
-        """Opens the prefix, which is listed when that is needed, unless its objects are given."""
         self.place = place
         self.location = place.location
         self._store = get_store(place)
@@ -257,7 +256,6 @@ class _KeptRanges:
         return None
 
     def keep(self, path: str, start: int, data: bytes, *, wide: bool) -> None:
-        """Keeps a range, and forgets the oldest ones where they become too many."""
         with self._lock:
             if wide:
                 self._wide.setdefault(path, set()).add(start)

@@ -119,7 +119,6 @@ class RemoteStore:
         self.filesystem = _open_filesystem(protocol, self.options, where)
 
     def retry(self, ask: Callable[[], T], what: str) -> T:
-        """Returns what `ask` returns, which is repeated while it fails with transient errors."""
         return call_with_retries(ask, partial(self.retry_policy.wait_before, what=what))
 
     def path_of(self, location: str) -> str:
@@ -184,7 +183,6 @@ class RemoteStore:
         return objects
 
     def get_small(self, path: str) -> bytes | None:
-        """Returns the bytes of a small object; None where there is none."""
 
         def ask() -> bytes | None:
             try:
@@ -198,7 +196,6 @@ class RemoteStore:
         return self.retry(ask, f"read {path}")
 
     def put_small(self, path: str, data: bytes) -> None:
-        """Writes a small object."""
 
         def ask() -> object:
             if not self.is_s3:
@@ -285,7 +282,6 @@ class RemoteStore:
         return self.retry(ask, f"look up {path}")
 
     def read_into(self, path: str, start: int, target: memoryview, entry: ObjectInfo) -> None:
-        """Fills `target` from byte `start` of an object on."""
 
         def ask() -> None:
             if self.is_s3:
@@ -345,7 +341,6 @@ class RemoteFolder:
         return posixpath.join(self.root, path) if path else self.root
 
     def perform(self, path: str, operation: Callable[[], T], verb: str = "read") -> T:
-        """Runs an operation on an object, and translates its errors."""
         try:
             return operation()
         except CkptkitError:
@@ -354,12 +349,10 @@ class RemoteFolder:
             raise self._as_error(error, self.where(path), verb) from None  # may hold secrets
 
     def entries(self, folder: str = "") -> dict[str, ObjectInfo]:
-        """Returns all objects below a folder."""
         objects = self.perform(folder, lambda: self.store.list_objects(self.address(folder)))
         return {posixpath.join(folder, path): entry for path, entry in objects.items()}
 
     def look_up(self, path: str) -> ObjectInfo | None:
-        """Requests what the store knows of one object; None if it does not exist."""
         return self.perform(path, lambda: self.store.look_up(self.address(path)))
 
     def get(self, path: str) -> bytes | None:
@@ -370,7 +363,6 @@ class RemoteFolder:
         self.perform(path, lambda: self.store.put_small(self.address(path), data), "written")
 
     def remove(self, *paths: str) -> None:
-        """Removes the objects that exist."""
         if paths:
             where = paths[0] if len(paths) == 1 else ""
             self.perform(where, lambda: self.store.delete(self.root, paths), "removed")

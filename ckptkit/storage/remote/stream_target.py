@@ -57,8 +57,6 @@ class PendingMemory:
 
 
 class Stream:
-    """One file."""
-
     def __init__(self, opened: Callable[[], Any], size_bytes: int, room: PendingMemory) -> None:
         """Prepares a file; `opened` opens it for writing with its first bytes."""
         self._opened = opened
@@ -70,7 +68,6 @@ class Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its bytes were written."""
         return self._position == self.size_bytes
 
     def write(self, start: int, data: memoryview) -> None:
@@ -85,14 +82,12 @@ class Stream:
             now = self._advance(len(now))
 
     def publish(self) -> None:
-        """Makes it visible."""
         if self._file is None:
             self._file = self._opened()
         self._file.close()
         self._file.commit()
 
     def discard(self) -> None:
-        """Discards what was written."""
         if self._file is None:
             return
         try:
@@ -166,14 +161,12 @@ class StreamTarget(Target):
         self._filesystem.start_transaction()
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Prepares a file of that size; it is opened with its first bytes."""
         check_relative(path, self.location)
         if path in self._streams:
             raise OutputError(f"the file {path!r} is there already", where=self.location)
         self._streams[path] = Stream(lambda: self._open(path), size_bytes, self._room)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes bytes of a created file; those that come too early wait for their turn."""
         stream = self._streams.get(path)
         if stream is None or start < 0 or start + data.nbytes > stream.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -181,7 +174,6 @@ class StreamTarget(Target):
             stream.write(start, data.cast("B"))
 
     def give_up(self) -> None:
-        """Ends all waits for writes that will not come; nothing is written any more."""
         self._room.give_up()
 
     def commit(self, last: str) -> None:
@@ -219,7 +211,6 @@ class StreamTarget(Target):
         self._claim.release(is_clean=True)
 
     def abandon(self) -> None:
-        """Removes what was written; does nothing after a commit."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             clean_up(self._translate_errors, stream.discard)
@@ -298,7 +289,6 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
 
 
 def open_remote_target(place: Place, *, overwrite: bool) -> Target:
-    """Prepares a place in a store for an output."""
     if place.protocol not in S3_PROTOCOLS:
         return StreamTarget(place, overwrite=overwrite)
     store = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())

@@ -52,8 +52,6 @@ _THREADS = 8
 
 
 class RunStore(RemoteFolder):
-    """The objects of a run."""
-
     def __init__(self, remote: Remote, retry_policy: RetryPolicy = UPLOAD_RETRIES) -> None:
         """Imports the store's client; connects with the first request."""
 
@@ -65,7 +63,6 @@ class RunStore(RemoteFolder):
 
     @cached_property
     def s3(self) -> S3Uploads | None:
-        """Requests of S3, None for other stores."""
         if not self.store.is_s3:
             return None
         return self.perform("", lambda: S3Uploads(self.store, self.root))
@@ -74,7 +71,6 @@ class RunStore(RemoteFolder):
         return self.address(path).partition("/")[2]
 
     def has_younger(self, folder: str, seconds: float) -> bool:
-        """Returns whether an object below a folder was written within the last seconds."""
         oldest = time.time() - seconds
         entries = self.entries(folder).values()
         return any(not entry.modified or entry.modified > oldest for entry in entries)
@@ -88,7 +84,6 @@ class RunStore(RemoteFolder):
                 yield from pool.map(self.get, now)
 
     def put(self, path: str, data: bytes) -> None:
-        """Puts a small object, which becomes visible as a whole."""
         s3 = self.s3
         if s3 is None:
             super().put(path, data)
@@ -118,11 +113,7 @@ _PARTS_AT_ONCE = 4
 
 
 class ReadableFile(Protocol):
-    """A local file."""
-
-    def read_bytes(self, start: int, count: int) -> bytes:
-        """Returns `count` bytes, fewer at the end of the file."""
-        ...
+    def read_bytes(self, start: int, count: int) -> bytes: ...
 
 
 class ObjectSender:
@@ -133,7 +124,6 @@ class ObjectSender:
         self._counter = counter
 
     def send(self, file: ReadableFile, size_bytes: int, path: str) -> None:
-        """Uploads a file, which becomes visible as a whole."""
         s3 = self._store.s3
         if s3 is None:
             self._store.perform(path, lambda: self._stream(file, size_bytes, path))
@@ -196,7 +186,6 @@ class ObjectSender:
 
 
 def _read(file: ReadableFile, size_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the parts of a file, each with its offset."""
     for part in cut_into_parts(size_bytes) if size_bytes else ():
         data = file.read_bytes(part.start, part.stop - part.start)
         if len(data) != part.stop - part.start:
@@ -254,7 +243,6 @@ def newest_step(store: RunStore) -> str:
 
 
 def run_identity(store: RunStore) -> str:
-    """Returns the identity of a run; a run without one gets a new one."""
     stored = store.get(_IDENTITY)
     if stored:
         return stored.decode(errors="replace").strip()
@@ -299,7 +287,6 @@ class UploadedFiles:
         return uploaded
 
     def add(self, url: str, entry: ObjectInfo) -> None:
-        """Adds an object that was uploaded."""
         self.identities[url] = entry.identity
         with suppress(OSError), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([url, entry.size_bytes, entry.identity]) + "\n")
@@ -350,8 +337,6 @@ class _Objects:
 
 
 class _Step:
-    """The commit of one step."""
-
     def __init__(self, request: FinishUpload, store: RunStore, counter: ByteCounter) -> None:
         self._request = request
         self._store = store
@@ -444,8 +429,6 @@ class _Step:
 
 
 class _DescriptorFile:
-    """A file that is read through its descriptor."""
-
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 

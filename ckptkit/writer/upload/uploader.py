@@ -42,8 +42,6 @@ from ckptkit.writer.upload.run_store import (
 
 
 class Uploader:
-    """Uploads the files of one step after another."""
-
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         # The last upload of files with several links, such as frozen weights, by path.
@@ -76,8 +74,6 @@ class Uploader:
 
 
 class _Step:
-    """The upload of one step."""
-
     def __init__(
         self,
         disk: Disk,
@@ -162,8 +158,6 @@ def main() -> None:
 
 @dataclass(slots=True)
 class UploadRequestHandler:
-    """Serves requests to upload and to finish steps."""
-
     disk: Disk
     _uploader: Uploader | None = None
     _known: Remote | None = None
@@ -174,7 +168,6 @@ class UploadRequestHandler:
         os.close(channel.take_descriptor())
 
     def do(self, message: Message, counter: ByteCounter) -> Answer:
-        """Serves a request and returns its answer, `Failed` if it failed."""
         attempt = str(getattr(message, "attempt", ""))
         try:
             return self._dispatch(message, counter)
