@@ -121,15 +121,6 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
     _refuse(unnamed, named_as, has_manifest=earlier.has_manifest)
 
 
-def manifest_mark(out: Path) -> tuple[int, ...]:
-    """Returns values that differ when another run replaces the manifest of a directory."""
-    try:
-        status = (out / MANIFEST_NAME).stat()
-    except OSError:
-        return ()
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
-
-
 def manifest_digest(out: Path) -> str:
     """Returns a digest of the manifest of a directory: the same value on all machines."""
     try:
@@ -142,7 +133,7 @@ def manifest_digest(out: Path) -> str:
 def refuse_newer(now: object, seen: object, named_as: str) -> None:
     """Refuses to replace an output that another run committed after this run began.
 
-    `now` and `seen` identify the manifest, such as `manifest_mark` or an ETag; `now` is false where
+    `now` and `seen` identify the manifest, by `manifest_digest` or an ETag; `now` is false where
     there is none.
     """
     if now and now != seen:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ _LEASE_SECONDS = 120.0  # without one, after which the holder counts as dead
 _WAIT_SECONDS = 10.0  # for a commit of another run, which is short as a rule
 _POLL_SECONDS = 0.5
 _SETTLE_SECONDS = 2.0  # in a store that knows no conditions, before the claim is read back
-_MOST_BYTES = 4 << 20
 _TRIES = 20
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,8 @@ class _Claim:
 
     etag: str
     document: Mapping[str, Any]
-    is_old: bool
-
-    @property
-    def names(self) -> frozenset[str]:
-        names = self.document.get("names")
-        return frozenset(str(name) for name in names) if isinstance(names, list) else frozenset()
-
-    @property
-    def is_over(self) -> bool:
-        return not self.document.get("writer") or self.is_old or _is_dead(self.document)
+    names: frozenset[str]
+    is_over: bool
 
 
 class OutputClaim:
@@ -196,13 +188,19 @@ class OutputClaim:
             data = self._store.get_small(self._path) if entry is not None else None
         if entry is None or data is None:
             return None
-        try:
+        document: object = None
+        with suppress(ValueError, RecursionError):
             document = json.loads(data)
-        except (ValueError, RecursionError):
+        if not isinstance(document, dict):
             document = {}
+        names = document.get("names")
         is_old = bool(entry.modified) and entry.modified + 30 * _LEASE_SECONDS < time.time()
-        etag = entry.etag or entry.identity
-        return _Claim(etag, document if isinstance(document, dict) else {}, is_old)
+        return _Claim(
+            entry.etag or entry.identity,
+            document,
+            frozenset(map(str, names if isinstance(names, list) else ())),
+            is_over=not document.get("writer") or is_old or _is_dead(document),
+        )
 
     def _write(self, data: bytes, expected: str) -> str | None:
         return self._store.retry(

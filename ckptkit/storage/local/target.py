@@ -55,7 +55,6 @@ from ckptkit.storage.local.workdir import (
 from ckptkit.storage.locations import check_relative, hidden_name, unstaged_path
 from ckptkit.storage.manifests import (
     manifest_digest,
-    manifest_mark,
     refuse_newer,
     refuse_unnamed_in,
 )
@@ -294,7 +293,7 @@ class LocalTarget(StagedFiles, Target):
                 remove_empty(self._made_folders)
                 raise
         super().__init__(work, out, disk)
-        self._seen = manifest_mark(self._out)
+        self._seen = manifest_digest(self._out)
         self.journal = work.journal
 
     def commit(self, last: str) -> None:
@@ -303,7 +302,7 @@ class LocalTarget(StagedFiles, Target):
         self.sync()
         with translate_errors(self._named):
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
-                refuse_newer(manifest_mark(self._out), self._seen, self.location)
+                refuse_newer(manifest_digest(self._out), self._seen, self.location)
                 refuse_unnamed_in(self._out, self.location)
             overwrite = self._overwrite
             if not publish(self._work, self._out, self._disk, last=last, overwrite=overwrite):

@@ -156,7 +156,7 @@ class StreamTarget(Target):
                 get_store(place), self._path, self.location, self._translate_errors
             )
             self._claim.refuse_taken()
-            self._seen = self._objects()
+            self._seen = _list_output(self._store, self._path)
             self._refuse_filled(self._seen)
         self._filesystem.start_transaction()
 
@@ -189,7 +189,7 @@ class StreamTarget(Target):
         try:
             with self._translate_errors():
                 self._claim.take()
-                old = self._objects()
+                old = _list_output(self._store, self._path)
                 replaced = self._refuse_changed(old, last)
                 self._claim.add_names({*replaced, *self._streams})
                 self._claim.check()
@@ -223,7 +223,7 @@ class StreamTarget(Target):
 
     def _release(self) -> None:
         """Releases the claim; files without a manifest stay named in it."""
-        left = self._objects()
+        left = _list_output(self._store, self._path)
         self._claim.release(is_clean=not left or MANIFEST_NAME in left)
 
     def _open(self, path: str) -> Any:
@@ -236,10 +236,6 @@ class StreamTarget(Target):
 
     def _remove(self, path: str) -> None:
         self._store.delete(self._path, [path])
-
-    def _objects(self) -> dict[str, ObjectInfo]:
-        listed = self._store.list_objects(self._path).items()
-        return {path: entry for path, entry in listed if not is_work_folder(path.split("/")[0])}
 
     def _refuse_filled(self, paths: Collection[str]) -> None:
         if paths and not self._overwrite:
@@ -258,13 +254,19 @@ class StreamTarget(Target):
         return set(objects)
 
 
+def _list_output(store: RemoteStore, root: str) -> dict[str, ObjectInfo]:
+    listed = store.list_objects(root).items()
+    return {path: entry for path, entry in listed if not is_work_folder(path.split("/")[0])}
+
+
 _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
 
 
 def check_remote_target(place: Place, *, overwrite: bool) -> None:
     """Refuses a place that `open_remote_target` would refuse, and writes nothing."""
     store = get_store(place)
-    with error_translator(place.location, store.options)():
+    translate_errors = error_translator(place.location, store.options)
+    with translate_errors():
         path = store.path_of(place.location)
         if not path.strip("/"):
             raise UsageError("names no place in the store", where=place.location)
@@ -274,14 +276,10 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
                 where=place.location,
                 hint="name a prefix in it",
             )
-        objects = store.list_objects(path)
-        names = [name for name in objects if not is_work_folder(name.split("/")[0])]
+        names = _list_output(store, path).keys()
         if not overwrite and names:
             raise output_exists_error(place.location)
-        claim = OutputClaim(
-            store, path, place.location, error_translator(place.location, store.options)
-        )
-        left = claim.refuse_taken()
+        left = OutputClaim(store, path, place.location, translate_errors).refuse_taken()
         if names:
             manifest = store.get_small(f"{path}/{MANIFEST_NAME}")
             earlier = EarlierOutput.from_manifest(manifest, place.location)
