@@ -92,6 +92,18 @@ def weak_callback(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
+def repeat(seconds: float, call: Callable[[], object], name: str) -> threading.Event:
+    """Calls a function again and again, in a daemon thread, until the event is set."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            call()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return ended
+
+
 def run_crew(
     workers: int,
     items: Iterator[Item],

@@ -21,6 +21,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, MissingFileError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.threads import repeat
 from ckptkit.formats.discovery import name_step, parse_step, parse_step_file
 from ckptkit.runs.steps import StoredFile
 from ckptkit.storage.locations import MARKS_FOLDER
@@ -59,6 +60,7 @@ class RemoteRun:
         self._objects = RemoteFolder(place, partial(_as_error, options=place.options))
         self.location = str(place)
         self._begun: set[str] = set()
+        self._renewing = threading.Lock()
 
     def files(self) -> Sequence[StoredFile]:
         """Returns the objects of all steps, sorted by path."""
@@ -87,16 +89,13 @@ class RemoteRun:
         if self._objects.store.protocol in _READ_ONLY or not self._marked(path, step):
             yield
             return
-        ended = threading.Event()
-        renewal = threading.Thread(target=self._renew, args=(path, ended), name="ckptkit-mark")
-        renewal.daemon = True
-        renewal.start()
+        ended = repeat(_RENEWAL_SECONDS, lambda: self._renew(path, ended), "ckptkit-mark")
         try:
             yield
         finally:
             ended.set()
-            renewal.join()
-            self._drop(path)
+            with self._renewing:
+                self._drop(path)
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:  # noqa: ARG002
         marks = self._objects.entries(f"{_IN_USE}/{step}").values()
@@ -205,11 +204,12 @@ class RemoteRun:
         )
 
     def _renew(self, path: str, ended: threading.Event) -> None:
-        while not ended.wait(_RENEWAL_SECONDS):
-            try:
-                self._objects.put(path, b"{}")
-            except CkptkitError as error:
-                logger.warning("the mark %s cannot be renewed: %s", path, error)
+        try:
+            with self._renewing:
+                if not ended.is_set():
+                    self._objects.put(path, b"{}")
+        except CkptkitError as error:
+            logger.warning("the mark %s cannot be renewed: %s", path, error)
 
     def _drop(self, path: str) -> None:
         try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, OutputBusyError
+from ckptkit.core.threads import repeat
 from ckptkit.storage.remote.errors import ErrorTranslator, lost_place_error
 from ckptkit.storage.remote.store import RemoteStore
 
@@ -154,18 +155,14 @@ class OutputClaim:
             return False
         self._etag = entry.etag or entry.identity
         self._confirmed = time.monotonic()
-        self._ended = threading.Event()
-        thread = threading.Thread(target=self._keep, args=(self._ended,), name="ckptkit-claim")
-        thread.daemon = True
-        thread.start()
+        self._ended = repeat(_RENEWAL_SECONDS, self._keep, "ckptkit-claim")
         return True
 
-    def _keep(self, ended: threading.Event) -> None:
-        while not ended.wait(_RENEWAL_SECONDS):
-            try:
-                self._renew()
-            except CkptkitError as error:
-                logger.warning("the claim on %s is not renewed: %s", self._location, error)
+    def _keep(self) -> None:
+        try:
+            self._renew()
+        except CkptkitError as error:
+            logger.warning("the claim on %s is not renewed: %s", self._location, error)
 
     def _renew(self) -> None:
         with self._lock, self._translate_errors():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import posixpath
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import (
     AccessError,
@@ -22,7 +21,7 @@ from ckptkit.storage.base import CopySource, Source, truncated_error
 from ckptkit.storage.locations import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.remote.errors import as_input_error
-from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, get_store
+from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, RemoteFolder, get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -33,7 +32,6 @@ _LEAST_BYTES = 4 << 10
 _HEADER_SHARE = 256  # one byte in so many may be read in vain at each end of a file
 _KEPT_BYTES = 1 << 20  # of a range that may be read again, such as a directory at the end of a file
 _KEPT_TOGETHER_BYTES = 16 << 20
-Answer = TypeVar("Answer")
 
 
 class RemoteSource(Source):
@@ -47,12 +45,15 @@ class RemoteSource(Source):
     is_remote = True
 
     def __init__(
-        self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
+        self,
+        place: Place,
+        *,
+        listed: Mapping[str, ObjectInfo] | None = None,
+        folder: RemoteFolder | None = None,
     ) -> None:
         self.place = place
         self.location = place.location
-        self._store = get_store(place)
-        self._root = root or self._ask_store("", lambda: self._store.path_of(place))
+        self._folder = folder or RemoteFolder(place, partial(_as_error, place))
         self._listed = listed
         self._looked_up: dict[str, ObjectInfo | None] = {}
         self._kept = _KeptRanges()
@@ -69,7 +70,7 @@ class RemoteSource(Source):
     def read(self, path: str, start: int, stop: int) -> bytes:
         entry = self._get_entry(path)
         if stop > entry.size_bytes:
-            raise truncated_error(self._where(path), start, stop, entry.size_bytes)
+            raise truncated_error(self._folder.where(path), start, stop, entry.size_bytes)
         kept = self._kept.find(path, start, stop)
         if kept is not None:
             return kept
@@ -86,7 +87,9 @@ class RemoteSource(Source):
         view = target.cast("B")
         entry = self._get_entry(path)
         if start + len(view) > entry.size_bytes:
-            raise truncated_error(self._where(path), start, start + len(view), entry.size_bytes)
+            raise truncated_error(
+                self._folder.where(path), start, start + len(view), entry.size_bytes
+            )
         self._fill(path, start, view)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
@@ -115,7 +118,7 @@ class RemoteSource(Source):
 
     def copy_source(self, path: str) -> CopySource | None:
         entry = self._get_entry(path)
-        return CopySource(self._store, posixpath.join(self._root, path), entry.etag)
+        return CopySource(self._folder.store, self._folder.address(path), entry.etag)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         now = self._list()
@@ -133,13 +136,14 @@ class RemoteSource(Source):
             for path, entry in self._objects().items()
             if path.startswith(prefix)
         }
-        place = self.place.beside(posixpath.join(self.place.location, folder))
-        return RemoteSource(place, listed=listed, root=posixpath.join(self._root, folder))
+        place = self.place.beside(self._folder.where(folder))
+        return RemoteSource(place, listed=listed, folder=self._folder.below(folder))
 
     def above(self, location: str, *, folders: Collection[str]) -> RemoteSource:
         """Returns another prefix of the store, with the files right in it and in some folders."""
         other = RemoteSource(self.place.beside(location))
-        listed = other._ask_store("", lambda: other._store.list_folders(other._root, folders))
+        found = other._folder
+        listed = found.perform("", lambda: found.store.list_folders(found.root, folders))
         other._listed = other._drop_unfinished(listed)
         return other
 
@@ -153,8 +157,7 @@ class RemoteSource(Source):
         return self._listed
 
     def _list(self) -> Mapping[str, ObjectInfo]:
-        listed = self._ask_store("", lambda: self._store.list_objects(self._root))
-        return self._drop_unfinished(listed)
+        return self._drop_unfinished(self._folder.entries())
 
     def _drop_unfinished(self, listed: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
         """Leaves out outputs that are being committed, which may be incomplete."""
@@ -184,19 +187,18 @@ class RemoteSource(Source):
                 self._looked_up[path] = self._look_up(path)
             entry = self._looked_up[path]
         if entry is None:
-            raise MissingFileError("nothing was found there", where=self._where(path))
+            raise MissingFileError("nothing was found there", where=self._folder.where(path))
         return entry
 
     def _look_up(self, path: str) -> ObjectInfo | None:
-        full = posixpath.join(self._root, path)
         try:
-            return self._ask_store(path, lambda: self._store.look_up(full))
+            return self._folder.look_up(path)
         except AccessError:
             return None  # the answer of S3 for an absent key where only a part may be listed
 
     def _fill(self, path: str, start: int, view: memoryview) -> None:
-        full, entry = posixpath.join(self._root, path), self._get_entry(path)
-        self._ask_store(path, lambda: self._store.read_into(full, start, view, entry))
+        full, entry = self._folder.address(path), self._get_entry(path)
+        self._folder.perform(path, lambda: self._folder.store.read_into(full, start, view, entry))
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -204,21 +206,10 @@ class RemoteSource(Source):
                 self._crew = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ckptkit-reads")
             return self._crew
 
-    def _ask_store(self, path: str, ask: Callable[[], Answer]) -> Answer:
-        try:
-            return ask()
-        except CkptkitError:
-            raise
-        except Exception as error:  # noqa: BLE001  every client has errors of its own
-            raise as_input_error(
-                error,
-                where=self._where(path),
-                options=self._store.options,
-                attempts=self._store.retry_policy.attempts,
-            ) from None  # its text may hold secrets that ours does not
 
-    def _where(self, path: str) -> str:
-        return posixpath.join(self.location, path) if path else self.location
+def _as_error(place: Place, error: Exception, where: str, _verb: str) -> CkptkitError:
+    attempts = get_store(place).retry_policy.attempts
+    return as_input_error(error, where=where, options=place.options, attempts=attempts)
 
 
 def _widen(start: int, stop: int, size_bytes: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import posixpath
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -333,6 +334,11 @@ class RemoteFolder:
             self.store = RemoteStore(place.protocol, place.options, place.location)
             self.store.retry_policy = retry_policy
         self.root = self.perform("", lambda: self.store.path_of(self.location))
+
+    def below(self, folder: str) -> RemoteFolder:
+        inner = copy(self)
+        inner.location, inner.root = self.where(folder), self.address(folder)
+        return inner
 
     def where(self, path: str) -> str:
         return posixpath.join(self.location, path) if path else self.location

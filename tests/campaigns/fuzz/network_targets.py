@@ -35,11 +35,9 @@ from ckptkit.serving.s3_errors import S3Error
 from ckptkit.serving.served_objects import ServedObject
 from ckptkit.serving.signatures import AccessKeys, check_signature
 from ckptkit.storage.locations import check_relative
-from ckptkit.storage.places import Place
-from ckptkit.storage.remote.errors import RetryPolicy
+from ckptkit.storage.remote.errors import RetryPolicy, as_input_error
 from ckptkit.storage.remote.s3 import S3Uploads
-from ckptkit.storage.remote.source import RemoteSource
-from ckptkit.storage.remote.store import RemoteStore
+from ckptkit.storage.remote.store import RemoteFolder, RemoteStore
 from ckptkit_cli._application import make_application
 from ckptkit_cli.batch.jobs import read_jobs
 from tests.campaigns.fuzz.judge import Target
@@ -126,12 +124,10 @@ def _run_s3(data: bytes) -> None:
         return  # a fault of botocore, which RemoteStore reports as any other failure of a client
     client = _AnsweringClient(status, headers, body)
     store = _store(client)
-    source = object.__new__(RemoteSource)
-    source.__dict__.update(place=Place("s3://b/p"), location="s3://b/p", _store=store, _root="b/p")
-    for ask in (
-        lambda: source._ask_store("", lambda: store.list_objects("b/p")),
-        lambda: source._ask_store("x", lambda: store.look_up("b/p/x")),
-    ):
+    folder = object.__new__(RemoteFolder)
+    folder.__dict__.update(location="s3://b/p", store=store, root="b/p")
+    folder._as_error = lambda error, where, _: as_input_error(error, where=where, options={})
+    for ask in (folder.entries, lambda: folder.look_up("x")):
         try:
             found = ask()
         except CkptkitError as error:
