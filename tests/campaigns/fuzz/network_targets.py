@@ -107,6 +107,13 @@ def _store(client: Any) -> RemoteStore:
     return store
 
 
+def _folder(store: RemoteStore) -> RemoteFolder:
+    folder = object.__new__(RemoteFolder)
+    folder.location, folder.store, folder.root = "s3://b/p", store, "b/p"
+    folder._as_error = lambda error, where, _: as_input_error(error, where=where, options={})
+    return folder
+
+
 def _run_s3(data: bytes) -> None:
     """Status and headers are JSON on the first line; the body follows."""
     first, _, body = data.partition(b"\n")
@@ -124,9 +131,7 @@ def _run_s3(data: bytes) -> None:
         return  # a fault of botocore, which RemoteStore reports as any other failure of a client
     client = _AnsweringClient(status, headers, body)
     store = _store(client)
-    folder = object.__new__(RemoteFolder)
-    folder.__dict__.update(location="s3://b/p", store=store, root="b/p")
-    folder._as_error = lambda error, where, _: as_input_error(error, where=where, options={})
+    folder = _folder(store)
     for ask in (folder.entries, lambda: folder.look_up("x")):
         try:
             found = ask()
