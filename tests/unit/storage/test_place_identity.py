@@ -12,8 +12,10 @@ from ckptkit.storage.locations import Place
 from ckptkit.storage.place_identity import (
     PlaceIdentity,
     PlaceRelation,
+    find_filesystem_type,
     find_overlap,
     find_overlaps,
+    why_not_shared,
 )
 
 KEYS = {"key": "k", "secret": "secret-value"}
@@ -192,3 +194,44 @@ def test_of_many_places_those_that_overlap_are_found(tmp_path: Path) -> None:
     inside = [(one, two) for one, two, how in find_overlaps(places) if how is PlaceRelation.INSIDE]
     assert (5, 4) in inside
     assert (0, 2) in inside
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_shared"),
+    [
+        ("ext4", True),
+        ("lustre", True),
+        ("", True),
+        ("fuse.fuse-overlayfs", True),
+        ("nfs4", False),
+        ("cifs", False),
+        ("fuse.s3fs", False),
+    ],
+)
+def test_network_file_systems_with_caches_of_their_own_are_not_shared(
+    kind: str, *, is_shared: bool
+) -> None:
+    assert (why_not_shared(kind) == "") == is_shared
+    assert is_shared or kind in why_not_shared(kind)
+
+
+def test_the_ranks_of_one_machine_share_the_cache_of_a_network_file_system() -> None:
+    assert why_not_shared("nfs4", is_one_machine=True) == ""
+    assert "fuse.s3fs" in why_not_shared("fuse.s3fs", is_one_machine=True)
+
+
+def test_the_innermost_mount_tells_the_file_system(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "21 1 8:1 / / rw shared:1 - ext4 /dev/sda rw\n"
+        f"22 21 0:9 / {tmp_path} rw - tmpfs tmpfs rw\n"
+        f"23 22 0:7 / {tmp_path}/a\\040b rw,relatime - nfs4 host:/x rw\n"
+        f"24 22 0:7 / {tmp_path}/over rw - nfs4 host:/x rw\n"
+        f"25 22 0:8 / {tmp_path}/over rw - xfs /dev/sdb rw\n"
+    )
+    found = {
+        place: find_filesystem_type(tmp_path / place, mounts=mounts)
+        for place in ("a b/c/not/there", "a", "over/x", "..")
+    }
+    assert found == {"a b/c/not/there": "nfs4", "a": "tmpfs", "over/x": "xfs", "..": "ext4"}
+    assert not find_filesystem_type(tmp_path, mounts=tmp_path / "absent")
