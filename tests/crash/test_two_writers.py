@@ -30,7 +30,7 @@ from ckptkit.storage import output_claim
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote import s3
-from tests.crash.forked_commands import ForkedCommands, running_forks
+from tests.crash.forked_commands import ForkedCommands
 from tests.faulty_proxy import Fault, Proxy
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 
@@ -48,12 +48,6 @@ def bucket(object_store: ObjectStore) -> Bucket:
     bucket = object_store.bucket("two-writers")
     bucket.clear()
     return bucket
-
-
-@pytest.fixture(scope="module")
-def forks() -> Iterator[ForkedCommands]:
-    with running_forks() as forks:
-        yield forks
 
 
 @pytest.fixture(autouse=True)
