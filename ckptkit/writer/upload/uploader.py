@@ -60,7 +60,7 @@ class Uploader:
         claim_step(store, request.step, request.attempt)
         step = _Step(self._disk, request, store, counter, self._shared)
         for file in listed:
-            step.bring(file)
+            step.upload(file)
         for path, data in records.items():
             store.put(f"{request.step}/{path}", data)
         return Written(
@@ -92,7 +92,7 @@ class _Step:
         self._sender = ObjectSender(store, counter)
         self._uploaded = UploadedFiles.of(Path(request.folder), request.records[0])
 
-    def bring(self, file: WrittenFile) -> None:
+    def upload(self, file: WrittenFile) -> None:
         """Uploads a file, unless it was uploaded before or the store can copy an earlier one."""
         source, target = Path(self._request.folder, file.path), f"{self._request.step}/{file.path}"
         url = self._store.where(target)
@@ -105,14 +105,14 @@ class _Step:
         before = self._shared.pop(file.path, None)
         entry = None
         if mark is not None and before is not None and before[0] == mark:
-            entry = self._copied(f"{self._request.earlier}/{file.path}", target, before[1])
+            entry = self._copy_earlier(f"{self._request.earlier}/{file.path}", target, before[1])
         if entry is None:
-            entry = self._sent(source, target, file.size_bytes)
+            entry = self._send(source, target, file.size_bytes)
         if mark is not None:
             self._shared[file.path] = mark, entry
         self._uploaded.add(url, entry)
 
-    def _copied(self, earlier: str, target: str, expected: ObjectInfo) -> ObjectInfo | None:
+    def _copy_earlier(self, earlier: str, target: str, expected: ObjectInfo) -> ObjectInfo | None:
         """Has the store copy a file of the previous step; None if it has to be uploaded."""
         if not self._request.earlier:
             return None
@@ -132,7 +132,7 @@ class _Step:
         self._counter.done_bytes += entry.size_bytes
         return entry
 
-    def _sent(self, source: Path, target: str, size_bytes: int) -> ObjectInfo:
+    def _send(self, source: Path, target: str, size_bytes: int) -> ObjectInfo:
         with naming(source):
             file = open_written(source, size_bytes, self._disk)
         try:
