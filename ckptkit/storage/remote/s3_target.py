@@ -85,13 +85,6 @@ def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
         return
 
 
-def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
-    if any(not (kept and key.startswith(kept)) for key in _list_marks(store, prefix, prefix)):
-        return True
-    work = f"{prefix}{WORK_INFIX}"
-    return any(not (kept and key.startswith(kept)) for key, _ in _list_unfinished(store, work))
-
-
 def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
     """Removes the marks and notes of earlier runs below a prefix, and their uploads.
 
@@ -206,12 +199,16 @@ class S3Commit:
 
     def sweep(self, *, kept: str = "") -> None:
         """Removes the uploads of earlier runs and of runs in progress, except below `kept`."""
+        store, prefix = self._store, self._store.prefix
         with self._translate_errors():
-            if not has_leftovers(self._store, self._store.prefix, kept=kept):
+            left = [*_list_marks(store, prefix, prefix)]
+            if all(kept and key.startswith(kept) for key in left):
+                left = [key for key, _ in _list_unfinished(store, f"{prefix}{WORK_INFIX}")]
+            if all(kept and key.startswith(kept) for key in left):
                 return
             self.claim.take()
             try:
-                sweep_uploads(self._store, self._store.prefix, kept=kept)
+                sweep_uploads(store, prefix, kept=kept)
             finally:
                 self.claim.release(is_clean=not self.claim.names)
 
@@ -329,35 +326,6 @@ class S3Commit:
             self._store.delete(keys)
 
 
-def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
-    """Copies a few bytes into an object `key` that is removed again.
-
-    Returns why the store cannot copy parts of `source`, which has at least `PROBE_BYTES`; empty if
-    it can.
-    """
-    if not store.has_checksums:
-        return "checksums are switched off in the options of the store"
-    upload = ""
-    try:
-        upload = store.begin(key)
-        part = store.copy(key, upload, 1, source, (0, PROBE_BYTES))
-        expected = crc32(store.get(source.path, 0, PROBE_BYTES))
-        store.complete(key, upload, [SentPart(1, part.etag, expected)])
-        checksum, upload = store.head(key).checksum, ""
-        store.delete([key])
-    except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
-        logger.debug("the store was asked for a copy: %s", type(error).__name__)
-        try:
-            if upload:
-                store.abort(key, upload)
-        except Exception as left:  # noqa: BLE001  it holds next to nothing
-            logger.debug("an upload of %s was left: %s", key, type(left).__name__)
-        return f"the store does not copy parts of objects ({type(error).__name__})"
-    if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
-        return "the store reports no CRC-32 of what it copied"
-    return ""
-
-
 class S3Target(Target):
     """A prefix of a bucket that holds a whole output once it is committed."""
 
@@ -409,7 +377,27 @@ class S3Target(Target):
     def why_no_copies(self, source: CopySource) -> str:
         if source.store is not self._store.store:
             return "source and output are not in one store, with the same options"
-        return why_no_copies(self._store, f"{self._mark}-probe", source)
+        store, key, upload = self._store, f"{self._mark}-probe", ""
+        if not store.has_checksums:
+            return "checksums are switched off in the options of the store"
+        try:
+            upload = store.begin(key)
+            part = store.copy(key, upload, 1, source, (0, PROBE_BYTES))
+            expected = crc32(store.get(source.path, 0, PROBE_BYTES))
+            store.complete(key, upload, [SentPart(1, part.etag, expected)])
+            checksum, upload = store.head(key).checksum, ""
+            store.delete([key])
+        except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
+            logger.debug("the store was asked for a copy: %s", type(error).__name__)
+            try:
+                if upload:
+                    store.abort(key, upload)
+            except Exception as left:  # noqa: BLE001  it holds next to nothing
+                logger.debug("an upload of %s was left: %s", key, type(left).__name__)
+            return f"the store does not copy parts of objects ({type(error).__name__})"
+        if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).matches(checksum):
+            return "the store reports no CRC-32 of what it copied"
+        return ""
 
     def commit(self, last: str) -> None:
         """Makes everything visible, the file `last` after all others.

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError, TruncatedFileError
@@ -112,85 +112,90 @@ class RunStore(RemoteFolder):
 _PARTS_AT_ONCE = 4
 
 
-class ReadableFile(Protocol):
-    def read_bytes(self, start: int, count: int) -> bytes: ...
+def send_file(
+    store: RunStore,
+    counter: ByteCounter,
+    read: Callable[[int, int], bytes],
+    size_bytes: int,
+    path: str,
+) -> None:
+    """Uploads a file, which becomes visible as a whole.
 
+    `read` takes a start and a count. At most `_PARTS_AT_ONCE` + 1 parts are in memory.
+    """
 
-class ObjectSender:
-    """Uploads files; at most `_PARTS_AT_ONCE` + 1 parts are in memory."""
+    def parts() -> Iterator[tuple[int, bytes]]:
+        for part in cut_into_parts(size_bytes) if size_bytes else ():
+            data = read(part.start, part.stop - part.start)
+            if len(data) != part.stop - part.start:
+                raise TruncatedFileError("it was cut short", where="a file that is uploaded")
+            yield part.start, data
 
-    def __init__(self, store: RunStore, counter: ByteCounter) -> None:
-        self._store = store
-        self._counter = counter
-
-    def send(self, file: ReadableFile, size_bytes: int, path: str) -> None:
-        s3 = self._store.s3
+    s3, before = store.s3, counter.done_bytes
+    try:
         if s3 is None:
-            self._store.perform(path, lambda: self._stream(file, size_bytes, path))
+            store.perform(path, lambda: _stream(store, counter, parts(), path))
         else:
-            self._store.perform(path, lambda: self._send_parts(s3, file, size_bytes, path))
+            key = store.key(path)
+            store.perform(path, lambda: _send_parts(s3, counter, parts(), key, size_bytes))
+    except BaseException:
+        counter.done_bytes = before
+        raise
 
-    def _send_parts(self, s3: S3Uploads, file: ReadableFile, size_bytes: int, path: str) -> None:
-        before = self._counter.done_bytes
-        key = self._store.key(path)
-        sent = S3Object.of_size(
-            s3, key, size_bytes, lambda sums: s3.begin(key, sums_parts=sums), sums_parts=False
-        )
-        try:
-            with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="ckptkit-part") as pool:
-                self._fill(sent, pool, file, size_bytes)
-            sent.publish()
-        except BaseException:
-            self._counter.done_bytes = before
-            with suppress(Exception):  # the next job that opens the run removes leftovers
-                sent.remove()
-            raise
 
-    def _fill(
-        self, sent: S3Object, pool: ThreadPoolExecutor, file: ReadableFile, size_bytes: int
-    ) -> None:
-        under_way: deque[Future[None]] = deque()
-        try:
-            for start, data in _read(file, size_bytes):
-                if len(under_way) >= _PARTS_AT_ONCE:
+def _send_parts(
+    s3: S3Uploads,
+    counter: ByteCounter,
+    parts: Iterator[tuple[int, bytes]],
+    key: str,
+    size_bytes: int,
+) -> None:
+    sent = S3Object.of_size(
+        s3, key, size_bytes, lambda sums: s3.begin(key, sums_parts=sums), sums_parts=False
+    )
+
+    def write(start: int, data: bytes) -> None:
+        sent.write(start, memoryview(data))
+        counter.done_bytes += len(data)
+
+    under_way: deque[Future[None]] = deque()
+    try:
+        with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="ckptkit-part") as pool:
+            try:
+                for part in parts:
+                    if len(under_way) >= _PARTS_AT_ONCE:
+                        under_way.popleft().result()
+                    under_way.append(pool.submit(write, *part))
+                while under_way:
                     under_way.popleft().result()
-                under_way.append(pool.submit(self._write, sent.write, start, data))
-            while under_way:
-                under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
-
-    def _write(self, write: Callable[[int, memoryview], None], start: int, data: bytes) -> None:
-        write(start, memoryview(data))
-        self._counter.done_bytes += len(data)
-
-    def _stream(self, file: ReadableFile, size_bytes: int, path: str) -> None:
-        """Uploads a file in order, through fsspec's file object."""
-        address, before = self._store.address(path), self._counter.done_bytes
-        target: Any = self._store.filesystem.open(address, "wb", block_size=PART_BYTES)
-        try:
-            for _, data in _read(file, size_bytes):
-                target.write(data)
-                self._counter.done_bytes += len(data)
-            target.close()
-        except BaseException:
-            self._counter.done_bytes = before
-            with suppress(Exception):  # or the garbage collector would complete the upload
-                target.closed = True
-            with suppress(Exception):
-                target.discard()
-            with suppress(Exception):  # some stores show an object from its first byte on
-                self._store.remove(path)
-            raise
+            finally:
+                for future in under_way:
+                    future.cancel()
+        sent.publish()
+    except BaseException:
+        with suppress(Exception):  # the next job that opens the run removes leftovers
+            sent.remove()
+        raise
 
 
-def _read(file: ReadableFile, size_bytes: int) -> Iterator[tuple[int, bytes]]:
-    for part in cut_into_parts(size_bytes) if size_bytes else ():
-        data = file.read_bytes(part.start, part.stop - part.start)
-        if len(data) != part.stop - part.start:
-            raise TruncatedFileError("it was cut short", where="a file that is uploaded")
-        yield part.start, data
+def _stream(
+    store: RunStore, counter: ByteCounter, parts: Iterator[tuple[int, bytes]], path: str
+) -> None:
+    """Uploads a file in order, through fsspec's file object."""
+    target: Any = store.filesystem.open(store.address(path), "wb", block_size=PART_BYTES)
+    try:
+        for _, data in parts:
+            target.write(data)
+            counter.done_bytes += len(data)
+        target.close()
+    except BaseException:
+        with suppress(Exception):  # or the garbage collector would complete the upload
+            target.closed = True
+        with suppress(Exception):
+            target.discard()
+        with suppress(Exception):  # some stores show an object from its first byte on
+            store.remove(path)
+        raise
 
 
 UPLOADING = f"{RECORDS_FOLDER}/uploading"
@@ -342,7 +347,6 @@ class _Step:
         self._store = store
         self._counter = counter
         self._name = request.step
-        self._sender = ObjectSender(store, counter)
         records = tuple(proof.path for proof in request.proofs)
         self._objects = _Objects(store, self._name, records)
         self._gathering = RecordGatherer(
@@ -424,13 +428,10 @@ class _Step:
             write_metadata(written.write, unit.tensors, unit.objects)
             file.flush()
             size_bytes = written.size_bytes
-            self._sender.send(_DescriptorFile(file.fileno()), size_bytes, f"{self._name}/{path}")
+            descriptor, target = file.fileno(), f"{self._name}/{path}"
+
+            def read(start: int, count: int) -> bytes:
+                return os.pread(descriptor, count, start)
+
+            send_file(self._store, self._counter, read, size_bytes, target)
         self._gathering.files[path] = FileRecord(size_bytes, crc_digest(written.crc32))
-
-
-class _DescriptorFile:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def read_bytes(self, start: int, count: int) -> bytes:
-        return os.pread(self._descriptor, count, start)

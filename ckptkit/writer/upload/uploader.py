@@ -33,11 +33,11 @@ from ckptkit.writer.messages import (
 from ckptkit.writer.process import as_failure, run
 from ckptkit.writer.record import WrittenFile
 from ckptkit.writer.upload.run_store import (
-    ObjectSender,
     RunStore,
     UploadedFiles,
     claim_step,
     finish,
+    send_file,
 )
 
 
@@ -89,7 +89,6 @@ class _Step:
         self._store = store
         self._counter = counter
         self._shared = shared
-        self._sender = ObjectSender(store, counter)
         self._uploaded = UploadedFiles.of(Path(request.folder), request.records[0])
 
     def upload(self, file: WrittenFile) -> None:
@@ -136,7 +135,7 @@ class _Step:
         with naming(source):
             file = open_written(source, size_bytes, self._disk)
         try:
-            self._sender.send(file, size_bytes, target)
+            send_file(self._store, self._counter, file.read_bytes, size_bytes, target)
         finally:
             file.close()
         self.sent_bytes += size_bytes

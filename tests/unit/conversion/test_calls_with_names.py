@@ -131,7 +131,7 @@ ALLOWED = {
     ("ckptkit/training/save/writer_process", "WriterProcess._start", "subprocess.Popen"): PROGRAM,
     ("ckptkit/writer/upload/run_store", "_Step._put_side_files", "folder.rglob"): CONSTANT,
     ("ckptkit/writer/upload/run_store", "UploadedFiles.of", ".glob"): CONSTANT,
-    ("ckptkit/writer/upload/run_store", "ObjectSender._stream", "filesystem.open"): EXACT,
+    ("ckptkit/writer/upload/run_store", "_stream", "filesystem.open"): EXACT,
     ("ckptkit/writer/upload/run_store", "RunStore.copy", "filesystem.cp_file"): EXACT,
     ("ckptkit/writer/commit", "_Attempt.copy_from", "source.rglob"): CONSTANT,
     ("ckptkit/writer/commit", "_remove_unread", "step.glob"): CONSTANT,
