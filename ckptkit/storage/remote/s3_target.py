@@ -48,7 +48,6 @@ from ckptkit.storage.base import (
 from ckptkit.storage.local.target import SharedTarget
 from ckptkit.storage.locations import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
-from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import (
     ErrorTranslator,
     clean_up,
@@ -57,7 +56,7 @@ from ckptkit.storage.remote.errors import (
     output_exists_error,
 )
 from ckptkit.storage.remote.s3 import ObjectSums, S3Object, S3Uploads, SentPart
-from ckptkit.storage.remote.store import get_store
+from ckptkit.storage.remote.store import OutputClaim, get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place

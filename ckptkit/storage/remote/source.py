@@ -19,9 +19,14 @@ from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import CopySource, Source, truncated_error
 from ckptkit.storage.locations import check_relative, is_work_folder
-from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.remote.errors import as_input_error
-from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, RemoteFolder, get_store
+from ckptkit.storage.remote.store import (
+    CLAIM_NAME,
+    CONNECTIONS,
+    ObjectInfo,
+    RemoteFolder,
+    get_store,
+)
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place

@@ -19,7 +19,6 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Target
 from ckptkit.storage.locations import S3_PROTOCOLS, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
-from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import (
     ErrorTranslator,
     clean_up,
@@ -27,7 +26,7 @@ from ckptkit.storage.remote.errors import (
     output_exists_error,
 )
 from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target, open_s3_prefix
-from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, get_store
+from ckptkit.storage.remote.store import ObjectInfo, OutputClaim, RemoteStore, get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
