@@ -102,7 +102,7 @@ class CheckpointFileSystem(AsyncFileSystem):  # type: ignore[misc]  # fsspec has
                 folder = PlannedFolder(self._plan, _log_notes, _AGAIN, IdleReaders())
                 _log(folder.notes)
                 resources = self._plan.job.resources
-                threads, _ = divide_memory(resources, is_far=folder.is_far)
+                threads, _ = divide_memory(resources, is_remote=folder.is_remote)
                 self._turns = threading.Semaphore(threads)
                 self._throttle = Throttle(resources.bytes_per_second)
                 self._close = weakref.finalize(self, folder.close)

@@ -51,7 +51,7 @@ from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
 from ckptkit.runs.marks import claim
 from ckptkit.runs.run_paths import marker, open_run, read_pushes
 from ckptkit.runs.step_manifests import step_folder
-from ckptkit.storage.base import Folder, is_there
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.locations import check_relative
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
@@ -450,7 +450,7 @@ def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> No
         )
 
 
-def _first(folder: Folder, units: list[CheckpointUnit]) -> Iterator[str]:
+def _first(folder: Source, units: list[CheckpointUnit]) -> Iterator[str]:
     """Yields the manifest of a step that ckptkit saved, and the marker of each unit."""
     for unit in units:
         manifest = posixpath.join(step_folder(unit.candidate.folder), MANIFEST_NAME)

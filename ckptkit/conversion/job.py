@@ -57,8 +57,8 @@ from ckptkit.plan.plan import (
     tasks_of,
     tasks_of_parts,
 )
-from ckptkit.storage.base import Cut, OutputAttempt, distant
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.base import Cut, OutputAttempt
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.locations import S3_PROTOCOLS
 from ckptkit.storage.manifests import manifest_digest
@@ -66,8 +66,8 @@ from ckptkit.storage.places import PathLike, is_url, local_path, open_target, pl
 
 if TYPE_CHECKING:
     from ckptkit.conversion.delete_source import SourceRemoval
-    from ckptkit.storage.remote.s3_shared import SharedOutput
-    from ckptkit.storage.remote.s3_target import S3Prefix
+    from ckptkit.storage.remote.s3 import S3Uploads
+    from ckptkit.storage.remote.s3_target import SharedOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class SharedPlace:
     def __init__(self, out: PathLike, option: str) -> None:
         """Connects to the output; `option` is the option that asked for several processes."""
         self.place = place_of(out)
-        self._prefix: S3Prefix | None = None
+        self._prefix: S3Uploads | None = None
         if is_url(self.place):
             if self.place.protocol not in S3_PROTOCOLS:
                 raise RefusedError(
@@ -155,8 +155,8 @@ class SharedPlace:
         if self._prefix is None:
             return manifest_digest(local_path(self.place))
         with self._prefix.translate_errors():
-            key = self._prefix.store.prefix + MANIFEST_NAME
-            return self._prefix.store.list_objects(key).get(key, "")
+            key = self._prefix.prefix + MANIFEST_NAME
+            return self._prefix.list_objects(key).get(key, "")
 
     @property
     def takes_parts(self) -> bool:
@@ -169,7 +169,7 @@ class SharedPlace:
             return SharedTarget(
                 folder, attempt.nonce, overwrite=attempt.overwrite, seen=attempt.seen
             )
-        from ckptkit.storage.remote.s3_shared import S3SharedTarget
+        from ckptkit.storage.remote.s3_target import S3SharedTarget
 
         return S3SharedTarget(self._prefix, attempt, cut)
 
@@ -387,7 +387,7 @@ class NodeStation:
 
             threads = planned.settings.workers
             waits_for_a_store = is_url(self.out) or any(
-                distant(checkpoint.source) is not None for checkpoint in planned.sources
+                checkpoint.source.is_remote for checkpoint in planned.sources
             )
             if not self.are_threads_chosen and not waits_for_a_store:
                 threads = min(threads, cores)

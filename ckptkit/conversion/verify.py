@@ -55,7 +55,7 @@ from ckptkit.plan.plan import SOURCE, StackedPart
 from ckptkit.plan.selection import propose_trees
 from ckptkit.runs.step_manifests import file_problems, list_files, step_folder
 from ckptkit.runs.stored_proofs import check_file, digest_problems
-from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.base import Source
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import new_hidden_path, sync_file
 from ckptkit.storage.local.ownership import copy_owner
@@ -223,7 +223,7 @@ def run_verification(
     return replace(found, proven=(*found.proven, *proven))
 
 
-def _has_steps(source: Folder, manifest: Manifest) -> bool:
+def _has_steps(source: Source, manifest: Manifest) -> bool:
     """Returns whether there are steps of a run beside an output."""
     return any(
         find_step(candidate.folder) is not None or step_of_files(candidate) is not None

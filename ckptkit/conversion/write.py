@@ -59,9 +59,8 @@ from ckptkit.core.object_parts import choose_part_bytes
 from ckptkit.core.text import size_text
 from ckptkit.core.threads import memory_in_use_bytes, run_crew, usable_cores
 from ckptkit.engine.decompress import decoding_bytes
-from ckptkit.engine.distant import with_store_copies
 from ckptkit.engine.executor import (
-    DISTANT_WORKERS,
+    REMOTE_WORKERS,
     STRAIGHT_TASK_BYTES,
     STRAIGHT_WORKER_BYTES,
     WORKER_BYTES,
@@ -83,6 +82,7 @@ from ckptkit.engine.outcome import (
     is_proven,
 )
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
+from ckptkit.engine.remote_reads import with_store_copies
 from ckptkit.engine.segment_reader import Inputs
 from ckptkit.formats.dcp.megatron import INTEGRITY, check_integrity
 from ckptkit.formats.dcp.reader import METADATA
@@ -99,11 +99,11 @@ from ckptkit.plan.plan import (
     ServerCopy,
 )
 from ckptkit.runs.run_paths import hold_at_stores
-from ckptkit.storage.base import CopyingTarget, Target, distant
+from ckptkit.storage.base import Target
 from ckptkit.storage.local.disk import LOCAL_DISK
-from ckptkit.storage.local.shared_target import WorkNotes
 from ckptkit.storage.local.target import (
     LocalTarget,
+    WorkNotes,
     free_bytes,
     output_exists_error,
     translate_errors,
@@ -117,7 +117,7 @@ from ckptkit.version import __version__
 
 if TYPE_CHECKING:
     from ckptkit.conversion.prepare import ConversionJob
-    from ckptkit.storage.remote.s3_shared import SharedOutput
+    from ckptkit.storage.remote.s3_target import SharedOutput  # which needs what speaks to S3
 
 R = TypeVar("R")
 
@@ -225,8 +225,8 @@ def choose_settings(
 ) -> ExecutionSettings:
     """Chooses how many workers fit into the user's limits."""
     sources = tuple(sources)
-    is_far = any(distant(checkpoint.source) is not None for checkpoint in sources)
-    needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
+    is_remote = any(checkpoint.source.is_remote for checkpoint in sources)
+    needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_remote else 0), TASK_BYTES
     if plan is not None and out is not None and is_url(out):
         sent = max((choose_part_bytes(file.size_bytes) for file in plan.files), default=0)
         needed += sent
@@ -237,12 +237,12 @@ def choose_settings(
         computes = any(isinstance(body, Compute) for body in bodies) or any(
             entry.rounded_from is not None or entry.derivation is not None for entry in entries
         )
-        if is_far and is_s3 and not computes:
+        if is_remote and is_s3 and not computes:
             # What was fetched in addition to a block is dropped before anything is sent.
             needed = STRAIGHT_WORKER_BYTES + max(READ_AHEAD_BYTES, sent)
             task_bytes = STRAIGHT_TASK_BYTES
     workers = settle_workers(
-        resources.workers or (DISTANT_WORKERS if is_far else None),
+        resources.workers or (REMOTE_WORKERS if is_remote else None),
         cores=usable_cores(),
         budget_bytes=resources.memory_budget_bytes,
         limit_bytes=resources.memory_limit_bytes,
@@ -342,7 +342,7 @@ class SingleProcess(WriteStrategy[Manifest]):
     def start(self, planned: PlannedOutput) -> None:
         refuse_full_disk(planned, self._target)
         # What the store copies does not pass through here, where it could be checked.
-        if isinstance(self._target, CopyingTarget) and not planned.settings.check:
+        if self._target.copies_objects and not planned.settings.check:
             plan = with_store_copies(planned.plan, planned.inputs.origins, self._target)
             planned = replace(planned, plan=plan)
         self._planned = planned

@@ -48,7 +48,7 @@ from ckptkit.formats.parsing import (
 )
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.runs.run_paths import absent_folder
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
@@ -214,7 +214,7 @@ class OpenedDelta:
     """
 
     location: str
-    source: Folder
+    source: Source
     head: DeltaHead
     tensors: Mapping[str, DeltaTensor]
     files: tuple[FileRef, ...]
@@ -267,7 +267,7 @@ def open_delta(place: PathLike) -> Iterator[OpenedDelta]:
         yield read_delta(source, str(place))
 
 
-def read_delta(source: Folder, location: str) -> OpenedDelta:
+def read_delta(source: Source, location: str) -> OpenedDelta:
     """Reads the index of a delta and the headers of its files."""
     where = posixpath.join(location, INDEX_PATH)
     try:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, join_pieces
-from ckptkit.core.crc import crc32
+from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, join_pieces
+from ckptkit.core.crc import crc32, crc32_combine
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer

@@ -20,7 +20,6 @@ from ckptkit.core.index import Key
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.engine.checksum_tracker import DeferredChecksums
-from ckptkit.engine.distant import copies_of, make_store_copies, read_direct
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import (
     BytesWritten,
@@ -32,6 +31,7 @@ from ckptkit.engine.outcome import (
     task_parts,
 )
 from ckptkit.engine.reader import RUN_BYTES
+from ckptkit.engine.remote_reads import copies_of, make_store_copies, read_direct
 from ckptkit.engine.segment_reader import Inputs, SegmentReader
 from ckptkit.options import NotFinite
 from ckptkit.plan.plan import (
@@ -43,7 +43,7 @@ from ckptkit.plan.plan import (
     Trailer,
     cut_into_tasks,
 )
-from ckptkit.storage.base import CopyingTarget, InOrder, Sink
+from ckptkit.storage.base import Sink
 from ckptkit.storage.local.disk import PAGE_BYTES
 
 # Output block, gather scratch, and the memory of kernels: a cast reads up to 4 MB at a time; a
@@ -54,7 +54,7 @@ STRAIGHT_TASK_BYTES = 2 * TASK_BYTES
 """The size of a task where nearly all of it is read directly into its buffer."""
 STRAIGHT_WORKER_BYTES = STRAIGHT_TASK_BYTES + RUN_BYTES
 """Output block and gather scratch, where nothing is computed."""
-DISTANT_WORKERS = 8
+REMOTE_WORKERS = 8
 """At most so many where they wait for a store and not for a core."""
 Put = Callable[[Task, memoryview], bool]
 
@@ -166,7 +166,7 @@ class Executor:
         files = tuple((file.path, file.size_bytes) for file in self._plan.files)
         self._listener(Started(self._plan.bytes_written, files))
         self.create_files()
-        if isinstance(self._target, CopyingTarget):
+        if self._target.copies_objects:
             make_store_copies(self._plan, self._inputs.origins, self._target, self._listener)
         most_bytes = self._settings.task_bytes
         with self._preparations:
@@ -189,7 +189,7 @@ class Executor:
         """Makes every file of the plan, its content undefined."""
         for file in self._plan.files:
             copies = copies_of(file)
-            if copies and isinstance(self._target, CopyingTarget):
+            if copies:
                 self._target.create_copied(file.path, file.size_bytes, copies)
             else:
                 self._target.create(file.path, file.size_bytes)
@@ -275,8 +275,7 @@ class Executor:
                 self._work(shared, put)
             except BaseException:
                 self._checksums.give_up()
-                if isinstance(self._target, InOrder):
-                    self._target.give_up()
+                self._target.give_up()
                 raise
 
         self._throttle.stopped.clear()  # which a crew sets at its end

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.engine.distant import PrefetchWindow
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import part_span
 from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.remote_reads import PrefetchWindow
 from ckptkit.plan.plan import (
     Compute,
     Copy,

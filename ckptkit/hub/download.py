@@ -34,7 +34,7 @@ from ckptkit.formats.discovery import ITSELF
 from ckptkit.hub.client import Hub, commit_of, list_files, quiet_client
 from ckptkit.hub.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
-from ckptkit.storage.local.disk import LOCAL_DISK, is_refused
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.durable import sync_file, sync_folders
 from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.local.source import LocalSource
@@ -129,7 +129,7 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
         OutputExistsError: If `out` is not empty.
         OutputError: If `out` is a file, or nothing can be written there, or another user made it.
         RefusedError: If another pull is writing there.
-    """  # noqa: DOC501  `_exists` makes the first
+    """
     if out.exists() and not out.is_dir():
         raise OutputError("a file was found where a directory was expected", where=str(out))
     resolved = out.resolve()
@@ -141,14 +141,8 @@ def open_pull_folder(out: Path) -> Iterator[PullFolder]:
     with translate_errors(out):
         make_missing(resolved.parent)
         make_private(path, exist_ok=True)
-        has_locks = LOCAL_DISK.locks
-        try:
-            lock = LOCAL_DISK.open_locked(path / ".lock") if has_locks else None
-        except OSError as error:
-            if not is_refused(error):
-                raise
-            has_locks = False
-        if has_locks and lock is None:
+        is_alone, lock = LOCAL_DISK.try_lock(path / ".lock")
+        if not is_alone:
             raise RefusedError(
                 "another pull is writing there",
                 where=str(out),

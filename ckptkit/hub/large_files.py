@@ -30,7 +30,7 @@ from ckptkit.engine.outcome import BytesWritten, Listener, Waiting
 from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.hub.client import Hub, forgo_xet, uses_xet
 from ckptkit.hub.secrets import SecretSearch, refuse_secrets
-from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.base import Source
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -181,7 +181,7 @@ class LargeFileUploader:
     def __init__(
         self,
         hub: Hub,
-        folder: Folder,
+        folder: Source,
         *,
         revision: str,
         create_pr: bool,
@@ -331,7 +331,7 @@ class LargeFileUploader:
 
 
 def add_large(
-    folder: Folder, file: LargeFile, sha256: str, *, is_sent: bool = False
+    folder: Source, file: LargeFile, sha256: str, *, is_sent: bool = False
 ) -> CommitOperationAdd:
     """Returns the client's operation for a file, which the client then does not hash.
 

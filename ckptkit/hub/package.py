@@ -47,7 +47,7 @@ from ckptkit.hub.secrets import MAX_SMALL_BYTES, refuse_secrets, secrets_in
 from ckptkit.options import ProgressOptions
 from ckptkit.plan.load_report import PUSH
 from ckptkit.runs.run_paths import ENTER_HINT
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 
 _DEPTH = 1
@@ -118,7 +118,7 @@ class Package:
 
 
 def prepare_package(
-    folder: Folder, repo_id: str, options: PushOptions, secrets: Sequence[str]
+    folder: Source, repo_id: str, options: PushOptions, secrets: Sequence[str]
 ) -> Package:
     """Decides what is published, and refuses what must not be, such as `secrets` in use."""
     whole = options.get("whole", "")
@@ -177,7 +177,7 @@ def prepare_package(
     )
 
 
-def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelection:
+def _step_files(folder: Source, whole: str, options: PushOptions) -> FileSelection:
     """Selects the files of the step that is pushed unchanged; paths are those in the repository."""
     if not whole:
         return FileSelection((), ())
@@ -202,7 +202,7 @@ def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelecti
 
 
 def _search_unusual_files(
-    folder: Folder,
+    folder: Source,
     consumer: Consumer,
     refs: Mapping[str, FileRef],
     paths: Sequence[str],
@@ -249,7 +249,7 @@ def _compare_names(
     return compare_now(subject)
 
 
-def _list_tensors(folder: Folder, manifest: Manifest | None) -> Mapping[str, tuple[DType, Shape]]:
+def _list_tensors(folder: Source, manifest: Manifest | None) -> Mapping[str, tuple[DType, Shape]]:
     """Returns the element types and shapes of the model, by name."""
     if manifest is not None:
         return {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
@@ -268,7 +268,7 @@ def _find_untruths(
     return tell_truth(texts, None, tensors, writes=False).notes
 
 
-def _read_texts(folder: Folder, files: Iterable[FileRef]) -> dict[str, bytes]:
+def _read_texts(folder: Source, files: Iterable[FileRef]) -> dict[str, bytes]:
     """Reads the texts of a step, which may hold a secret, and empty files.
 
     The Hub's store of large files takes no empty ones.
@@ -287,7 +287,7 @@ def _is_small(file: FileRef) -> bool:
 
 
 def _large(
-    folder: Folder, paths: Sequence[str], manifest: Manifest | None
+    folder: Source, paths: Sequence[str], manifest: Manifest | None
 ) -> tuple[LargeFile, ...]:
     """Returns the large files; outputs whose bytes are not in order are verified as a whole."""
     in_order = manifest is None or manifest.kind != "torch"

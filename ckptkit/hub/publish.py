@@ -44,7 +44,7 @@ from ckptkit.hub.package import Package, PushOptions, prepare_package
 from ckptkit.hub.secrets import find_secrets, refuse_secrets
 from ckptkit.options import check_choice
 from ckptkit.runs.run_paths import hold_source
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, open_source
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class _Push:
     """One push to a repository."""
 
     def __init__(
-        self, hub: Hub, folder: Folder, package: Package, options: PushOptions, listener: Listener
+        self, hub: Hub, folder: Source, package: Package, options: PushOptions, listener: Listener
     ) -> None:
         self._hub = hub
         self._folder = folder

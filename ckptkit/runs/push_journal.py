@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from ckptkit.core.errors import FormatError, NoSpaceError, OutputError, RefusedError
 from ckptkit.runs.marks import FileLocks, identity_in
-from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space
 from ckptkit.storage.local.durable import replace_file
 from ckptkit.storage.local.ownership import make_private, refuse_planted
 from ckptkit.storage.locations import MARKS_FOLDER
@@ -250,14 +250,12 @@ def _make_private_state(state: Path) -> None:
 def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not disk.locks:
-            return None
-        file = disk.open_locked(folder / _LOCK)
+        is_alone, file = disk.try_lock(folder / _LOCK)
     except OSError as error:
-        if is_refused(error) or not must:
+        if not must:
             return None
         raise _unwritable(folder, error) from error
-    if file is None:
+    if not is_alone:
         try:
             owner = (folder / _LOCK).read_text(encoding="utf-8", errors="replace")[:200].strip()
         except OSError:
@@ -267,8 +265,9 @@ def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
             where=str(folder),
             hint="only one watch can push the steps of a run; end the other one first",
         )
-    file.truncate(0)
-    file.write_at(0, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()))
+    if file is not None:
+        file.truncate(0)
+        file.write_at(0, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()))
     return file
 
 

@@ -38,7 +38,7 @@ from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Literal, OutputFile, RawCopy, cut_into_tasks
 from ckptkit.runs.run_paths import hold_at_stores
 from ckptkit.serving.plans import ServePlan
-from ckptkit.storage.base import Distant, Source, distant
+from ckptkit.storage.base import Source
 from ckptkit.storage.places import place_of
 
 _MOST_KERNELS = 16
@@ -123,7 +123,7 @@ class PlannedFolder(Closing):
         path: Of the source.
         files: By relative path.
         notes: Messages for the user.
-        is_far: Whether something is read from an object store.
+        is_remote: Whether something is read from an object store.
         failure: Why nothing is read any more, or None.
     """
 
@@ -149,7 +149,7 @@ class PlannedFolder(Closing):
             self._preparations = stack.enter_context(Preparations(most_kernels=_MOST_KERNELS))
             self._readers = readers
             origins = self._inputs.origins.values()
-            self.is_far = any(distant(origin.source) is not None for origin in origins)
+            self.is_remote = any(origin.source.is_remote for origin in origins)
             self.files = _list_files(planned, self._inputs.folders)
             self._lock, self._users = threading.Lock(), 1
             self._stack = stack.pop_all()
@@ -205,8 +205,7 @@ class PlannedFolder(Closing):
         for origin in self._inputs.origins.values():
             origin.decoded.prove()
             # What was fetched ahead of a store is freed by then, and leaves as much memory.
-            is_far = distant(origin.source) is not None
-            origin.checksums.prove(READ_AHEAD_BYTES if is_far else READ_BYTES)
+            origin.checksums.prove(READ_AHEAD_BYTES if origin.source.is_remote else READ_BYTES)
 
     def _sources(self) -> Iterator[_WatchedSource]:
         origins = (origin.source for origin in self._inputs.origins.values())
@@ -215,11 +214,11 @@ class PlannedFolder(Closing):
                 yield source
 
 
-def divide_memory(resources: Resources, *, is_far: bool) -> tuple[int, int]:
+def divide_memory(resources: Resources, *, is_remote: bool) -> tuple[int, int]:
     """Returns how many threads may read, and how many parts memory has room for."""
     budget = resources.memory_budget_bytes
     # Gather scratch, the memory of kernels, and the leaf that was computed last.
-    each = RUN_BYTES + (4 << 20) + TASK_BYTES + (READ_AHEAD_BYTES if is_far else 0)
+    each = RUN_BYTES + (4 << 20) + TASK_BYTES + (READ_AHEAD_BYTES if is_remote else 0)
     threads = settle_workers(
         resources.workers,
         cores=usable_cores(),
@@ -231,20 +230,21 @@ def divide_memory(resources: Resources, *, is_far: bool) -> tuple[int, int]:
     return threads, (budget - threads * each) // PART_BYTES
 
 
-class _WatchedSource:
+class _WatchedSource(Source):
     """A source that remembers which files each thread has read, until these are compared."""
 
     def __init__(self, source: Source, files: Sequence[FileRef], again: str) -> None:
         """Takes an open source, its files as they were planned with, and a hint."""
-        self.location = source.location
+        self.location, self.is_remote = source.location, source.is_remote
         self._source, self._again = source, again
         self._files = {file.path: file for file in files}
         self._read = threading.local()
-        self.walk, self.stat = source.walk, source.stat
 
-    @property
-    def is_distant(self) -> bool:
-        return distant(self._source) is not None
+    def walk(self, depth: int) -> Iterator[str]:
+        return self._source.walk(depth)
+
+    def stat(self, path: str) -> FileRef:
+        return self._source.stat(path)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         self._paths().add(path)
@@ -256,12 +256,10 @@ class _WatchedSource:
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
         self._paths().update(wanted.path for wanted, _ in reads)
-        if isinstance(self._source, Distant):
-            self._source.fetch(reads)
+        self._source.fetch(reads)
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        if isinstance(self._source, Distant):
-            self._source.prefetch(ranges)
+        self._source.prefetch(ranges)
 
     def refuse_changes(self) -> None:
         """Compares the files that this thread has read since the last call."""

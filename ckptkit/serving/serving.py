@@ -77,8 +77,8 @@ class Serving(Closing):
                 self._look()
                 if not self._served:
                     self._tell("waiting", self.prefix, message=f"{src} has no complete step yet")
-            is_far = is_url(src) or any(one.is_far for one in self.bucket.folders.values())
-            threads, parts = divide_memory(resources, is_far=is_far)
+            is_remote = is_url(src) or any(one.is_remote for one in self.bucket.folders.values())
+            threads, parts = divide_memory(resources, is_remote=is_remote)
             self.server = ModelServer(self.bucket, request, threads, parts, self._tell_failure)
         except BaseException:
             self.bucket.close()
@@ -156,8 +156,8 @@ class Serving(Closing):
         """Looks for newer steps until the server is closed."""
         seconds = self._request.poll_seconds
         if seconds is None:
-            is_far = is_url(self._request.plan.job.src)
-            seconds = _REMOTE_SECONDS if is_far else _LOCAL_SECONDS
+            is_remote = is_url(self._request.plan.job.src)
+            seconds = _REMOTE_SECONDS if is_remote else _LOCAL_SECONDS
         while not self._stopped.wait(seconds):
             try:
                 self._look()

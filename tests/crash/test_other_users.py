@@ -34,8 +34,7 @@ from ckptkit.runs.push_journal import (
     take_watch_lock,
 )
 from ckptkit.storage.local.ownership import is_own, is_planted, make_private
-from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.local.target import LocalTarget
+from ckptkit.storage.local.target import LocalTarget, SharedTarget
 from ckptkit.storage.locations import MARKS_FOLDER, hidden_name
 from ckptkit.training import Checkpointer
 from ckptkit.training.load import node_memory

@@ -30,7 +30,7 @@ from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import IncompleteCheckpointError, RefusedError
 from ckptkit.integrations.checkpointers import export_into
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.training import Checkpointer
 from ckptkit_cli.inspect import InspectArguments, next_step
 from tests.sampled import sampled

@@ -115,7 +115,7 @@ from ckptkit.runs.run_paths import (
 from ckptkit.runs.save_order import left_behind
 from ckptkit.runs.step_manifests import StepManifests, list_files, prefetch_headers, step_folder
 from ckptkit.runs.steps import RunStep, save_number_of, series_of
-from ckptkit.storage.base import Folder, Source, is_there
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.locations import relative_path
 from ckptkit.storage.manifests import read_manifest
@@ -394,7 +394,7 @@ def list_checkpoints(path: PathLike, also: Sequence[PathLike] = ()) -> tuple[Fou
 
 def _open_folders(
     stack: ExitStack, location: Place, also: Sequence[PathLike]
-) -> tuple[list[Folder], str | None]:
+) -> tuple[list[Source], str | None]:
     """Opens the directories of a source, and returns the file in them that it is, if it is one."""
     root, only = open_root(stack, location)
     if only is not None and also:
@@ -822,7 +822,7 @@ def check_path(text: PathLike, what: str) -> None:
         raise UsageError(f"is no usable path: {reason}", where=f"{what} {shown!r}") from error
 
 
-def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
+def open_folder(stack: ExitStack, place: PathLike, option: str) -> Source:
     """Opens a directory, or a prefix that holds something."""
     check_path(place, option)
     if not is_url(place):
@@ -836,7 +836,7 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
     return source
 
 
-def open_root(stack: ExitStack, place: PathLike) -> tuple[Folder, str | None]:
+def open_root(stack: ExitStack, place: PathLike) -> tuple[Source, str | None]:
     """Opens the folder to search; returns it with the name of the file if the place is a file."""
     if is_url(place):
         return _open_remote_root(stack, place_of(place))
@@ -851,7 +851,7 @@ def open_root(stack: ExitStack, place: PathLike) -> tuple[Folder, str | None]:
     raise NotACheckpointError("no such file or directory", where=os.fspath(place), hint=hint)
 
 
-def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | None]:
+def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Source, str | None]:
     source = stack.enter_context(open_source(place))
     if _holds_something(source):
         return source, None
@@ -864,7 +864,7 @@ def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | Non
     raise NotACheckpointError("there is no object at or below this URL", where=place, hint=hint)
 
 
-def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Iterator[Folder]:
+def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Iterator[Source]:
     """Opens the further directories of a checkpoint, each place once.
 
     Places are compared by what they name: a URL may be written with another endpoint or protocol.
@@ -908,7 +908,7 @@ def resolve_path(place: PathLike) -> str:
     return os.fspath(place) if is_url(place) else str(local_path(place).resolve())
 
 
-def _holds_something(source: Folder) -> bool:
+def _holds_something(source: Source) -> bool:
     return next(iter(source.walk(_DEEP)), None) is not None or is_there(source, MANIFEST_NAME)
 
 
@@ -919,7 +919,7 @@ _NAMED = 8
 class _Copy:
     """One directory's manifest of a step."""
 
-    source: Folder
+    source: Source
     manifest: Manifest
 
     @property
@@ -958,7 +958,7 @@ def unite(
     return files, without, problems
 
 
-def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:
+def _copies(folders: Sequence[Source], step: str) -> Iterable[_Copy]:
     for folder in folders:
         try:
             manifest = read_manifest(folder, step)

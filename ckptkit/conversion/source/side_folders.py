@@ -88,7 +88,7 @@ from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.options import ConsolidateRequest, TokenizerOrigin, check_choice
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.stored_proofs import check_file
-from ckptkit.storage.base import Folder, Source, StoreFolder, is_there
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import MemorySource
@@ -96,6 +96,7 @@ from ckptkit.storage.places import PathLike, Place, is_url
 
 if TYPE_CHECKING:
     from ckptkit.plan.plan import OutputFile
+    from ckptkit.storage.remote.source import RemoteSource
 
 # Below weights: of the training hooks, of NeMo Automodel, and of verl. Below steps: of VeOmni.
 _NESTED = (SIDE_FOLDER, METADATA_FOLDER, "huggingface", "hf_ckpt")
@@ -167,7 +168,7 @@ class SideFolders:
         self.sources: dict[str, Source] = {}
         self._noted: dict[str, str] = {}  # folders that are not those of the weights, and where
         self._proofs: dict[str, tuple[Manifest, str] | None] = {}  # and what names begin with
-        base_folders: list[Folder] = []
+        base_folders: list[Source] = []
         if self.base is not None:
             asked = request or ConsolidateRequest()
             base_folders = self._open_base(stack, self.base, checkpoint, asked)
@@ -178,7 +179,7 @@ class SideFolders:
             self.sources[place] = MemorySource(files, place)
             self._noted[place] = ""
         for root in checkpoint.source.folders:
-            above: dict[str, StoreFolder | None] = {}
+            above: dict[str, RemoteSource | None] = {}
             if checkpoint.manifest is not None:
                 saved = _in(root.location, step_folder(checkpoint.units[0].candidate.folder))
                 self._proofs[_in(saved, SIDE_FOLDER)] = checkpoint.manifest, f"{SIDE_FOLDER}/"
@@ -217,7 +218,7 @@ class SideFolders:
         place: Place,
         checkpoint: OpenedCheckpoint,
         request: ConsolidateRequest,
-    ) -> list[Folder]:
+    ) -> list[Source]:
         """Opens the folder of the base; the last one of the result has its configuration.
 
         Of a pipeline of diffusers, it is the component whose tensors are to be written; of
@@ -287,7 +288,7 @@ class SideFolders:
 
     def _open_given(
         self, stack: ExitStack, path: PathLike, option: str
-    ) -> tuple[Folder, str | None]:
+    ) -> tuple[Source, str | None]:
         """Opens a folder that an option names, or the folder of the file that it names."""
         check_path(path, option)
         place = self._find(path, option)
@@ -740,14 +741,16 @@ def _nest(values: Mapping[KeyPath, Any]) -> Any:
 
 
 def _open_if_there(
-    stack: ExitStack, root: Folder, path: str, above: dict[str, StoreFolder | None]
-) -> Folder | None:
+    stack: ExitStack, root: Source, path: str, above: dict[str, RemoteSource | None]
+) -> Source | None:
     """Opens a folder in or above an open one.
 
     Of a store it is a part of a listing. Above the root, only side folders are listed; `above` has
     these listings.
     """
-    if not isinstance(root, StoreFolder):
+    from ckptkit.storage.remote.source import RemoteSource  # late: local ones do not need it
+
+    if not isinstance(root, RemoteSource):
         return stack.enter_context(LocalSource(Path(path))) if Path(path).is_dir() else None
     inside = _rest_of(path, root.location)
     if inside is None:

@@ -34,15 +34,7 @@ _SWEEP_SECONDS = 0.01  # in which another process has swept an empty folder
 
 
 class WorkFolder:
-    """A folder that belongs to this process, or to a process that has ended.
-
-    Attributes:
-        path: The folder itself.
-        files: Where the output grows.
-        last: Where the last file waits.
-        old: Where the previous output waits.
-        parts: Notes of finished parts.
-    """
+    """A folder that belongs to this process, or to a process that has ended."""
 
     __slots__ = ("_lock", "files", "last", "old", "parts", "path")
 
@@ -65,7 +57,6 @@ class WorkFolder:
         self.release()
 
     def release(self) -> None:
-        """Releases the lock, so that the next run may delete the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -123,7 +114,7 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
                 begun.append((WorkFolder(path, None).parts.stat().st_mtime, path))
     for _, path in sorted(begun, reverse=True):
         with suppress(OSError):  # another process was faster, or it belongs to another user
-            lock = disk.open_locked(path / ".lock")
+            _, lock = disk.try_lock(path / ".lock")
             if lock is None:
                 continue
             work = WorkFolder(path, lock)
@@ -135,15 +126,8 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
 
 
 def _lock_work_folder(path: Path, disk: Disk, *, shared: bool = False) -> WorkFolder | None:
-    if not disk.locks:
-        return WorkFolder(path, None)
-    try:
-        lock = disk.open_locked(path / ".lock", shared=shared)
-    except OSError as error:
-        if is_refused(error):  # then no other process can lock it either, and none sweeps it away
-            return WorkFolder(path, None)
-        raise
-    return None if lock is None else WorkFolder(path, lock)
+    is_ours, lock = disk.try_lock(path / ".lock", shared=shared)
+    return WorkFolder(path, lock) if is_ours else None
 
 
 def sweep_work_folders(
@@ -151,20 +135,15 @@ def sweep_work_folders(
 ) -> None:
     """Removes the work folders for `out` whose process is gone, after undoing half a commit.
 
-    Without locks, no process can know which others are alive, and nothing is removed.
-
-    Args:
-        parent: Where they are.
-        out: The output.
-        disk: The file operations of the platform.
-        committed_only: Whether those stay that still have files of an output.
+    Without locks, no process can know which others are alive, and nothing is removed. With
+    `committed_only`, those stay that still have files of an output.
     """
     if not disk.locks:
         return
     with suppress(OSError):  # a folder that may be written to but not listed
         for path in _work_folders(parent, out):
             with suppress(OSError):  # another process was faster, or it belongs to another user
-                lock = disk.open_locked(path / ".lock")
+                _, lock = disk.try_lock(path / ".lock")
                 if lock is None:
                     continue
                 work = WorkFolder(path, lock)
@@ -178,7 +157,7 @@ def sweep_work_folders(
         publish_lock = _publish_lock(out)
         # In a full directory, it refuses all processes that wait for it.
         if parent == out and not is_empty(out) and publish_lock.exists():
-            lock = disk.open_locked(publish_lock)
+            _, lock = disk.try_lock(publish_lock)
             if lock is not None:
                 publish_lock.unlink()
                 lock.close()
@@ -260,10 +239,8 @@ def publish(
 
     An empty directory that has to stay gets them one by one, and the file `last` at the end. That
     is a mount point, the directory that this process runs in, one with hidden entries, and one
-    whose owner or group this user may not give to a new directory.
-
-    Returns:
-        False if `out` holds something that is not to be overwritten; then nothing has changed.
+    whose owner or group this user may not give to a new directory. Returns False, and changes
+    nothing, if `out` holds something that is not to be overwritten.
     """
     stays = work.path.parent == out
     if not stays and out.is_dir():
@@ -329,19 +306,14 @@ def _publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
 
 @contextmanager
 def _only_one(out: Path, disk: Disk) -> Iterator[bool]:
-    if not disk.locks:
-        yield True
-        return
     path = _publish_lock(out)
-    lock = disk.open_locked(path)
-    if lock is None:
-        yield False
-        return
+    is_alone, lock = disk.try_lock(path)
     try:
-        yield True
+        yield is_alone
     finally:
-        path.unlink(missing_ok=True)
-        lock.close()
+        if lock is not None:
+            path.unlink(missing_ok=True)
+            lock.close()
 
 
 def _place_all(files: Path, out: Path, disk: Disk) -> None:

@@ -34,11 +34,9 @@ from ckptkit.serving.planned_folder import PlannedFile
 from ckptkit.serving.s3_api import S3Error, answer_error, answer_request, parse_request
 from ckptkit.serving.signatures import AccessKeys, check_signature
 from ckptkit.storage.locations import check_relative
-from ckptkit.storage.places import Place
-from ckptkit.storage.remote.errors import RetryPolicy
+from ckptkit.storage.remote.errors import RetryPolicy, as_input_error
 from ckptkit.storage.remote.s3 import S3Uploads
-from ckptkit.storage.remote.source import RemoteSource
-from ckptkit.storage.remote.store import RemoteStore
+from ckptkit.storage.remote.store import RemoteFolder, RemoteStore
 from ckptkit_cli._application import make_application
 from ckptkit_cli.batch.jobs import read_jobs
 from tests.campaigns.fuzz.judge import Target
@@ -108,6 +106,13 @@ def _store(client: Any) -> RemoteStore:
     return store
 
 
+def _folder(store: RemoteStore) -> RemoteFolder:
+    folder = object.__new__(RemoteFolder)
+    folder.location, folder.store, folder.root = "s3://b/p", store, "b/p"
+    folder._as_error = lambda error, where, _: as_input_error(error, where=where, options={})
+    return folder
+
+
 def _run_s3(data: bytes) -> None:
     """Status and headers are JSON on the first line; the body follows."""
     first, _, body = data.partition(b"\n")
@@ -125,12 +130,8 @@ def _run_s3(data: bytes) -> None:
         return  # a fault of botocore, which RemoteStore reports as any other failure of a client
     client = _AnsweringClient(status, headers, body)
     store = _store(client)
-    source = object.__new__(RemoteSource)
-    source.__dict__.update(place=Place("s3://b/p"), location="s3://b/p", _store=store, _root="b/p")
-    for ask in (
-        lambda: source._ask_store("", lambda: store.list_objects("b/p")),
-        lambda: source._ask_store("x", lambda: store.look_up("b/p/x")),
-    ):
+    folder = _folder(store)
+    for ask in (folder.entries, lambda: folder.look_up("x")):
         try:
             found = ask()
         except CkptkitError as error:

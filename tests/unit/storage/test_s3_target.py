@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from ckptkit.core.errors import OutputError
-from ckptkit.storage.remote.s3_shared import S3Notes
+from ckptkit.storage.remote.s3_target import S3Notes
 
 
 class Store:

@@ -1,4 +1,4 @@
-"""What is asked of distant stores: each request costs a round trip, so there are few.
+"""What is asked of remote stores: each request costs a round trip, so there are few.
 
 `PrefetchWindow` fetches what the next parts of a task read, as far as one window of memory
 reaches. `read_direct` fills parts whose bytes are contiguous in the source as in the output, which
@@ -45,7 +45,7 @@ from ckptkit.plan.plan import (
     Task,
     TensorSpec,
 )
-from ckptkit.storage.base import CopyingTarget, CopySource, ObjectSource, distant
+from ckptkit.storage.base import CopySource, Sink
 
 _Read = tuple[str, Key, Span]
 LEAST_BYTES = 1 << 20
@@ -63,19 +63,14 @@ class PrefetchWindow:
 
     def __init__(self, origins: Mapping[str, Origin], readers: Mapping[str, TensorReader]) -> None:
         self._origins = origins
-        self._readers = {
-            name: reader for name, reader in readers.items() if reader.cache.is_distant
-        }
+        self._readers = {name: reader for name, reader in readers.items() if reader.cache.is_remote}
         self._task: Task | None = None
         self._reached = 0
 
     def fetch_parts(self, task: Task, at: int, filled: Container[int]) -> None:
         """Fetches what a part of a task reads, with as many of the following ones as fit in.
 
-        Args:
-            task: The task that the worker runs.
-            at: The part of it that comes next.
-            filled: The parts that are filled already.
+        `filled` are the parts that need no read.
         """
         if not self._readers:
             return
@@ -85,7 +80,7 @@ class PrefetchWindow:
             return
         wanted: list[_Read] = []
         for number, following in enumerate(task.parts[at:], at):
-            more = [] if number in filled else list(self._distant(_reads_of(following)))
+            more = [] if number in filled else list(self._remote(_reads_of(following)))
             if self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
                 break
             wanted += more
@@ -93,28 +88,21 @@ class PrefetchWindow:
         self._prefetch(wanted)
 
     def fetch_blocks(self, kernel: Kernel, spec: TensorSpec, block: Span, stop: int) -> None:
-        """Fetches what a block of a tensor is computed from, and the blocks after it.
-
-        Args:
-            kernel: What computes it.
-            spec: The tensor.
-            block: The elements that are computed next.
-            stop: Where the block's part of the tensor ends.
-        """
+        """Fetches what a block is computed from, and the blocks after it up to `stop`."""
         if not self._readers:
             return
         wanted: list[_Read] = []
         size, low = block.stop - block.start, block.start
         while low < stop:
             demands = kernel.demands(spec, Span(low, min(low + size, stop)))
-            more = list(self._distant((d.origin, d.key, d.place) for d in demands))
+            more = list(self._remote((d.origin, d.key, d.place) for d in demands))
             if wanted and self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
                 break
             wanted, low = [*wanted, *more], low + size
         if self._bytes(wanted) <= READ_AHEAD_BYTES:
             self._prefetch(wanted)
 
-    def _distant(self, reads: Iterator[_Read]) -> Iterator[_Read]:
+    def _remote(self, reads: Iterator[_Read]) -> Iterator[_Read]:
         return (read for read in reads if read[0] in self._readers)
 
     def _bytes(self, wanted: list[_Read]) -> int:
@@ -130,28 +118,21 @@ class PrefetchWindow:
 
 @dataclass(frozen=True, slots=True)
 class ReadEstimate:
-    """What the execution of a plan reads from distant sources.
-
-    Attributes:
-        requests: About how many: what a task reads may not fit into memory at once.
-        size_bytes: How much they return, with what is read in vain.
-    """
-
     requests: int
     size_bytes: int
 
 
 def estimate_reads(plan: Plan, origins: Mapping[str, Origin]) -> ReadEstimate | None:
-    """Returns what a plan reads from distant sources; None where it has none."""
-    far = {name for name, origin in origins.items() if distant(origin.source) is not None}
-    if not far:
+    """Returns what a plan reads from remote sources; None where it has none."""
+    remote = {name for name, origin in origins.items() if origin.source.is_remote}
+    if not remote:
         return None
     nothing_located = LocatedChunks()
     count = size = 0
     for task in plan.tasks():
         wanted: dict[str, list[FileRange]] = {}
         for name, key, span in (read for part in task.parts for read in _reads_of(part)):
-            if name in far:
+            if name in remote:
                 index = origins[name].index
                 for stored, part in find_stored(index, key, span):
                     lookup = ChunkLookup(index.tensors[stored])
@@ -188,13 +169,7 @@ def read_direct(
 ) -> frozenset[int]:
     """Reads all that a task copies without change, and that is in byte runs of located chunks.
 
-    Args:
-        task: The task.
-        data: Its buffer, to be filled.
-        readers: Of the sources, by name.
-
-    Returns:
-        The positions of the parts that are filled.
+    Returns the positions of the parts that are filled.
     """
     reads: dict[str, list[_DirectRead]] = {}
     filled = set()
@@ -220,7 +195,7 @@ def _runs_of(
     body, spec = part.segment.body, part.segment.spec
     if spec is None or part.stop - part.start < LEAST_BYTES:
         return "", ()
-    if not isinstance(body, (Copy, ServerCopy)) or not readers[body.origin].cache.is_distant:
+    if not isinstance(body, (Copy, ServerCopy)) or not readers[body.origin].cache.is_remote:
         return "", ()
     return body.origin, readers[body.origin].byte_runs(body.key, part_span(part, spec))
 
@@ -239,26 +214,18 @@ def _joined(reads: Sequence[_DirectRead]) -> Iterator[tuple[FileRange, int]]:
     yield wanted, at
 
 
-def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: CopyingTarget) -> Plan:
-    """Returns a plan that has the store copy whole chunks wherever that is possible.
+def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Sink) -> Plan:
+    """Returns a plan that has the store copy whole chunks, with a note of why nothing is copied.
 
-    That is where an output tensor is a source tensor without change, and a chunk of it is
+    It copies where an output tensor is a source tensor without change, and a chunk of it is
     contiguous in both, is large enough for a part, and has a stored checksum.
-
-    Args:
-        plan: The plan.
-        origins: What it reads, by name.
-        target: Where its output goes.
-
-    Returns:
-        The plan, with a note of why nothing is copied where that is so.
     """
     candidates = list(_candidates(plan, origins))
     examples: dict[int, CopySource] = {}
     for candidate in candidates:
         index, chunks = candidate.origin.index, candidate.lookup.chunks
         record = index.records[int(chunks.record[candidate.overlaps[0].row])]
-        source = _object_of(candidate.origin, index.files[record.file].path)
+        source = candidate.origin.source.copy_source(index.files[record.file].path)
         if source is not None:
             examples[id(source.store)] = source
     if not examples:
@@ -276,7 +243,7 @@ def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Copying
 
 
 def make_store_copies(
-    plan: Plan, origins: Mapping[str, Origin], target: CopyingTarget, listener: Listener
+    plan: Plan, origins: Mapping[str, Origin], target: Sink, listener: Listener
 ) -> None:
     """Makes all copies of a plan in the target's store; the files exist already."""
 
@@ -311,28 +278,15 @@ def _sources(
             for copied in segment.body.copied:
                 key = origin.name, copied.path
                 if key not in objects:
-                    objects[key] = _object_of(origin, copied.path)
+                    objects[key] = origin.source.copy_source(copied.path)
                 source = objects[key]
                 if source is not None:
                     yield copied, source
 
 
-def _object_of(origin: Origin, path: str) -> CopySource | None:
-    return origin.source.copy_source(path) if isinstance(origin.source, ObjectSource) else None
-
-
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A tensor that may have chunks to copy, as far as the index shows.
-
-    Attributes:
-        file: The number of its file in the plan.
-        position: That of its segment in the file.
-        segment: Its segment.
-        origin: Where it comes from.
-        lookup: Its chunks.
-        overlaps: What its large chunks hold of it, in the order of the bytes.
-    """
+    """A tensor that may have chunks to copy, as far as the index shows."""
 
     file: int
     position: int
@@ -350,7 +304,7 @@ class _Candidate:
             if located.compressed is not None:
                 continue
             self.origin.located.put((self.lookup.entry.key, overlap.row), located)
-            source = _object_of(self.origin, located.path)
+            source = self.origin.source.copy_source(located.path)
             if source is None or id(source.store) not in stores:
                 continue
             # Whether it is all that the checksum was stored for, in the same order.
@@ -394,7 +348,7 @@ def _locate_copies(
         for batch in batches:
             origin = batch[0].origin
             cache = RangeCache(origin.source)
-            if cache.is_distant:
+            if cache.is_remote:
                 windows = (window for candidate in batch for window in candidate.windows())
                 cache.fetch(windows, free_gap_bytes=FREE_GAP_OF_ENDS_BYTES)
             locator = Locator(cache, origin.index)

@@ -18,7 +18,6 @@ from ckptkit.storage.remote.errors import (
     as_input_error,
     call_with_retries,
     is_transient,
-    wait_before_retry,
 )
 
 
@@ -54,7 +53,7 @@ def test_passing_trouble_is_asked_away_and_waits_double() -> None:
         return str(answer)
 
     policy = RetryPolicy(first_wait_seconds=1.0, longest_wait_seconds=3.0)
-    wait_before = partial(wait_before_retry, policy=policy, what="it")
+    wait_before = partial(policy.wait_before, what="it")
     assert call_with_retries(ask, wait_before, sleep=waits.append) == "here"
     limits = [1.0, 2.0, 3.0, 3.0]
     assert all(limit / 2 <= wait <= limit for wait, limit in zip(waits, limits, strict=True))
@@ -68,7 +67,7 @@ def test_what_will_not_change_is_asked_once(error: Exception) -> None:
         asked.append(1)
         raise error
 
-    wait_before = partial(wait_before_retry, policy=RetryPolicy(), what="it")
+    wait_before = partial(RetryPolicy().wait_before, what="it")
     with pytest.raises(type(error)):
         call_with_retries(ask, wait_before, sleep=lambda _: None)
     assert len(asked) == 1

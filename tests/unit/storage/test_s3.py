@@ -1,28 +1,69 @@
-"""By which checksums an object on S3 is proven, whichever of them the store tells."""
+"""What is sent to S3 in parts, and by which checksums it is proven, whichever the store tells."""
 
 from __future__ import annotations
 
+import threading
 import zlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import pytest
 
 from ckptkit.core import object_parts
 from ckptkit.core.errors import ChecksumError
-from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange
+from ckptkit.core.object_parts import (
+    MIN_PART_BYTES,
+    CopiedRange,
+    ObjectPart,
+    cut_into_parts,
+)
 from ckptkit.storage.base import CopySource
 from ckptkit.storage.remote.s3 import (
     OF_PARTS,
     WHOLE,
     ObjectHead,
     ObjectSums,
+    PartBuffers,
+    S3Object,
     S3Uploads,
     SentPart,
     StoreChecksum,
     encode_crc32,
 )
-from ckptkit.storage.remote.s3_object import S3Object
+
+MIB = 1 << 20
+
+
+def test_parts_are_put_together_from_writes_of_many_threads() -> None:
+    data = bytes(n * n % 251 for n in range(100_000))
+    parts = tuple(
+        ObjectPart(number + 1, start, min(start + 7_001, len(data)))
+        for number, start in enumerate(range(0, len(data), 7_001))
+    )
+    buffers, done = PartBuffers(parts), {}
+    edges = sorted({0, len(data), *(n * n * 331 % len(data) for n in range(60))})
+    pieces = list(pairwise(edges))
+
+    def write(mine: list[tuple[int, int]]) -> None:
+        for start, stop in mine:
+            for part, whole in buffers.add(start, memoryview(data)[start:stop]):
+                done[part.number] = whole.getvalue()
+
+    threads = [threading.Thread(target=write, args=(pieces[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert b"".join(done[number] for number in sorted(done)) == data
+
+
+def test_bytes_that_the_store_copies_are_not_taken() -> None:
+    copied = CopiedRange(6 * MIB, 12 * MIB, "a", 0, 0)
+    buffers = PartBuffers(cut_into_parts(12 * MIB, [copied]))
+    with pytest.raises(ValueError, match="not to be sent"):
+        list(buffers.add(6 * MIB - 1, memoryview(b"12")))
+
 
 PARTS = (b"first part", b"second", b"")
 SUMS = ObjectSums.of([(zlib.crc32(part), len(part)) for part in PARTS])
@@ -99,11 +140,9 @@ class FakeUploads:
 
 def _copied(uploads: FakeUploads) -> S3Object:
     whole = CopiedRange(0, len(COPIED), "chunk", 0, zlib.crc32(COPIED))
-    begun: list[str] = []
-    item = S3Object(
-        cast("S3Uploads", uploads),
-        *("key", len(COPIED), [whole]),
-        begun=lambda *_: begun.append("begun"),
+    store = cast("S3Uploads", uploads)
+    item = S3Object.of_size(
+        store, "key", len(COPIED), lambda sums: store.begin("key", sums_parts=sums), [whole]
     )
     for part in item.copied_parts:
         item.copy(part, CopySource(cast("Any", None), "bucket/chunk", "etag"))
