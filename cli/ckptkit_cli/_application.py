@@ -37,7 +37,6 @@ _COMMANDS = {
     "ls": "ckptkit_cli.runs.ls",
     "prune": "ckptkit_cli.runs.prune",
     "du": "ckptkit_cli.runs.du",
-    "batch": "ckptkit_cli.batch.command",
     "push": "ckptkit_cli.push",
     "pull": "ckptkit_cli.push",
     "watch": "ckptkit_cli.watch",

@@ -96,7 +96,6 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "ls",
         "prune",
         "du",
-        "batch",
         "push",
         "pull",
         "watch",

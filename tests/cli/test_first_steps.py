@@ -72,7 +72,6 @@ def test_a_missing_path_is_hinted_at(
 
 TAKE_PATHS: dict[str, list[str | Path]] = {
     "average": ["PATH", "PATH", "OUT"],
-    "batch": ["PATH"],
     "convert": ["PATH", "OUT", "--to", "torch"],
     "diff": ["PATH", PLAIN],
     "du": ["PATH"],
