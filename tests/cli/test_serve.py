@@ -27,7 +27,7 @@ from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.served_folder import FolderReader
 from ckptkit.serving.serving import ServeEvent, ServeRequest, Serving, ignore_events
 from ckptkit.storage.locations import resolve_places
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import make_application
 from tests.command_line import run_command, started
 from tests.s3_client import client_of
 
@@ -209,9 +209,7 @@ def test_another_address_is_served_with_a_warning() -> None:
 
 
 def test_options_of_the_command_and_of_python_are_the_same() -> None:
-    import typer
-
-    program: Any = typer.main.get_command(make_application("serve"))
+    program: Any = make_application()
     command = program.commands["serve"] if hasattr(program, "commands") else program
     ours = {parameter.name for parameter in command.params}
     placed = {"host", "port", "label", "access_key", "secret_key", "secret_key_from", "no_auth"}

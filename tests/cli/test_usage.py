@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import typer
 
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import make_application
 from ckptkit_cli.main import main
 
 
@@ -21,7 +20,7 @@ def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tupl
             yield (*words, name), command
 
 
-COMMANDS = dict(all_commands(typer.main.get_command(make_application())))
+COMMANDS = dict(all_commands(make_application()))
 OPTIONS = [
     (words, option)
     for words, command in COMMANDS.items()

@@ -21,11 +21,10 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-import typer
 
 import ckptkit.training
 from ckptkit.core.errors import CkptkitError
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import make_application
 from ckptkit_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +58,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 def commands() -> dict[str, list[str]]:
     """Returns the parameters of all commands, by their words."""
-    return dict(_commands(typer.main.get_command(make_application()), ()))
+    return dict(_commands(make_application(), ()))
 
 
 def _commands(group: Any, words: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
