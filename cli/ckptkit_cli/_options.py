@@ -1,7 +1,7 @@
 """The arguments and options that commands share, each declared once.
 
 Those of a single command are declared beside it. Options of the API have the same names in the
-`TypedDict`s of `ckptkit.api` and `ckptkit.adapter_api`; a test compares them.
+`TypedDict`s of `ckptkit.api`; a test compares them.
 """
 
 from __future__ import annotations

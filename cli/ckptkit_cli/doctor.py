@@ -73,7 +73,7 @@ def doctor(
     Writes nothing but a probe: a file without a name of at most 256 MB for about a second, or three
     small objects in a store, which it removes. Exits with 6 if there is an error.
     """
-    from ckptkit.doctor_api import doctor as examine
+    from ckptkit.api import doctor as examine
 
     diagnosis = examine(places, probe=not no_probe, src_options=src_option, **options)
     output.document(diagnosis.to_json())

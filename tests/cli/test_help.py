@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 
-from ckptkit.adapter_api import AdapterOptions, DiffOptions, MergeOptions
-from ckptkit.api import Options
-from ckptkit.delta_api import ApplicationOptions, CreationOptions
+from ckptkit.api import (
+    AdapterOptions,
+    ApplicationOptions,
+    CreationOptions,
+    DiffOptions,
+    MergeOptions,
+    Options,
+)
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit_cli._options import CONVERSION
 from ckptkit_cli._program import Option, make_application, parse_values

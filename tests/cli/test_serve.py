@@ -20,8 +20,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 import ckptkit
+from ckptkit.api import ServeOptions
 from ckptkit.core.errors import RefusedError
-from ckptkit.serve_api import ServeOptions
 from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.served_folder import FolderReader
