@@ -461,6 +461,15 @@ def make_application() -> Program:
     return program
 
 
+def all_commands(group: click.Group, before: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Returns the commands by their words."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, one in group.commands.items():
+        words = (*before, name)
+        found |= all_commands(one, words) if isinstance(one, click.Group) else {words: one}
+    return found
+
+
 def _eager(flags: list[str], callback: Any, text: str, **more: Any) -> click.Option:
     """Returns an option that acts, and ends the program."""
     return click.Option(

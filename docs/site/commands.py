@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckptkit_cli._program import make_application
+from ckptkit_cli._program import all_commands, make_application
 
 FOLDER = "reference/commands"
 _SPECIAL = re.compile(r"([\\*_\[\]<>#|])")
@@ -18,26 +18,17 @@ _SPECIAL = re.compile(r"([\\*_\[\]<>#|])")
 
 def command_pages() -> dict[str, tuple[str, str]]:
     """Returns title and Markdown of the page of each command, by its file name without ending."""
-    group = make_application()
     return {
-        words.replace(" ", "-"): (f"ckptkit {words}", _page(words, command))
-        for words, command in _commands(group, "")
+        "-".join(words): (f"ckptkit {' '.join(words)}", _page(" ".join(words), command))
+        for words, command in sorted(all_commands(make_application()).items())
     }
 
 
 def options_of(words: str) -> list[str]:
     """Returns the flags of a command that its help shows."""
-    found = dict(_commands(make_application(), ""))[words]
+    found = all_commands(make_application())[(*words.split(),)]
     shown = (one for one in found.params if not getattr(one, "hidden", False))
     return [flag for one in shown for flag in (*one.opts, *one.secondary_opts) if flag[0] == "-"]
-
-
-def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, command in sorted(group.commands.items()):
-        if hasattr(command, "commands"):
-            yield from _commands(command, f"{name} ")
-        else:
-            yield f"{prefix}{name}", command
 
 
 def _page(words: str, command: Any) -> str:

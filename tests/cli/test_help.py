@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ckptkit.api import (
 )
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit_cli._options import CONVERSION
-from ckptkit_cli._program import Option, make_application, parse_values
+from ckptkit_cli._program import Option, all_commands, make_application, parse_values
 from tests.command_line import run_command
 
 COMMAND_GROUPS = ("adapter", "delta")
@@ -37,15 +36,7 @@ GROUPS = {
 }
 
 
-def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from all_commands(command, (*words, name))
-        else:
-            yield (*words, name), command
-
-
-COMMANDS = dict(all_commands(PROGRAM))
+COMMANDS = all_commands(PROGRAM)
 
 
 def options_of(command: Any) -> list[Any]:
