@@ -98,7 +98,7 @@ def _install(environment: Environment, wheel: Path) -> None:
     found = json.loads(stamp.read_text()) if stamp.exists() else ["", ""]
     stamp.unlink(missing_ok=True)
     if found[0] != wanted[0]:
-        create = ["-m", "venv", "--clear", "--without-pip", environment.folder]
+        create: list[str | Path] = ["-m", "venv", "--clear", "--without-pip", environment.folder]
         subprocess.run([sys.executable, *create], check=True, timeout=120)
         _pip(*into, wheel)
     elif found[1] != wanted[1]:
