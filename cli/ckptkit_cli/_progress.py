@@ -86,11 +86,14 @@ class Progress(Closing):
     Attributes:
         notes: The notes of the plan, once there is one.
         kept: Whether an existing output was kept.
+        seconds: How long it took, once it is closed.
     """
 
     def __init__(self, output: Output, label: str) -> None:
         self.notes: tuple[str, ...] = ()
         self.kept = False
+        self.seconds = 0.0
+        self._began = time.perf_counter()
         self._output = output
         self._events = EventLines(output.event)
         self._lock = threading.Lock()
@@ -98,6 +101,7 @@ class Progress(Closing):
 
     def close(self) -> None:
         """Removes what a terminal shows."""
+        self.seconds = time.perf_counter() - self._began
         if self._bar is not None:
             self._bar.close()
 

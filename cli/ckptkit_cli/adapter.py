@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -90,14 +89,12 @@ def extract(output: Output, **values: Any) -> None:
             if values["report"]:
                 output.lines(["", *_adapter_table(output, adapter.rows, adapter.norms)])
         return
-    began = time.perf_counter()
     with Progress(output, "adapter extract") as progress:
         done = run_extraction(src, out, request, overwrite=overwrite, listener=progress.listen)
-    seconds = time.perf_counter() - began
     progress.warn(done.notes)
     output.document(
         {
-            **manifest_json(out, done.manifest, seconds),
+            **manifest_json(out, done.manifest, progress.seconds),
             "adapter": done.name,
             "config": done.config_path or None,
             "unverified": done.manifest.unverified,
@@ -105,7 +102,7 @@ def extract(output: Output, **values: Any) -> None:
             "notes": list(done.notes),
         }
     )
-    output.lines(_extraction_page(output, done, out, seconds))
+    output.lines(_extraction_page(output, done, out, progress.seconds))
     if values["report"]:
         output.lines(_adapter_table(output, done.rows, done.norms))
     output.lines(_loading_line(output, done.manifest, out))
@@ -268,7 +265,6 @@ def merge(output: Output, **values: Any) -> None:
             if request.report:
                 output.lines(["", *_merge_table(output, plan.layers)])
         return
-    began = time.perf_counter()
     with Progress(output, "adapter merge") as progress:
         merged = run_merge(
             adapters,
@@ -279,7 +275,7 @@ def merge(output: Output, **values: Any) -> None:
             resources=resources,
             listener=progress.listen,
         )
-    done = Consolidated(out, merged.manifest, time.perf_counter() - began, merged.notes)
+    done = Consolidated(out, merged.manifest, progress.seconds, merged.notes)
     progress.warn(merged.notes)
     output.document({**done.to_json(), "layers": list(map(asdict, merged.layers))})
     output.lines(_merge_page(output, done, merged, shows_layers=request.report))
@@ -405,7 +401,6 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
     request = make_diff_request(**{name: values[name] for name in names})
     values = values_with_places({**values, "src": tuned})
     out = values["out"]
-    began = time.perf_counter()
     with Progress(output, "adapter from-diff") as progress:
         manifest = run_adapter_from_diff(
             values["src"],
@@ -415,18 +410,17 @@ def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **value
             overwrite=overwrite,
             listener=progress.listen,
         )
-    seconds = time.perf_counter() - began
     progress.warn(progress.notes)
     difference = manifest.source["difference"]
     output.document(
         {
-            **manifest_json(out, manifest, seconds),
+            **manifest_json(out, manifest, progress.seconds),
             "source": {k: v for k, v in manifest.source.items() if k != "difference"},
             "difference": difference,
             "notes": list(progress.notes),
         }
     )
-    output.lines(_difference_page(output, manifest, out, seconds, request.rank))
+    output.lines(_difference_page(output, manifest, out, progress.seconds, request.rank))
     if report:
         output.lines(_difference_table(output, difference))
     output.lines(_loading_line(output, manifest, out))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -138,18 +137,16 @@ def _run_command(output: Output, title: str, job: ConversionJob, values: Mapping
     from ckptkit_cli._pages import Consolidated, consolidation_page
     from ckptkit_cli._progress import Progress
 
-    began = time.perf_counter()
     label = title if job.share is None else f"{title} {job.share}"
     with Progress(output, label) as progress:
         result = run_job(job, progress.listen)
-        seconds = time.perf_counter() - began
     out = os.fspath(job.out or "")
     if result.manifest is None:
         missing = list(result.missing)
         output.document({"out": out, "slice": str(job.share), "missing": missing})
         output.lines(_slice_page(job.share, missing, out))
         return
-    done = Consolidated(out, result.manifest, seconds, progress.notes, progress.kept)
+    done = Consolidated(out, result.manifest, progress.seconds, progress.notes, progress.kept)
     progress.warn(done.notes)
     output.document(done.to_json() | _removal_json(result.removal))
     output.lines(consolidation_page(output, done))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -114,15 +113,15 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
 
     sources, place, values = _places(before, out, values)
     sides = [make_job(side, place, values) for side in (sources.first, sources.place(after))]
-    began = time.perf_counter()
     with Progress(output, "delta create") as progress:
         manifest = create_delta(
             sides[0], sides[1], DeltaRequest.from_options(values), progress.listen
         )
-    seconds = time.perf_counter() - began
     progress.warn(progress.notes)
-    output.document({**manifest_json(out, manifest, seconds), "notes": list(progress.notes)})
-    output.lines(_creation_page(output, manifest, out, seconds))
+    output.document(
+        {**manifest_json(out, manifest, progress.seconds), "notes": list(progress.notes)}
+    )
+    output.lines(_creation_page(output, manifest, out, progress.seconds))
 
 
 @command(
@@ -149,10 +148,9 @@ def apply(output: Output, before: str, deltas: list[str], out: str, **values: An
 
     sources, place, values = _places(before, out, values)
     job = make_job(sources.first, place, values)
-    began = time.perf_counter()
     with Progress(output, "delta apply") as progress:
         manifest = apply_deltas(job, sources.further(deltas), progress.listen)
-    done = Consolidated(out, manifest, time.perf_counter() - began, progress.notes)
+    done = Consolidated(out, manifest, progress.seconds, progress.notes)
     progress.warn(done.notes)
     output.document(done.to_json())
     output.lines(consolidation_page(output, done))
