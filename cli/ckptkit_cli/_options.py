@@ -387,12 +387,7 @@ _NOT_SLICED = {
 
 
 def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
-    """Checks the options of a conversion.
-
-    Args:
-        layout: The kind of output.
-        values: The parsed value of each option in `CONVERSION`.
-    """
+    """Checks the options of a conversion."""
     from ckptkit.conversion.prepare import ConversionJob
 
     job = ConversionJob.from_options(values_with_places(values), layout)

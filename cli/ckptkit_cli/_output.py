@@ -358,11 +358,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 
 class Stopped(BaseException):
-    """Raised in the main thread by the first signal; no `except Exception` catches it.
-
-    Attributes:
-        signal: The signal that arrived.
-    """
+    """Raised in the main thread by the first signal; no `except Exception` catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -492,12 +488,7 @@ def exit_with(status: int) -> NoReturn:
 
 
 def show_usage(words: Sequence[str], failure: Any) -> int:
-    """Reports a command line that was not understood; returns the exit status.
-
-    Args:
-        words: The command line; only `--json` and `--events` are read.
-        failure: What click raised.
-    """
+    """Reports a command line that was not understood; returns the exit status."""
     options = words[: words.index("--")] if "--" in words else words
     output = Output(as_json="--json" in options, events="--events" in options)
     where = failure.ctx.command_path if failure.ctx is not None else ""

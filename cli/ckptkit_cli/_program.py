@@ -67,15 +67,7 @@ class _Option(click.Option):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a command.
-
-    Attributes:
-        name: The parameter of the command's function.
-        metavar: What the help calls it.
-        help: One or two sentences.
-        repeated: Whether there can be several, which the function gets as a list.
-        optional: Whether there may be none.
-    """
+    """An argument of a command."""
 
     name: str
     metavar: str

@@ -161,19 +161,7 @@ def _write_page(
     also: Sequence[Place],
     page: Mapping[str, Any],
 ) -> list[str]:
-    """Writes the page of a checkpoint, with the run that it is in, if there is to be one.
-
-    Args:
-        output: Shows the progress.
-        inspection: The checkpoint.
-        source: Where it is.
-        select: What was selected there.
-        also: Further directories.
-        page: The values of `--html`, `--stats` and `--overwrite`.
-
-    Returns:
-        Lines that say where the page is.
-    """
+    """Writes the page of a checkpoint, with the run that it is in, if there is to be one."""
     if page["html"] is None:
         return []
     from ckptkit.report.documents import plan_inspection_report
@@ -213,12 +201,7 @@ def _measure(
 
 
 def _find_run_of(inspection: Inspection, source: Place) -> RunListing | None:
-    """Lists the run that a checkpoint is a step of; None if it is in none.
-
-    Args:
-        inspection: The checkpoint.
-        source: The place that was inspected, whose storage options are used.
-    """
+    """Lists the run that a checkpoint is a step of; None if it is in none."""
     from ckptkit.formats.discovery import parse_step
     from ckptkit.runs.listing import list_run
 
@@ -305,16 +288,7 @@ class NextStep:
 
 @dataclass(frozen=True, slots=True)
 class InspectArguments:
-    """The arguments of an inspection.
-
-    Attributes:
-        source: The path.
-        select: What was selected there.
-        also: Further directories.
-        base: A model with the configuration.
-        model_config: A folder with the configuration of the model in flat parameters.
-        map: The name map.
-    """
+    """The arguments of an inspection."""
 
     source: str
     select: str | None = None
@@ -511,15 +485,7 @@ def inspection_page(
     pattern: str | None,
     limit: int | None = None,
 ) -> Iterator[str]:
-    """Yields the lines of the page.
-
-    Args:
-        output: Has the width and the colours.
-        inspection: The checkpoint, with only the tensors that match `pattern`, if there is one.
-        typed: The arguments of the inspection.
-        pattern: The value of `--tensors`, or None.
-        limit: How many tensors are listed at most; None for all.
-    """
+    """Yields the lines of the page."""
     page = _Page(output, inspection)
     yield output.styled(escaped(inspection.path), "bold")
     yield from page.facts(typed)

@@ -14,14 +14,7 @@ _SIGNALLED = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: What follows the program's name; taken from the process when left out.
-
-    Returns:
-        The exit status.
-    """
+    """Runs the command line."""
     end_on_signals()
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words in (["--version"], ["-V"]) and _show_version():

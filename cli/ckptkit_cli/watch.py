@@ -490,12 +490,7 @@ class WatchPauses:
     """Waits for time, for news on standard input, or for the end of standard input."""
 
     def __init__(self, *, ending: bool, reads_input: bool) -> None:
-        """Starts to read standard input, if `reads_input`.
-
-        Args:
-            ending: Whether the watch ends as soon as nothing waits.
-            reads_input: Whether it does so once standard input has ended.
-        """
+        """Starts to read standard input, if `reads_input`."""
         self.ending = ending
         self._news = threading.Event()
         if reads_input:
