@@ -10,7 +10,6 @@ import signal
 import sys
 import textwrap
 import time
-import traceback
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -514,6 +513,8 @@ def show_bug(output: Output, error: Exception) -> int:
     stop = find_stop(error)
     if stop is not None:
         return show_stop(output, stop)
+    import traceback
+
     lines = "".join(traceback.format_exception(error)).splitlines()
     if not output.events:
         _tell("".join(f"{escaped(line)}\n" for line in lines))
