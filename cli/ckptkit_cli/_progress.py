@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
 
 from ckptkit.core.text import Closing
 from ckptkit.engine.outcome import (
@@ -29,19 +28,15 @@ _NAMES: Mapping[type[Event], str] = {
 }
 
 
-class Emit(Protocol):
-    """Writes one line; see `Output.event`."""
-
-    def __call__(self, name: str, /, **facts: Any) -> None: ...
-
-
 class EventLines:
     """Turns events into lines: progress at most once a second, and once more at the end.
 
     Not thread-safe.
     """
 
-    def __init__(self, emit: Emit, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, emit: Callable[..., None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._emit = emit
         self._clock = clock
         self._done_bytes = 0
