@@ -20,11 +20,11 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.spec import AbstractBufferedFile
 
+from ckptkit.api import ServeOptions
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.text import event_of_note
 from ckptkit.core.threads import Throttle
 from ckptkit.engine.outcome import Event, Planned
-from ckptkit.serve_api import ServeOptions
 from ckptkit.serving.planned_folder import (
     PART_BYTES,
     IdleReaders,

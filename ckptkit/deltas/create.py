@@ -91,7 +91,7 @@ class DeltaRequest:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        """Reads the options as a user passes them, by their names in `ckptkit.delta_api`."""
+        """Reads the options as a user passes them, by their names in `ckptkit.api`."""
         encoding = options.get("encoding", "xor")
         checksum = options.get("checksum", "xxh3-128")
         check_choice("--encoding", encoding, get_args(Encoding))
@@ -148,7 +148,7 @@ def make_job(src: PathLike, out: PathLike, options: Mapping[str, Any]) -> Conver
     Args:
         src: The model, in any form.
         out: The output of the command, with the options of its storage.
-        options: By their names in `ckptkit.delta_api`.
+        options: By their names in `ckptkit.api`.
     """
     values = {"base": None, **options, "also": (), "resume": False}
     job = ConversionJob.from_options(resolve_places(src, out, values), "hf")

@@ -11,13 +11,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError
+from ckptkit.options import BestMode as BestMode  # noqa: PLC0414  part of a retention
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.base import Source, is_there
-
-BestMode = Literal["min", "max"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.text import size_text
 from ckptkit.options import Resources
 from ckptkit_cli import _options as options
-from ckptkit_cli._command import Option, command
 from ckptkit_cli._output import Output, counted, escaped, stamped, wrapped
+from ckptkit_cli._program import Option, command
 
 if TYPE_CHECKING:
     from ckptkit.serving.server import ServeRequest
@@ -146,6 +146,7 @@ def _parse_seconds(text: str) -> float:
         keyword="json_lines",
     ),
     options.QUIET,
+    order=15,
 )
 def serve(output: Output, json_lines: bool, **values: Any) -> None:
     """Serve a model as objects of S3, without writing it.

@@ -8,34 +8,30 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
-
-from ckptkit.adapters.sources import AdapterRequest
-from ckptkit.conversion.source.side_folders import SideChoice
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
-from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
-from ckptkit.hub.watch.events import MetricsServer, WatchEvent, WatchMetrics
-from ckptkit.hub.watch.versions import VersionSettings
-from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings, run_watch
-from ckptkit.hub.watch.watched_steps import BranchSettings
-from ckptkit.lora.changes import MergeRequest
-from ckptkit.options import ConsolidateRequest, Resources, positive_number
-from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
-from ckptkit.runs.run_paths import find_run
-from ckptkit.runs.save_order import Retention
-from ckptkit.storage.places import Place, is_url, local_path, place_of
+from ckptkit.core.text import counted, size_text
+from ckptkit.options import ConsolidateRequest, PushKind, Resources, positive_number
+from ckptkit.storage.locations import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
-from ckptkit_cli._command import Option, command, parse_values
 from ckptkit_cli._options import HUB, OUTPUT, WRITTEN
-from ckptkit_cli._output import Output, Stopped, find_stop
-from ckptkit_cli.views.watch_page import WatchPage
+from ckptkit_cli._output import Output, Stopped, escaped, exit_with, find_stop, first_of, stamped
+from ckptkit_cli._program import Option, command, parse_values
+
+if TYPE_CHECKING:
+    from ckptkit.engine.outcome import Event
+    from ckptkit.engine.progress import ProgressBar
+    from ckptkit.hub.watch.build import BuildSettings
+    from ckptkit.hub.watch.events import EventName, WatchEvent, WatchMetrics
+    from ckptkit.hub.watch.versions import VersionSettings
+    from ckptkit.hub.watch.watch import WatchRequest
 
 _PUSHED = "Which steps are pushed"
 _TIMING = "When"
@@ -243,7 +239,7 @@ _OPTIONS = (
 )
 
 
-@command(*_OPTIONS, parses=False)
+@command(*_OPTIONS, parses=False, order=14)
 def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     """Publish each step of a run, on the Hub or for engines.
 
@@ -256,6 +252,9 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule keeps are
     removed afterwards.
     """
+    from ckptkit.hub.watch.events import WatchMetrics
+    from ckptkit.hub.watch.watch import run_watch
+
     output.quiet = output.quiet or json_lines
     metrics = WatchMetrics()
     page = WatchPage(output, metrics, as_json=json_lines)
@@ -268,10 +267,15 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
         if done.failures:
             end["failed"] = list(done.failures)
     for error in done.failures.values():
-        raise typer.Exit(error.exit_status)
+        exit_with(error.exit_status)
 
 
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
+    from ckptkit.hub.watch.build import PushChoice
+    from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings
+    from ckptkit.hub.watch.watched_steps import BranchSettings
+    from ckptkit.runs.save_order import Retention
+
     run = Place(values["run"], values["src_option"] | (values["src_options_from"] or {}))
     state = None if values["state"] is None else Path(values["state"])
     include = tuple(values["include"])
@@ -326,6 +330,8 @@ _OF_THE_HUB = ("private", "revision", "whole_step", "adapter", "adapter_config")
 
 def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
     """Returns where versions are published; None if steps are pushed to the Hub."""
+    from ckptkit.hub.watch.versions import VersionSettings
+
     if (values["push"] is None) == (values["into"] is None):
         raise UsageError(
             "exactly one of --push and --into is needed",
@@ -370,6 +376,12 @@ _UNSET: tuple[Any, ...] = (None, False, (), [])
 
 
 def _make_output(values: Mapping[str, Any]) -> BuildSettings:
+    from ckptkit.adapters.sources import AdapterRequest
+    from ckptkit.conversion.source.side_folders import SideChoice
+    from ckptkit.hub.watch.build import BuildSettings
+    from ckptkit.lora.changes import MergeRequest
+    from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
+
     is_merged = values["make"] == "merged"
     for name in _NOT_OF_MERGES if is_merged else _OF_MERGES:
         if values[name] not in _UNSET:
@@ -402,6 +414,9 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
 
     A watch without an end keeps the folder that it was given, which may get steps.
     """
+    from ckptkit.hub.watch.events import WatchEvent
+    from ckptkit.runs.run_paths import find_run
+
     if _is_of_training(values):
         return request
     ends = values["once"] or values["until_eof"]
@@ -430,6 +445,8 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
 @contextmanager
 def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
     """Reports as the last event how the watch ended, with all facts that the block adds."""
+    from ckptkit.hub.watch.events import WatchEvent
+
     facts: dict[str, Any] = {}
     try:
         yield facts
@@ -456,6 +473,8 @@ def _serve_metrics(
     if values["metrics_port"] is None:
         yield
         return
+    from ckptkit.hub.watch.events import MetricsServer, WatchEvent
+
     server = MetricsServer(metrics, int(values["metrics_port"]), values["metrics_host"])
     try:
         page.listen(WatchEvent("serving", None, {"url": server.url}))
@@ -471,12 +490,7 @@ class WatchPauses:
     """Waits for time, for news on standard input, or for the end of standard input."""
 
     def __init__(self, *, ending: bool, reads_input: bool) -> None:
-        """Starts to read standard input, if `reads_input`.
-
-        Args:
-            ending: Whether the watch ends as soon as nothing waits.
-            reads_input: Whether it does so once standard input has ended.
-        """
+        """Starts to read standard input, if `reads_input`."""
         self.ending = ending
         self._news = threading.Event()
         if reads_input:
@@ -497,3 +511,135 @@ class WatchPauses:
             pass  # closed from the beginning: it has ended
         self.ending = True
         self._news.set()
+
+
+_LISTED_STEPS = 20
+_BAD = {"failed": "red", "retrying": "yellow", "warning": "yellow", "passed": "yellow"}
+_DOING = {
+    "idle": "looking for new steps",
+    "building": "building",
+    "pushing": "pushing",
+    "retrying": "waiting for the next try",
+}
+
+
+class WatchPage:
+    """Writes the events of a watch, which come from several threads.
+
+    Events go to stdout, as text or as JSON lines. What the watch does now is shown on stderr, or is
+    an event too.
+    """
+
+    def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
+        self._output = output
+        self._metrics = metrics
+        self._as_json = as_json
+        self._shows = output.reports_progress or as_json
+        self._lock = threading.RLock()
+        self._bar: ProgressBar | None = None
+
+    def listen(self, event: WatchEvent) -> None:
+        """Counts and writes an event, and shows what follows it."""
+        self._metrics.listen(event)
+        with self._lock:
+            bar, self._bar = self._bar, None
+            if bar is not None:
+                bar.close()
+            self._write(event)
+            if self._shows and event.name != "stopped":
+                self._bar = self._open_bar()
+
+    def progress(self, event: Event) -> None:
+        """Shows bytes that were written or uploaded."""
+        bar = self._bar
+        if bar is not None:
+            bar.listen(event)
+
+    def _write(self, event: WatchEvent) -> None:
+        if self._as_json:
+            self._output.record(stamped(event.name, event.to_json()))
+            return
+        at = self._output.styled(time.strftime("%H:%M:%SZ", time.gmtime()), "dim")
+        about = "" if event.step is None else f"step {event.step}: "
+        text = escaped(f"{about}{_TEXTS[event.name](event.facts)}")
+        style = _BAD.get(event.name)
+        shown = self._output.styled(text, style) if style else text  # type: ignore[arg-type]
+        if event.name == "waiting" and "message" in event.facts:
+            self._output.warn(text)
+            return
+        self._output.lines([f"{at} {shown}"])
+
+    def _record_progress(self, step: int | None, line: str) -> None:
+        from ckptkit.hub.watch.events import WatchEvent
+
+        self._write(WatchEvent("progress", step, {"message": line}))
+
+    def _open_bar(self) -> ProgressBar | None:
+        from ckptkit.engine.progress import ProgressBar, Stage, is_terminal
+
+        totals = self._metrics.totals
+        text = _DOING.get(totals.phase, totals.phase)
+        waiting = max(totals.waiting - (totals.step is not None), 0)
+        waits = f"{counted(waiting, 'step')} waiting" if waiting else ""
+        if totals.step is not None:
+            text += f" step {totals.step}" + (f", {waits}" if waits else "")
+        elif self._as_json or not is_terminal():  # a log says nothing about a watch that only looks
+            return None
+        else:
+            failed = sum(totals.failures.values())
+            last = "" if totals.last_step is None else f", the last was step {totals.last_step}"
+            parts = [
+                text,
+                f"{totals.pushed:,} pushed{last}",
+                f"{failed:,} failed" if failed else "",
+            ]
+            text = "; ".join(filter(None, [*parts, waits]))
+        tell = partial(self._record_progress, totals.step) if self._as_json else None
+        bar = ProgressBar(text, tell)
+        bar.begin(Stage(text, None))
+        return bar
+
+
+def _pushed(facts: Mapping[str, Any]) -> str:
+    if facts["resumed"]:
+        return f"was pushed before, as {facts['tag']} of {facts['repo_id']}: {facts['url']}"
+    size = size_text(facts["uploaded_bytes"])
+    return f"pushed as {facts['tag']}, {size} in {facts['seconds']:.1f} s: {facts['url']}"
+
+
+def _stopped(facts: Mapping[str, Any]) -> str:
+    if "error" in facts:
+        return "stopped by an error"  # the command reports it, as any other does
+    if "signal" in facts:
+        return f"stopped by {facts['signal']}"
+    if "failed" in facts:
+        steps = facts["failed"]
+        listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
+        return f"nothing else to push; {counted(len(steps), 'step')} could not be pushed: {listed}"
+    return "nothing left to push"
+
+
+def _error(facts: Mapping[str, Any]) -> str:
+    error = facts["error"]
+    where = f"{error['where']}: " if error["where"] else ""
+    hint = f" ({error['hint']})" if error["hint"] else ""
+    return f"{where}{error['message']}{hint}"
+
+
+_TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
+    "serving": lambda facts: f"serving metrics at {facts['url']}",
+    "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
+    "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
+    "seen": lambda _: "waits to be pushed",
+    "building": lambda _: "building",
+    "pushing": lambda facts: f"pushing to {facts['repo_id']}",
+    "progress": lambda facts: str(facts["message"]),
+    "pushed": _pushed,
+    "passed": lambda facts: f"is not pushed: {facts['reason']}",
+    "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
+    "retrying": lambda facts: f"{_error(facts)}; retrying in {facts['seconds']:g} s",
+    "pruned": lambda facts: f"removed from the run: {', '.join(map(str, facts['steps']))}",
+    "note": lambda facts: f"note: {facts['message']}",
+    "warning": lambda facts: f"warning: {facts['message']}",
+    "stopped": _stopped,
+}

@@ -34,7 +34,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.engine.outcome import Event, Started
 from ckptkit.options import ConsolidateRequest
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 from tests.object_store import ObjectStore
 from tests.sharded import write_sharded
 
@@ -50,10 +50,6 @@ FLOATS = (
     torch.float8_e5m2,
 )
 STEPS = (9, 10, 100, 1000, 1500)
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 def make_step(run: Path, step: int) -> Path:

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from ckptkit.engine.outcome import BytesWritten, Started
 from ckptkit.hub.watch.events import WatchEvent, WatchMetrics
 from ckptkit_cli._output import Output
-from ckptkit_cli.views.watch_page import WatchPage
+from ckptkit_cli.watch import WatchPage
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"

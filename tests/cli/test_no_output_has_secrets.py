@@ -241,32 +241,6 @@ def test_commands_that_fail_at_a_store(
     assert found_in(result.stdout + result.stderr) == []
 
 
-@pytest.mark.parametrize("words", [["--events"], pytest.param([], marks=pytest.mark.slow)])
-def test_jobs_of_a_batch(
-    bucket: Bucket, environment: dict[str, str], tmp_path: Path, words: list[str]
-) -> None:
-    step = f"{bucket.url}/run/checkpoint-1"
-    pairs = options_of(bucket.store)[1::2]
-    good = {"command": "consolidate", "src": step, "out": str(tmp_path / "a"), "src_option": pairs}
-    wrong = good | {"out": str(tmp_path / "b"), "dtype": "no-such-type"}
-    (tmp_path / "good.jsonl").write_text(json.dumps(good) + "\n")
-    (tmp_path / "typo.jsonl").write_text(json.dumps(good)[:-1] + "\n")
-    (tmp_path / "wrong.jsonl").write_text(json.dumps(wrong) + "\n")
-    (tmp_path / "kind.jsonl").write_text(json.dumps(good | {"src_option": {"secret": SECRET}}))
-    (tmp_path / "name.jsonl").write_text(json.dumps(good | {"src_optoin": pairs}))
-    for name, statuses in (
-        ("good", [0]),
-        ("typo", [2, 3]),
-        ("wrong", [2]),
-        ("kind", [2]),
-        ("name", [2]),
-    ):
-        result = run_command("batch", tmp_path / f"{name}.jsonl", *words, **environment)
-        assert found_in(result.stdout + result.stderr) == [], (name, result)
-        assert result.returncode in statuses, (name, result)
-    assert found_below(tmp_path / "a") == {}
-
-
 @pytest.fixture(scope="module")
 def hub() -> Iterator[HubServer]:
     with running_hub() as server:

@@ -19,14 +19,14 @@ import pytest
 from botocore.exceptions import ClientError
 
 import ckptkit
+from ckptkit.api import ServeOptions
 from ckptkit.core.errors import RefusedError
-from ckptkit.serve_api import ServeOptions
 from ckptkit.serving import plans
 from ckptkit.serving.plans import ServePlan
 from ckptkit.serving.server import ServeRequest
 from ckptkit.serving.serving import ServeEvent, Serving
 from ckptkit.storage.locations import resolve_places
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import make_application
 from tests.command_line import run_command, started
 from tests.s3_client import client_of
 
@@ -208,9 +208,7 @@ def test_another_address_is_served_with_a_warning() -> None:
 
 
 def test_options_of_the_command_and_of_python_are_the_same() -> None:
-    import typer
-
-    program: Any = typer.main.get_command(make_application("serve"))
+    program: Any = make_application()
     command = program.commands["serve"] if hasattr(program, "commands") else program
     ours = {parameter.name for parameter in command.params}
     placed = {"host", "port", "label", "access_key", "secret_key", "secret_key_from", "no_auth"}

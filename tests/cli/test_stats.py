@@ -15,17 +15,13 @@ from safetensors.numpy import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import ChecksumError, NotFiniteError, UsageError
-from tests.command_line import Result, run_command
+from tests.command_line import run_command as run
 from tests.object_store import ObjectStore
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 ZERO = ROOT / "fixtures" / "deepspeed_0_18_zero3" / "checkpoint"
 DIFFERENT = "different, 2 tensors, 0 equal"
-
-
-def run(*arguments: str | Path) -> Result:
-    return run_command(*arguments)
 
 
 @pytest.fixture

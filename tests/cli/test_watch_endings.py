@@ -69,12 +69,10 @@ def test_a_step_that_goes_on_changing_is_no_success(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ckptkit_cli import watch as _watching
-
     def hurried(**given: Any) -> WatchSettings:
         return WatchSettings(**given, settle_seconds=0.5)
 
-    monkeypatch.setattr(_watching, "WatchSettings", hurried)
+    monkeypatch.setattr("ckptkit.hub.watch.watch.WatchSettings", hurried)
     step, ended = save_stock_step(tmp_path, 2), threading.Event()
 
     def write() -> None:

@@ -29,7 +29,10 @@ from tests.object_store import ObjectStore
 from tests.page_runs import PageRun, environment_of, make_programs, make_world
 from tests.page_worlds import make_home
 
-HOW_TO = ["check-before-a-run", "evaluate", "reports", "slurm", "troubleshooting"]
+HOW_TO = (
+    *("check-before-a-run", "evaluate", "many-checkpoints", "reports", "slurm"),
+    "troubleshooting",
+)
 REFERENCE = ("adapters", "consolidate", "several-steps", "training")
 PAGES = (
     "index.md",

@@ -52,7 +52,7 @@ from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entri
 from ckptkit.lora.foreign import ForeignAdapter, find_foreign
 from ckptkit.lora.layers import build_table
 from ckptkit.lora.pipeline_names import SETTINGS, WRITER
-from ckptkit.options import ConsolidateRequest
+from ckptkit.options import SOME_MODEL, ConsolidateRequest
 from ckptkit.plan.selection import model_trees, select_model
 from ckptkit.plan.weight_kinds import (
     LORA,
@@ -337,8 +337,6 @@ def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
     return [posixpath.basename(path.rstrip("/")) for path in paths]
 
 
-SOME_MODEL = "ORG/NAME"
-"""What stands in proposed commands for a model that is not known."""
 _SCALES = ".absmax"
 _MODEL = "pytorch_model_fsdp_"
 _OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergeJob
@@ -26,16 +26,12 @@ from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageErro
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Listener, Planned
 from ckptkit.lora.changes import MergeRequest
-from ckptkit.options import ConsolidateRequest, Resources
+from ckptkit.options import ConsolidateRequest, PushKind, Resources
 from ckptkit.plan.load_report import WATCH, Advice
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.save_order import BestMode
 from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import PathLike, is_url, open_source, open_target
-
-PushKind = Literal["auto", "model", "adapter", "merged"]
-"""What is built from a step: `auto` is the adapter if PEFT trained one, else the model; `merged` is
-the base with the adapter of the step in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""What comes from a network or the command line: answers of S3 and of a Hub, requests to `serve`,
-and lines of a batch.
+"""What comes from a network or the command line: answers of S3 and of a Hub, and requests to
+`serve`.
 
 Answers of S3 go through botocore's own parser first, as they do in a run.
 """
@@ -13,7 +13,7 @@ import json
 import logging
 import lzma
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from random import Random
@@ -22,7 +22,6 @@ from typing import Any
 
 import botocore.parsers
 import botocore.session
-import typer
 from botocore.parsers import ResponseParserError
 from huggingface_hub.hf_api import RepoFile, RepoFolder
 
@@ -37,11 +36,8 @@ from ckptkit.storage.locations import check_relative
 from ckptkit.storage.remote.errors import RetryPolicy, as_input_error
 from ckptkit.storage.remote.s3 import S3Uploads
 from ckptkit.storage.remote.store import RemoteFolder, RemoteStore
-from ckptkit_cli._application import make_application
-from ckptkit_cli.batch.jobs import read_jobs
 from tests.campaigns.fuzz.judge import Target
 from tests.campaigns.fuzz.mutation import (
-    Mutator,
     mutate_archive,
     mutate_bytes,
     mutate_json,
@@ -312,50 +308,6 @@ def _request_seeds() -> list[bytes]:
     return [one.encode() for one in requests]
 
 
-# --- batches ---
-
-
-@cache
-def _commands() -> dict[str, Any]:
-    def walk(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for name, command in group.commands.items():
-            if hasattr(command, "commands"):
-                yield from walk(command, f"{prefix}{name} ")
-            else:
-                yield f"{prefix}{name}", command
-
-    return dict(walk(typer.main.get_command(make_application())))
-
-
-def _run_lines(data: bytes) -> None:
-    _, errors = read_jobs(data.decode("utf-8", "replace").splitlines()[:20], _commands(), {})
-    for error in errors:
-        str(error).encode()
-
-
-def _line_seeds() -> list[bytes]:
-    lines: list[dict[str, Any]] = [
-        {"command": "consolidate", "src": "a", "out": "b", "dtype": "bf16", "id": 3},
-        {"command": "convert", "src": "a", "out": "b", "to": "torch", "max-shard-size": "5GB"},
-        {"command": "merge", "adapter": "a", "out": "c", "base": "b"},
-        {"command": "push", "path": "a", "repo_id": "o/n", "private": True},
-        {"command": "prune", "run": "r", "keep-last": 2, "dry-run": True},
-        {"command": "consolidate", "src": "s3://b/p", "out": "x", "src-option": ["anon=true"]},
-        {"command": "average", "src": "a", "out": "d", "with": ["b=0.5"], "slice": "1/2"},
-    ]
-    _commands()  # made by typer, which evaluates annotations
-    return [json.dumps(one).encode() for one in lines]
-
-
-def _by_line(mutate: Mutator) -> Callable[[Random, bytes], bytes]:
-    def mutate_lines(rng: Random, data: bytes) -> bytes:
-        if rng.random() < 0.1:
-            return data + b"\n" + data
-        return mutate(rng, data)
-
-    return mutate_lines
-
-
 # --- secrets in what is pushed ---
 
 
@@ -377,5 +329,4 @@ TARGETS = (
     Target("s3-answers", _run_s3, _s3_seeds, _mutate_s3, share=4),
     Target("hub-answers", _run_hub, _hub_seeds, mutate_json, share=4),
     Target("serve-requests", _run_request, _request_seeds, mutate_bytes, share=6),
-    Target("batch-lines", _run_lines, _line_seeds, _by_line(mutate_json), share=2),
 )

@@ -135,7 +135,6 @@ ALLOWED = {
     ("ckptkit/writer/upload/run_store", "RunStore.copy", "filesystem.cp_file"): EXACT,
     ("ckptkit/writer/commit", "_Attempt.copy_from", "source.rglob"): CONSTANT,
     ("ckptkit/writer/commit", "_remove_unread", "step.glob"): CONSTANT,
-    ("cli/ckptkit_cli/batch/command", "BatchRun._run_now", "subprocess.Popen"): PROGRAM,
 }
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
-from typer.testing import CliRunner
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
 from ckptkit.hub.secrets import secrets_in
@@ -33,7 +33,7 @@ from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
 from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing, program_end
 from ckptkit.training.settings import check_options
-from ckptkit_cli._application import make_application
+from ckptkit_cli._program import make_application
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import SECRETS

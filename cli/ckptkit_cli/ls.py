@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import InputError
 from ckptkit.core.text import size_text
-from ckptkit.runs.listing import ResumeAdvice, RunListing, advise_on_resume, list_run
-from ckptkit.runs.run_paths import find_run
-from ckptkit.storage.places import PathLike, place_of
-from ckptkit_cli._command import Option, command
+from ckptkit.storage.locations import place_of
 from ckptkit_cli._options import JSON, OUTPUT, RUN, SRC_OPTION, STATE
 from ckptkit_cli._output import (
     Output,
@@ -24,10 +21,12 @@ from ckptkit_cli._output import (
     table,
     wrapped,
 )
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli._program import Option, command
 
 if TYPE_CHECKING:
+    from ckptkit.runs.listing import ResumeAdvice, RunListing
     from ckptkit.runs.steps import RunStep
+    from ckptkit.storage.places import PathLike
 
 _LISTED_PROBLEMS = 3
 
@@ -43,6 +42,7 @@ _LISTED_PROBLEMS = 3
     STATE,
     SRC_OPTION,
     JSON,
+    order=9,
 )
 def ls(
     output: Output, run: str, *, verify: bool, state: str | None, src_option: Mapping[str, Any]
@@ -56,6 +56,8 @@ def ls(
     it; then the step to resume from, and how. Only headers are read without --verify. Steps of
     other frameworks are listed too.
     """
+    from ckptkit.runs.listing import advise_on_resume, list_run
+
     place = find_the_run(output, place_of(run, src_option))
     listing = list_run(place, state=state)
     found = _verify_steps(output, place, listing) if verify else {}
@@ -76,6 +78,7 @@ def ls(
 def _verify_steps(output: Output, run: PathLike, listing: RunListing) -> dict[str, list[str]]:
     """Returns what is wrong with each complete step, by its name."""
     from ckptkit.conversion.verify import run_verification
+    from ckptkit_cli._progress import Progress
 
     found = {}
     for step in listing.steps:
@@ -111,6 +114,8 @@ def age_text(seconds: float) -> str:
 
 def find_the_run(output: Output, run: PathLike) -> PathLike:
     """Returns the run at or below a directory, and warns if it is below."""
+    from ckptkit.runs.run_paths import find_run
+
     below = find_run(run)
     if os.fspath(below) != os.fspath(run):
         output.warn(f"{os.fspath(run)} has no steps; using the run {os.fspath(below)}")

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import OutputError
 from ckptkit.core.text import size_text
-from ckptkit.options import parse_total
-from ckptkit.runs.save_order import BestMode, Retention
-from ckptkit.storage.places import place_of
-from ckptkit_cli._command import Option, command
+from ckptkit.options import BestMode, parse_total
+from ckptkit.storage.locations import place_of
 from ckptkit_cli._options import BEST_MODE, JSON, KEPT, OUTPUT, RETENTION, RUN, SRC_OPTION, STATE
 from ckptkit_cli._output import Output, counted, escaped, exit_unless, table, wrapped
-from ckptkit_cli.runs.ls import RIGHT, find_the_run, step_facts
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli._program import Option, command
+from ckptkit_cli.ls import RIGHT, find_the_run, step_facts
 
 if TYPE_CHECKING:
     from ckptkit.runs.pruning import Pruned
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     STATE,
     SRC_OPTION,
     JSON,
+    order=10,
 )
 def prune(
     output: Output,
@@ -69,6 +68,8 @@ def prune(
     that are not complete. If the command is killed, each step is either whole or gone.
     """
     from ckptkit.runs.pruning import PruneLimits, prune_run
+    from ckptkit.runs.save_order import Retention
+    from ckptkit_cli._progress import Progress
 
     retention = Retention(keep_last, keep_every, keep_best, best_mode)
     place = find_the_run(output, place_of(run, src_option))

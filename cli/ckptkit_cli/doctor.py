@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import counted
 from ckptkit.options import positive_number
-from ckptkit_cli._command import Argument, Option, command
 from ckptkit_cli._options import JSON, KEPT, LIMITS, OUTPUT, READ, SRC_OPTION
 from ckptkit_cli._output import Output, Style, escaped, exit_unless, wrapped
+from ckptkit_cli._program import Argument, Option, command
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.findings import Diagnosis, Finding, Severity
@@ -51,6 +51,7 @@ def _count(flag: str, help_text: str) -> Option:
     Option("--no-probe", OUTPUT, "Write nothing; locks and speed are not tried then."),
     SRC_OPTION,
     JSON,
+    order=16,
 )
 def doctor(
     output: Output,
@@ -72,7 +73,7 @@ def doctor(
     Writes nothing but a probe: a file without a name of at most 256 MB for about a second, or three
     small objects in a store, which it removes. Exits with 6 if there is an error.
     """
-    from ckptkit.doctor_api import doctor as examine
+    from ckptkit.api import doctor as examine
 
     diagnosis = examine(places, probe=not no_probe, src_options=src_option, **options)
     output.document(diagnosis.to_json())

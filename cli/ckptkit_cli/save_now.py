@@ -6,12 +6,10 @@ import time
 from pathlib import Path
 
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError
-from ckptkit.runs.marks import ask_for_save, committed_steps, run_is_live
-from ckptkit.runs.run_paths import absent_run
-from ckptkit.storage.places import local_path
-from ckptkit_cli._command import Argument, Option, command
+from ckptkit.storage.locations import local_path
 from ckptkit_cli._options import JSON, OUTPUT
 from ckptkit_cli._output import Output, escaped
+from ckptkit_cli._program import Argument, Option, command
 
 _POLL_SECONDS = 0.5
 
@@ -38,6 +36,7 @@ def _parse_wait(text: str) -> float:
         parse=_parse_wait,
     ),
     JSON,
+    order=8,
 )
 def save_now(output: Output, run: str, wait: float | None) -> None:
     """Request a save from a running training.
@@ -60,6 +59,9 @@ def save_now(output: Output, run: str, wait: float | None) -> None:
 
 def _request_save(output: Output, run: str, path: Path) -> dict[int, tuple[Path, int]]:
     """Writes the request, and returns the steps that existed before."""
+    from ckptkit.runs.marks import ask_for_save, committed_steps, run_is_live
+    from ckptkit.runs.run_paths import absent_run
+
     if not path.is_dir():
         raise absent_run(run)
     try:
@@ -82,6 +84,8 @@ def _request_save(output: Output, run: str, path: Path) -> dict[int, tuple[Path,
 
 
 def _wait_for_step(path: Path, before: dict[int, tuple[Path, int]], seconds: float) -> str:
+    from ckptkit.runs.marks import committed_steps
+
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
-from ckptkit.storage.places import place_of
-from ckptkit_cli._command import Argument, command
+from ckptkit.storage.locations import place_of
 from ckptkit_cli._options import JSON, SRC_OPTION
 from ckptkit_cli._output import Output, counted, escaped, table
+from ckptkit_cli._program import Argument, command
 
 if TYPE_CHECKING:
     from ckptkit.runs.usage import RunUsage
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Argument("run", "RUN", "A run, or a folder or URL above several runs."),
     SRC_OPTION,
     JSON,
+    order=11,
 )
 def du(output: Output, run: str, src_option: Mapping[str, Any]) -> None:
     """Show what runs take on a disk or in a store.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
 
 from ckptkit.core.text import Closing
 from ckptkit.engine.outcome import (
@@ -29,19 +28,15 @@ _NAMES: Mapping[type[Event], str] = {
 }
 
 
-class Emit(Protocol):
-    """Writes one line; see `Output.event`."""
-
-    def __call__(self, name: str, /, **facts: Any) -> None: ...
-
-
 class EventLines:
     """Turns events into lines: progress at most once a second, and once more at the end.
 
     Not thread-safe.
     """
 
-    def __init__(self, emit: Emit, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, emit: Callable[..., None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._emit = emit
         self._clock = clock
         self._done_bytes = 0
@@ -86,11 +81,14 @@ class Progress(Closing):
     Attributes:
         notes: The notes of the plan, once there is one.
         kept: Whether an existing output was kept.
+        seconds: How long it took, once it is closed.
     """
 
     def __init__(self, output: Output, label: str) -> None:
         self.notes: tuple[str, ...] = ()
         self.kept = False
+        self.seconds = 0.0
+        self._began = time.perf_counter()
         self._output = output
         self._events = EventLines(output.event)
         self._lock = threading.Lock()
@@ -98,6 +96,7 @@ class Progress(Closing):
 
     def close(self) -> None:
         """Removes what a terminal shows."""
+        self.seconds = time.perf_counter() - self._began
         if self._bar is not None:
             self._bar.close()
 

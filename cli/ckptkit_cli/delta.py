@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
-
-from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
-from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
-from ckptkit.deltas.form import DELTA, ChecksumFormat, Encoding
-from ckptkit.deltas.patching import apply_deltas
-from ckptkit.options import DTypeChoice, choose_dtype, positive_number
+from ckptkit.options import ChecksumFormat, DTypeChoice, Encoding, choose_dtype, positive_number
 from ckptkit.storage.locations import Sources, place_of
 from ckptkit_cli import _options as options
-from ckptkit_cli._command import Argument, Option, PlainCommand, PlainGroup, command
 from ckptkit_cli._options import CONVERSION, WRITTEN
 from ckptkit_cli._output import Output, counted, escaped
-from ckptkit_cli._pages import Consolidated, consolidation_page, manifest_json, proof_lines
-from ckptkit_cli.views.progress import Progress
+from ckptkit_cli._program import Argument, Option, command, make_group
 
+if TYPE_CHECKING:
+    from ckptkit.core.manifest import Manifest
+
+DELTA = make_group(
+    "delta",
+    """Write what changed between two models, and apply it.
+
+        ckptkit delta create runs/rl/checkpoint-100 runs/rl/checkpoint-101 deltas/weight_v000001
+        ckptkit delta apply models/base deltas/weight_v000001 models/new
+
+    `ckptkit inspect` shows what is in a delta, `ckptkit verify` reads all of it.
+    """,
+    order=18,
+)
 _OF_CONVERSION = {option.name: option for option in CONVERSION}
 _BEFORE = Argument(
     "before", "BASE", "The model before: a checkpoint, or a folder that contains one."
@@ -91,6 +96,7 @@ _SIDE = (
         default="xxh3-128",
     ),
     *_SIDE,
+    of=DELTA,
 )
 def create(output: Output, before: str, after: str, out: str, **values: Any) -> None:
     """Write what changed between two models.
@@ -101,17 +107,21 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
     that slime writes and SGLang's /pull_weights receives. OUT appears when it is complete and
     durable, or not at all.
     """
+    from ckptkit.deltas.create import DeltaRequest, create_delta, make_job
+    from ckptkit_cli._pages import manifest_json
+    from ckptkit_cli._progress import Progress
+
     sources, place, values = _places(before, out, values)
     sides = [make_job(side, place, values) for side in (sources.first, sources.place(after))]
-    began = time.perf_counter()
     with Progress(output, "delta create") as progress:
         manifest = create_delta(
             sides[0], sides[1], DeltaRequest.from_options(values), progress.listen
         )
-    seconds = time.perf_counter() - began
     progress.warn(progress.notes)
-    output.document({**manifest_json(out, manifest, seconds), "notes": list(progress.notes)})
-    output.lines(_creation_page(output, manifest, out, seconds))
+    output.document(
+        {**manifest_json(out, manifest, progress.seconds), "notes": list(progress.notes)}
+    )
+    output.lines(_creation_page(output, manifest, out, progress.seconds))
 
 
 @command(
@@ -121,6 +131,7 @@ def create(output: Output, before: str, after: str, out: str, **values: Any) -> 
     options.MAX_SHARD_SIZE,
     options.ALLOW_CODE,
     *_SIDE,
+    of=DELTA,
 )
 def apply(output: Output, before: str, deltas: list[str], out: str, **values: Any) -> None:
     """Write the model that deltas lead to.
@@ -130,12 +141,16 @@ def apply(output: Output, before: str, deltas: list[str], out: str, **values: An
     BASE is read once, however many deltas there are. Every changed tensor is proven by the
     checksum in its delta. OUT appears when it is complete and durable, or not at all.
     """
+    from ckptkit.deltas.create import make_job
+    from ckptkit.deltas.patching import apply_deltas
+    from ckptkit_cli._pages import Consolidated, consolidation_page
+    from ckptkit_cli._progress import Progress
+
     sources, place, values = _places(before, out, values)
     job = make_job(sources.first, place, values)
-    began = time.perf_counter()
     with Progress(output, "delta apply") as progress:
         manifest = apply_deltas(job, sources.further(deltas), progress.listen)
-    done = Consolidated(out, manifest, time.perf_counter() - began, progress.notes)
+    done = Consolidated(out, manifest, progress.seconds, progress.notes)
     progress.warn(done.notes)
     output.document(done.to_json())
     output.lines(consolidation_page(output, done))
@@ -153,7 +168,9 @@ def _places(
 
 
 def _creation_page(output: Output, manifest: Manifest, out: str, seconds: float) -> Iterator[str]:
-    facts = manifest.source[DELTA]
+    from ckptkit_cli._pages import proof_lines
+
+    facts = manifest.source["delta"]
     changed = facts["changed_elements"]
     yield output.styled(escaped(out), "bold")
     yield (
@@ -165,28 +182,3 @@ def _creation_page(output: Output, manifest: Manifest, out: str, seconds: float)
         f" {counted(sum(changed.values()), 'element')}"
     )
     yield from proof_lines(output, manifest)
-
-
-def delta_group() -> typer.Typer:
-    """Returns the commands of `ckptkit delta`."""
-    group = typer.Typer(
-        name="delta",
-        cls=PlainGroup,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help=_describe_group.__doc__,
-    )
-    group.callback()(_describe_group)
-    for function in (create, apply):
-        group.command(cls=PlainCommand)(function)
-    return group
-
-
-def _describe_group() -> None:
-    """Write what changed between two models, and apply it.
-
-        ckptkit delta create runs/rl/checkpoint-100 runs/rl/checkpoint-101 deltas/weight_v000001
-        ckptkit delta apply models/base deltas/weight_v000001 models/new
-
-    `ckptkit inspect` shows what is in a delta, `ckptkit verify` reads all of it.
-    """
