@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 HUB_RETRIES = RetryPolicy(attempts=7, first_wait_seconds=0.5, longest_wait_seconds=30.0, jitter=0.0)
 FIRST_ATTEMPTS = 3
 """While the Hub has never been reached: most likely this machine is offline."""
+MAIN = "main"
 UNAUTHORIZED, NOT_FOUND = 401, 404
 _EXISTS, _CONFLICT = 409, 412
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})

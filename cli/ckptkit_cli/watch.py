@@ -21,10 +21,8 @@ from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.side_folders import SideChoice
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
-from ckptkit.hub.watch.events import MetricsServer, WatchEvent, WatchMetrics
 from ckptkit.hub.watch.versions import VersionSettings
-from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings, run_watch
-from ckptkit.hub.watch.watched_steps import BranchSettings
+from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchEvent, WatchRequest, run_watch
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Resources, positive_number
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
@@ -42,7 +40,6 @@ _TIMING = "When"
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
-_MOST_PORT = 65_535
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
 
 
@@ -221,22 +218,6 @@ _OPTIONS = (
         parse=_parse_variable,
     ),
     Option(
-        "--metrics-port",
-        OUTPUT,
-        "Serve /metrics for Prometheus at this port; 0 takes a free one.",
-        "P",
-        parse=partial(
-            _parse_number, option="--metrics-port", least=0, most=_MOST_PORT, example=9100
-        ),
-    ),
-    Option(
-        "--metrics-host",
-        OUTPUT,
-        "Address to serve metrics at; 0.0.0.0 for all interfaces.",
-        "ADDRESS",
-        default="127.0.0.1",
-    ),
-    Option(
         "--json", OUTPUT, "Print one JSON document per event, on one line.", keyword="json_lines"
     ),
     options.QUIET,
@@ -257,17 +238,15 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     removed afterwards.
     """
     output.quiet = output.quiet or json_lines
-    metrics = WatchMetrics()
-    page = WatchPage(output, metrics, as_json=json_lines)
+    page = WatchPage(output, as_json=json_lines)
     with _report_end(page) as end:
         values = parse_values(_OPTIONS, typed)
         request = _find_run(_make_request(values), page, values)
-        with _serve_metrics(metrics, values, page):
-            pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
-            done = run_watch(request, pauses, page.listen, page.progress)
-        if done.failures:
-            end["failed"] = list(done.failures)
-    for error in done.failures.values():
+        pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
+        failures = run_watch(request, pauses, page.listen, page.progress)
+        if failures:
+            end["failed"] = list(failures)
+    for error in failures.values():
         raise typer.Exit(error.exit_status)
 
 
@@ -288,31 +267,28 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     named = {"--best": values["best"], "--keep-best": values["keep_best"]}
     default_seconds = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
-    settings = WatchSettings(
-        choice=PushChoice(
-            **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
-        ),
-        build=_make_output(values),
-        poll_seconds=default_seconds if values["interval"] is None else values["interval"],
-        at_end=values["at_end"],
-        retries=retries,
-        metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
-        needs_steps=not of_training,
-        repeats_pushes=of_training,
-    )
     return WatchRequest(
         run=run,
         repo_id=values["push"] if versions is None else os.fspath(versions.folder),
         state=state,
-        settings=settings,
-        branch=BranchSettings(
-            private=values["private"], revision=values["revision"], include=include
+        choice=PushChoice(
+            **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
         ),
+        build=_make_output(values),
+        private=values["private"],
+        revision=values["revision"],
+        include=include,
         tag_prefix=values["tag_prefix"],
+        versions=versions,
         retention=Retention(
             **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
         ),
-        versions=versions,
+        poll_seconds=default_seconds if values["interval"] is None else values["interval"],
+        retries=retries,
+        at_end=values["at_end"],
+        metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
+        needs_steps=not of_training,
+        repeats_pushes=of_training,
         waits_for_lock=values["wait_for_lock"],
     )
 
@@ -446,22 +422,6 @@ def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
         raise
     finally:
         page.listen(WatchEvent("stopped", None, facts))
-
-
-@contextmanager
-def _serve_metrics(
-    metrics: WatchMetrics, values: Mapping[str, Any], page: WatchPage
-) -> Iterator[None]:
-    """Serves the metrics, if a port was passed."""
-    if values["metrics_port"] is None:
-        yield
-        return
-    server = MetricsServer(metrics, int(values["metrics_port"]), values["metrics_host"])
-    try:
-        page.listen(WatchEvent("serving", None, {"url": server.url}))
-        yield
-    finally:
-        server.close()
 
 
 _READ_BYTES = 4096

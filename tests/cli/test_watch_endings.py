@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.hub.watch.watch import WatchSettings
+from ckptkit.hub.watch.watch import WatchRequest
 from ckptkit_cli.main import main
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
@@ -71,10 +71,10 @@ def test_a_step_that_goes_on_changing_is_no_success(
 ) -> None:
     from ckptkit_cli import watch as _watching
 
-    def hurried(**given: Any) -> WatchSettings:
-        return WatchSettings(**given, settle_seconds=0.5)
+    def hurried(**given: Any) -> WatchRequest:
+        return WatchRequest(**given, settle_seconds=0.5)
 
-    monkeypatch.setattr(_watching, "WatchSettings", hurried)
+    monkeypatch.setattr(_watching, "WatchRequest", hurried)
     step, ended = save_stock_step(tmp_path, 2), threading.Event()
 
     def write() -> None:

@@ -15,9 +15,7 @@ from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.hub.watch.build import BuildSettings
-from ckptkit.hub.watch.events import WatchEvent
-from ckptkit.hub.watch.watch import WatchRequest, WatchSettings, run_watch
-from ckptkit.hub.watch.watched_steps import BranchSettings
+from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS
@@ -103,13 +101,13 @@ def watch(hub: HubServer, run: Path) -> Callable[..., tuple[list[WatchEvent], di
         request = WatchRequest(
             run=run,
             repo_id=REPO,
-            settings=WatchSettings(build=BuildSettings(state_folder=whole)),
-            branch=BranchSettings(include=include),
+            build=BuildSettings(state_folder=whole),
+            include=include,
             token=TOKEN,
             endpoint=hub.url,
         )
-        done = run_watch(request, AtOnce(), events.append, lambda _: None)
-        return events, done.failures
+        failures = run_watch(request, AtOnce(), events.append, lambda _: None)
+        return events, dict(failures)
 
     return watched
 

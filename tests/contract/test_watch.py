@@ -17,9 +17,7 @@ from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, Ref
 from ckptkit.hub import client as retrying
 from ckptkit.hub import pull
 from ckptkit.hub.watch.build import BuildSettings, PushChoice
-from ckptkit.hub.watch.events import WatchEvent
-from ckptkit.hub.watch.watch import WatchRequest, WatchSettings, run_watch
-from ckptkit.hub.watch.watched_steps import BranchSettings
+from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
 from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
@@ -100,21 +98,11 @@ class Watched:
 
 @pytest.fixture
 def watch(hub: HubServer, run: Path) -> Callable[..., Watched]:
-    def watched(
-        *moments: Callable[[], object],
-        place: PathLike = run,
-        choice: PushChoice | None = None,
-        build: BuildSettings | None = None,
-        **options: Any,
-    ) -> Watched:
+    def watched(*moments: Callable[[], object], place: PathLike = run, **options: Any) -> Watched:
         found = Watched()
-        settings = WatchSettings(
-            choice=choice or PushChoice(), build=build or BuildSettings(), retries=SOON
-        )
-        known = {"token": TOKEN, "endpoint": hub.url} | options
-        request = WatchRequest(run=place, repo_id=REPO, settings=settings, **known)
-        done = run_watch(request, Pauses(*moments), found.events.append, lambda _: None)
-        found.failures = done.failures
+        known: dict[str, Any] = {"token": TOKEN, "endpoint": hub.url, "retries": SOON} | options
+        request = WatchRequest(run=place, repo_id=REPO, **known)
+        found.failures = run_watch(request, Pauses(*moments), found.events.append, lambda _: None)
         return found
 
     return watched
@@ -195,17 +183,16 @@ def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, ru
             shutil.rmtree(run / "checkpoint-1")
 
     found = Watched()
-    settings = WatchSettings(retries=SOON)
-    request = WatchRequest(run, REPO, settings=settings, token=TOKEN, endpoint=hub.url)
+    request = WatchRequest(run, REPO, retries=SOON, token=TOKEN, endpoint=hub.url)
 
     def listen(event: WatchEvent) -> None:
         found.events.append(event)
         vanish(event)
 
-    done = run_watch(request, Pauses(lambda: add(run, 2)), listen, lambda _: None)
+    failures = run_watch(request, Pauses(lambda: add(run, 2)), listen, lambda _: None)
     assert found.of("passed") == [1]
     assert found.of("pushed") == [2]
-    assert not done.failures
+    assert not failures
 
 
 def test_a_step_that_is_saved_again_gets_a_commit_of_its_own_and_takes_the_tag(
@@ -236,7 +223,7 @@ def test_a_tag_is_left_alone_too_where_the_branch_is_new(
     tags = {"step-1": hub.repo(REPO).commits[0].oid}
     hub.repo(REPO).tags.update(tags)
     add(run, 1)
-    found = watch(branch=BranchSettings(revision="dev"))
+    found = watch(revision="dev")
     assert isinstance(found.failures[1], RefusedError)
     assert hub.repo(REPO).tags == tags
 
@@ -345,7 +332,7 @@ def test_a_whole_step_beside_the_model_can_be_resumed_from_and_the_next_replaces
     add(run, 1)
     (run / "checkpoint-1/notes.txt").write_text("of the first")
     build = BuildSettings(state_folder="last-checkpoint")
-    watch(lambda: add(run, 2), build=build, branch=BranchSettings(private=False))
+    watch(lambda: add(run, 2), build=build, private=False)
     files = hub.repo(REPO).files()
     assert "last-checkpoint/notes.txt" not in files
     step = run / "checkpoint-2"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from ckptkit.deltas.form import DELTA, name_version, version_of_folder
 from ckptkit.deltas.pairs import PublishedBase
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.watch.build import BuildSettings, write_model
-from ckptkit.hub.watch.watched_steps import OF_NO_STEP, TAG_PREFIX, StepCommit, WatchedRun
+from ckptkit.hub.watch.watched_steps import OF_NO_STEP, StepCommit, WatchedRun
 from ckptkit.runs.push_journal import StepPush
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.local.disk import LOCAL_DISK
@@ -104,13 +103,9 @@ class PublishedVersion:
 
 
 class PublishedVersions:
-    """Publishes steps as versions; the newest one's step is protected from pruning.
+    """Publishes steps as versions; the newest one's step is protected from pruning."""
 
-    Attributes:
-        tag_prefix: What comes before a step's number in its tag, which becomes a version's name.
-    """
-
-    tag_prefix = TAG_PREFIX
+    takes_folders = False  # a version is built where it is published
 
     def __init__(
         self,
@@ -118,25 +113,13 @@ class PublishedVersions:
         run: WatchedRun,
         identity: str,
         build: BuildSettings,
-        warn: Callable[[int, str], None],
         listener: Listener,
     ) -> None:
-        """Looks at nothing yet.
-
-        Args:
-            settings: Where versions are published.
-            run: The run.
-            identity: Of the run.
-            build: How models are built.
-            warn: Takes a warning about a step.
-            listener: Receives progress events.
-        """
         self._settings = settings
         self._place = place_of(settings.folder)
         self._run = run
         self._identity = identity
         self._build = build
-        self._warn = warn
         self._listener = listener
         self._versions: list[PublishedVersion] | None = None
         self._mark: AbstractContextManager[object] | None = None
@@ -156,23 +139,16 @@ class PublishedVersions:
         """Returns the name of the version."""
         return commit.commit
 
-    def publish(
-        self,
-        step: RunStep,
-        _push: StepPush,
-        _whole: str,
-        _build: Callable[[], Path],
-        begin: Callable[[], None],
-    ) -> StepCommit:
+    def publish(self, step: RunStep, _push: StepPush, _folder: Path) -> StepCommit:
         """Writes the next version; it is visible when it is complete."""
         versions = self._list()
-        begin()
         number = versions[-1].version + 1 if versions else 1
         self._versions = None  # unknown until this has succeeded
-        manifest = self._write(step, number, versions)
+        manifest, warnings = self._write(step, number, versions)
         self._versions = [*versions, _describe(number, manifest)]
         self._hold(step)
-        return StepCommit(name_version(number), self._location(number), manifest.size_bytes)
+        size, where = manifest.size_bytes, self._location(number)
+        return StepCommit(name_version(number), where, size, warnings=warnings)
 
     def close(self) -> None:
         """Releases the newest version's step."""
@@ -181,13 +157,16 @@ class PublishedVersions:
             with suppress(CkptkitError):  # a mark in a store that cannot be reached expires
                 mark.__exit__(None, None, None)
 
-    def _write(self, step: RunStep, number: int, versions: list[PublishedVersion]) -> Manifest:
+    def _write(
+        self, step: RunStep, number: int, versions: list[PublishedVersion]
+    ) -> tuple[Manifest, tuple[str, ...]]:
         overwrite = self._is_unfinished(number)
         job = self._job(step, number, overwrite=overwrite)
         facts: dict[str, Any] = {
             _PUBLISHED: {"run": self._identity, "step": step.step, "digest": step.digest},
         }
         base = self._find_base(versions)
+        warnings: tuple[str, ...] = ()
         if base is not None:
             request = DeltaRequest(version=number)
             try:
@@ -198,15 +177,15 @@ class PublishedVersions:
                     self._listener,
                     facts,
                     published=self._read_newest(number - 1),
-                )
+                ), ()
             except OF_NO_STEP:
                 raise
             except (InputError, RefusedError) as error:
                 # Of the step before, too: it may be damaged, or gone by now.
                 text = f"published as a whole model, since no delta is possible: {error}"
-                self._warn(step.step, text)
+                warnings = (text,)
         facts[DELTA] = {"version": number}
-        return write_model(job, self._build, self._listener, facts)
+        return write_model(job, self._build, self._listener, facts), warnings
 
     def _is_unfinished(self, number: int) -> bool:
         """Returns whether a watch was killed while a store made the files of a version visible."""

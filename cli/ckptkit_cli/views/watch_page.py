@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.outcome import Event
 from ckptkit.engine.progress import ProgressBar, Stage, is_terminal
-from ckptkit.hub.watch.events import EventName, WatchEvent, WatchMetrics
+from ckptkit.hub.watch.watch import EventName, WatchEvent
 from ckptkit_cli._output import Output, escaped, first_of, stamped
 
 _LISTED_STEPS = 20
@@ -31,18 +31,22 @@ class WatchPage:
     an event too.
     """
 
-    def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
+    def __init__(self, output: Output, *, as_json: bool) -> None:
         self._output = output
-        self._metrics = metrics
         self._as_json = as_json
         self._shows = output.reports_progress or as_json
         self._lock = threading.RLock()
         self._bar: ProgressBar | None = None
+        self._phase = "idle"
+        self._step: int | None = None  # the one in progress
+        self._waiting = 0  # steps that wait for their push, with the one in progress
+        self._pushed = self._failed = 0
+        self._last_step: int | None = None  # that was pushed
 
     def listen(self, event: WatchEvent) -> None:
         """Counts and writes an event, and shows what follows it."""
-        self._metrics.listen(event)
         with self._lock:
+            self._count(event)
             bar, self._bar = self._bar, None
             if bar is not None:
                 bar.close()
@@ -55,6 +59,19 @@ class WatchPage:
         bar = self._bar
         if bar is not None:
             bar.listen(event)
+
+    def _count(self, event: WatchEvent) -> None:
+        self._waiting = event.facts.get("waiting", self._waiting)
+        if event.name in {"building", "pushing"}:
+            self._phase, self._step = event.name, event.step
+        elif event.name == "retrying":
+            self._phase = event.name
+        elif event.name in {"pushed", "failed", "passed", "stopped"}:
+            self._phase, self._step = "idle", None
+            self._waiting = max(self._waiting - (event.name != "stopped"), 0)
+        if event.name == "pushed":
+            self._pushed, self._last_step = self._pushed + 1, event.step
+        self._failed += event.name == "failed"
 
     def _write(self, event: WatchEvent) -> None:
         if self._as_json:
@@ -74,24 +91,19 @@ class WatchPage:
         self._write(WatchEvent("progress", step, {"message": line}))
 
     def _open_bar(self) -> ProgressBar | None:
-        totals = self._metrics.totals
-        text = _DOING.get(totals.phase, totals.phase)
-        waiting = max(totals.waiting - (totals.step is not None), 0)
+        text = _DOING[self._phase]
+        waiting = max(self._waiting - (self._step is not None), 0)
         waits = f"{counted(waiting, 'step')} waiting" if waiting else ""
-        if totals.step is not None:
-            text += f" step {totals.step}" + (f", {waits}" if waits else "")
+        if self._step is not None:
+            text += f" step {self._step}" + (f", {waits}" if waits else "")
         elif self._as_json or not is_terminal():  # a log says nothing about a watch that only looks
             return None
         else:
-            failed = sum(totals.failures.values())
-            last = "" if totals.last_step is None else f", the last was step {totals.last_step}"
-            parts = [
-                text,
-                f"{totals.pushed:,} pushed{last}",
-                f"{failed:,} failed" if failed else "",
-            ]
-            text = "; ".join(filter(None, [*parts, waits]))
-        tell = partial(self._record_progress, totals.step) if self._as_json else None
+            last = "" if self._last_step is None else f", the last was step {self._last_step}"
+            failed = f"{self._failed:,} failed" if self._failed else ""
+            parts = [text, f"{self._pushed:,} pushed{last}", failed, waits]
+            text = "; ".join(filter(None, parts))
+        tell = partial(self._record_progress, self._step) if self._as_json else None
         bar = ProgressBar(text, tell)
         bar.begin(Stage(text, None))
         return bar
@@ -124,7 +136,6 @@ def _error(facts: Mapping[str, Any]) -> str:
 
 
 _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
-    "serving": lambda facts: f"serving metrics at {facts['url']}",
     "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
     "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
     "seen": lambda _: "waits to be pushed",
