@@ -9,6 +9,8 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import quote
 
@@ -136,6 +138,7 @@ def _asked_pause(error: BaseException) -> float | None:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN = 300  # characters of what the Hub says
+_NO_XET = "HF_HUB_DISABLE_XET"
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that has access"
 
 
@@ -216,26 +219,20 @@ class Hub:
 
     def read(self, path: str, revision: str) -> bytes:
         """Returns the content of a small file."""
-        from huggingface_hub.utils import get_session, hf_raise_for_status
-
-        url = f"{self.url}/resolve/{quote(revision, safe='')}/{quote(path)}"
-
-        def get() -> bytes:
-            response = get_session().get(url, headers=self.headers())
-            hf_raise_for_status(response)
-            return bytes(response.content)
-
-        return self.call(get)
+        with TemporaryDirectory(prefix="ckptkit-") as folder:
+            download = self.api.hf_hub_download
+            self.call(download, self.repo_id, path, revision=revision, local_dir=folder)
+            return Path(folder, path).read_bytes()
 
     def check_card(self, text: str) -> None:
-        """Lets the Hub validate a card's metadata before the upload."""
+        """Lets the Hub validate a card's metadata, which the client does after an upload only."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         def post() -> list[str]:
             response = get_session().post(
                 f"{self.api.endpoint}/api/validate-yaml",
                 json={"content": text, "repoType": "model"},
-                headers=self.headers(),
+                headers=self._headers(),
             )
             if response.status_code != _BAD_REQUEST:
                 hf_raise_for_status(response)
@@ -251,8 +248,27 @@ class Hub:
                 hint="correct the lines between the two '---' at its top",
             )
 
-    def headers(self) -> dict[str, str]:
-        """Returns the headers of every request, including the token."""
+    def forgo_absent_xet(self, revision: str, *, create_pr: bool) -> None:
+        """Lets the client upload without Xet, which it takes for granted, where a mirror has none.
+
+        It does so until `quiet_client` ends.
+        """
+        from huggingface_hub import constants
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        target = "None?create_pr=1" if create_pr else quote(revision, safe="")
+        url = f"{self.api.endpoint}/api/models/{self.repo_id}/xet-write-token/{target}"
+
+        def ask() -> bool:
+            response = get_session().get(url, headers=self._headers())
+            if response.status_code != NOT_FOUND:
+                hf_raise_for_status(response)
+            return bool(response.status_code == NOT_FOUND)
+
+        if not getattr(constants, _NO_XET, True) and self.call(ask):
+            setattr(constants, _NO_XET, True)
+
+    def _headers(self) -> dict[str, str]:
         from huggingface_hub.utils import build_hf_headers
 
         headers: dict[str, str] = build_hf_headers(
@@ -276,6 +292,13 @@ class Hub:
             if is_out_of_space(error):
                 return NoSpaceError(reason, where=self.repo_id, hint="make room, then run it again")
             return OutputError(f"cannot be written: {reason}", where=self.repo_id)
+        if isinstance(error, OSError | RuntimeError) and type(error).__module__ == "builtins":
+            # Of hf_xet, whose texts may hold signed URLs.
+            return HubError(
+                f"the store of large files failed ({type(error).__name__})",
+                where=self.repo_id,
+                hint="run it again; uploaded files are not sent again",
+            )
         if status in TRANSIENT_STATUSES:
             asked = _asked_pause(error) or 0.0
             detail = f", {HUB_RETRIES.attempts} times"
@@ -350,17 +373,14 @@ def list_files(hub: Hub, revision: str) -> list[Any]:
     )
     files: list[Any] = [entry for entry in entries if hasattr(entry, "blob_id")]
     for file in files:
-        if not (_is_text(file.path) and is_size(file.size) and _is_text(file.blob_id)):
+        is_size = type(file.size) is int and file.size >= 0
+        if not (_is_text(file.path) and is_size and _is_text(file.blob_id)):
             raise HubError(
                 f"the Hub lists a file without a name, a size or a hash: {file.path!r:.200}",
                 where=hub.repo_id,
                 hint="see whether HF_ENDPOINT is the address of a Hub",
             )
     return files
-
-
-def is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_text(value: object) -> bool:
@@ -408,29 +428,9 @@ def tag_commit(hub: Hub, tag: str, commit: str) -> None:
             ) from error
 
 
-_NO_XET = "HF_HUB_DISABLE_XET"
-
-
-def uses_xet() -> bool:
-    """Returns whether the client may send large files to a Xet store."""
-    from huggingface_hub import constants
-
-    return not getattr(constants, _NO_XET, False)
-
-
-def forgo_xet() -> None:
-    """Makes the client upload large files without Xet until `quiet_client` ends."""
-    from huggingface_hub import constants
-
-    setattr(constants, _NO_XET, True)
-
-
 @contextmanager
 def quiet_client() -> Iterator[None]:
-    """Hides the client's progress bars, and its warnings, which hold signed URLs.
-
-    Afterwards the client has the same settings as before.
-    """
+    """Hides the client's progress bars, and its warnings, which hold signed URLs."""
     from huggingface_hub import constants
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -440,7 +440,7 @@ def quiet_client() -> Iterator[None]:
 
     client = logging.getLogger("huggingface_hub")
     level, hidden = client.level, are_progress_bars_disabled()
-    plain = getattr(constants, _NO_XET, False)
+    plain = getattr(constants, _NO_XET, None)
     client.setLevel(logging.ERROR)
     if not hidden:
         disable_progress_bars()
@@ -448,6 +448,7 @@ def quiet_client() -> Iterator[None]:
         yield
     finally:
         client.setLevel(level)
-        setattr(constants, _NO_XET, plain)
+        if plain is not None:  # old clients know no Xet
+            setattr(constants, _NO_XET, plain)
         if not hidden:
             enable_progress_bars()

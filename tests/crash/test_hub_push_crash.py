@@ -24,7 +24,7 @@ def hub() -> Iterator[HubServer]:
 @pytest.mark.parametrize(
     "request_",
     [
-        "POST .*/preupload/",  # large files are in the store, and no commit names them
+        "POST .*/commit/",  # large files are in the store, and no commit names them
         "POST .*/tag/",  # the commit is made, and no tag names it
     ],
 )
