@@ -30,15 +30,16 @@ from ckptkit.hub.client import (
     tag_commit,
     tree_of,
 )
-from ckptkit.hub.contents import is_ours
-from ckptkit.hub.folder_files import (
-    CARD,
+from ckptkit.hub.contents import CARD, is_ours
+from ckptkit.hub.large_files import git_hash, hash_files
+from ckptkit.hub.package import (
+    Package,
+    PushOptions,
     Skipped,
     find_stale_files,
     local_folder,
+    prepare_package,
 )
-from ckptkit.hub.large_files import git_hash, hash_files
-from ckptkit.hub.package import Package, PushOptions, prepare_package
 from ckptkit.hub.secrets import find_secrets, refuse_secrets
 from ckptkit.options import check_choice
 from ckptkit.runs.run_paths import hold_source

@@ -463,7 +463,7 @@ def test_a_file_over_the_servers_limit_is_told_with_what_to_do(
     error = refused(pushes, consolidated(tmp_path, seed=9), HubError)
     assert "larger than the Hub takes" in str(error)
     assert "--max-shard-size" in error.hint
-    monkeypatch.setattr("ckptkit.hub.folder_files.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("ckptkit.hub.package.MAX_FILE_BYTES", 1000)
     assert "at most 1,000" in str(refused(pushes, consolidated(tmp_path, seed=9), RefusedError))
 
 

@@ -31,7 +31,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Listener
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub.client import MAIN, NOT_FOUND, Hub, status_of, tag_commit
-from ckptkit.hub.folder_files import NEVER
+from ckptkit.hub.package import NEVER
 from ckptkit.hub.publish import push as push_folder
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings

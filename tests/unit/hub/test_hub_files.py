@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from ckptkit.consumers.table import TRANSFORMERS
 from ckptkit.core.errors import AccessError, RefusedError
 from ckptkit.hub.client import is_repo_id
 from ckptkit.hub.contents import (
-    LoadedFile,
     ModelFacts,
     base_model_of,
     check_contents,
@@ -23,8 +21,7 @@ from ckptkit.hub.contents import (
     scrub_card,
     write_card,
 )
-from ckptkit.hub.folder_files import choose_files, find_stale_files
-from ckptkit.hub.package import PushOptions, prepare_package
+from ckptkit.hub.package import PushOptions, choose_files, find_stale_files, prepare_package
 from ckptkit.hub.secrets import find_secrets, redact_secrets
 from ckptkit.storage.local.source import LocalSource
 from tests.other_user import as_nobody, needs_root, open_folder
@@ -228,9 +225,7 @@ def test_a_card_loses_its_local_base_and_nothing_else() -> None:
 
 def test_a_file_without_paths_is_published_byte_by_byte() -> None:
     data = b'{"model_type":"llama",  "x": 1}\n'
-    assert clean_contents(
-        {"config.json": LoadedFile("config.json", data, json.loads(data))}, None, []
-    ) == {"config.json": data}
+    assert clean_contents({"config.json": data}, [], None) == {"config.json": data}
 
 
 def test_a_card_tells_what_is_known() -> None:

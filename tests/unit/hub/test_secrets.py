@@ -14,8 +14,8 @@ import pytest
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.hub.folder_files import choose_step_files
 from ckptkit.hub.large_files import CheckedReader, LargeFile
+from ckptkit.hub.package import choose_step_files
 from ckptkit.hub.secrets import SecretSearch, secrets_in
 from ckptkit.storage.local.source import LocalSource
 from tests.planted_secrets import FILES, SECRETS
