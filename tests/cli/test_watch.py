@@ -19,17 +19,11 @@ from safetensors.torch import load_file
 
 from ckptkit.hub import pull
 from ckptkit_cli.main import main
-from tests.hub_models import running_hub
+from tests.hub_models import add_step
 from tests.hub_server import TOKEN, HubServer
 
 STEP = Path(__file__).parents[2] / "fixtures/peft_trl_fsdp2_ckptkit/checkpoint/checkpoint-2"
 REPO = "org/run"
-
-
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with running_hub(xet=False) as server:
-        yield server
 
 
 @pytest.fixture
@@ -38,13 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def add(run: Path, step: int) -> None:
-    shutil.copytree(STEP, run / f".draft-{step}")
-    path = run / f".draft-{step}/ckptkit.json"
-    manifest = json.loads(path.read_text())
-    manifest["source"] |= {"step": step, "save_number": step}
-    manifest.pop("checksum", None)
-    path.write_text(json.dumps(manifest))
-    (run / f".draft-{step}").rename(run / f"checkpoint-{step}")
+    add_step(run, step, STEP)
 
 
 @contextmanager
@@ -104,7 +92,6 @@ def test_events_tell_what_happens_and_a_signal_ends_it(hub: HubServer, run: Path
 def test_at_the_end_of_standard_input_it_pushes_what_is_there_and_ends(
     hub: HubServer, run: Path
 ) -> None:
-    hub.clear()
     run.mkdir()
     with started(hub, run, "--until-eof", "--interval", "3600", "--at-end", "--last-only") as one:
         assert one.stdin is not None
@@ -119,19 +106,9 @@ def test_at_the_end_of_standard_input_it_pushes_what_is_there_and_ends(
     assert list(hub.repo(REPO).tags) == ["step-2"]
 
 
-@pytest.fixture
-def known_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    from huggingface_hub import constants
-
-    hub.clear()
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    return hub
-
-
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_once_exits_as_the_steps_went(
-    known_hub: HubServer, run: Path, capfd: pytest.CaptureFixture[str]
+    own_hub: HubServer, run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = ["watch", str(run), "--push", REPO, "--once"]
     assert main(command) == 3  # there is no run
@@ -146,7 +123,7 @@ def test_once_exits_as_the_steps_went(
     assert main([*command, "--json"]) == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert [line["event"] for line in lines][-2:] == ["pushed", "stopped"]
-    known_hub.users.clear()
+    own_hub.users.clear()
     add(run, 2)
     assert main([*command, "--json"]) == 7
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
@@ -154,7 +131,7 @@ def test_once_exits_as_the_steps_went(
     assert main(command) == 7
     printed = capfd.readouterr()
     assert (printed.out + printed.err).count("token is wrong or expired") == 1
-    known_hub.users[TOKEN] = ("me", ("org",))
+    own_hub.users[TOKEN] = ("me", ("org",))
 
 
 @pytest.mark.parametrize(

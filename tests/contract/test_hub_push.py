@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,30 +24,18 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.hub import Pushed, pull, push
-from tests.hub_models import consolidated, running_hub, write_model
+from tests.hub_models import consolidated, write_model
 from tests.hub_server import TOKEN, HubServer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"  # what the client's own client says of its PUTs
 )
 SOON = {"Retry-After": "0"}
+XET = True
 Push = Callable[..., Pushed]
 
 
-@pytest.fixture(scope="module", params=[True], ids=["xet"])
-def server(request: pytest.FixtureRequest) -> Iterator[HubServer]:
-    """A Hub that takes large files the one way or the other; most tests do not care which."""
-    with running_hub(xet=request.param) as hub:
-        yield hub
-
-
-both_ways = pytest.mark.parametrize("server", [True, False], ids=["xet", "lfs"], indirect=True)
-
-
-@pytest.fixture
-def hub(server: HubServer) -> HubServer:
-    server.clear()
-    return server
+both_ways = pytest.mark.parametrize("hub_server", [True, False], ids=["xet", "lfs"], indirect=True)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ckptkit.hub import push
 from ckptkit.hub.secrets import secrets_in
 from ckptkit.hub.watch.build import BuildSettings
 from ckptkit.hub.watch.watch import WatchEvent, WatchRequest, run_watch
-from tests.hub_models import running_hub, write_model
+from tests.hub_models import write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS
 from tests.sampled import sampled
@@ -32,18 +32,6 @@ HARMLESS = {
     "events.out.tfevents.7": b"\x00\x01" * 99,
     "many/levels/down/data": b"x",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(server: HubServer) -> HubServer:
-    server.clear()
-    return server
 
 
 def plant(folder: Path) -> dict[str, bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ckptkit.runs.push_journal import WATCH_FOLDER, read_journals
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
 from ckptkit.storage.remote.errors import RetryPolicy
-from tests.hub_models import running_hub
+from tests.hub_models import add_step
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore
 
@@ -37,18 +37,6 @@ REPO = "org/run"
 SOON = RetryPolicy(attempts=2, first_wait_seconds=0.01, longest_wait_seconds=0.01)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with running_hub(xet=False) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(server: HubServer) -> HubServer:
-    server.clear()
-    return server
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "-run[1]*?#%20 {b}\n'\"e\u0301\U0001f680"  # no name is a pattern
@@ -57,17 +45,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def add(run: Path, step: int, source: Path = ADAPTER, **facts: object) -> Path:
-    """Puts a whole step into a run at once, in the place of an earlier save of it."""
-    draft, final = run / f".draft-{step}", run / f"checkpoint-{step}"
-    shutil.copytree(source, draft)
-    path = draft / "ckptkit.json"
-    manifest = json.loads(path.read_text())
-    manifest["source"] |= {"step": step, "save_number": step} | facts
-    manifest.pop("checksum", None)
-    path.write_text(json.dumps(manifest))
-    if final.exists():
-        shutil.rmtree(final)
-    return draft.rename(final)
+    return add_step(run, step, source, **facts)
 
 
 class Pauses:
