@@ -36,7 +36,7 @@ FIRST_ATTEMPTS = 3
 """While the Hub has never been reached: most likely this machine is offline."""
 MAIN = "main"
 UNAUTHORIZED, NOT_FOUND = 401, 404
-_EXISTS, _CONFLICT = 409, 412
+_BAD_REQUEST, _FORBIDDEN, _EXISTS, _CONFLICT, _TOO_LARGE = 400, 403, 409, 412, 413
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
 _LONGEST_ASKED = 900.0  # no retry if the Hub asks for more
 _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
@@ -45,6 +45,37 @@ _REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
 _NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^@$|^[/.-]|/\.|[/.]$|\.lock(/|$)")
 _TOKEN = re.compile(r"[!-~]+")  # what a header can have
 ODD_TOKEN = "the token has characters that no token has"  # noqa: S105  a message
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that has access"
+_NO_TOKEN = "the Hub answered 401, and no token is set"  # noqa: S105  a message
+_LFS_ERRORS = "LFS batch API returned errors"  # what the client says of files that are refused
+# By the status, or by the name of the client's error, the most specific one first.
+_REFUSALS: Mapping[int | str, tuple[str, str]] = {
+    "GatedRepoError": (
+        "the owners of the repository have not granted access to this token",
+        "request access on its page, or pass another token",
+    ),
+    UNAUTHORIZED: ("the token is wrong or expired", _LOGIN),
+    _FORBIDDEN: (
+        "the token does not have the permission for this repository",
+        "use a repository of your own or of your organisation, or a token with write access",
+    ),
+    "RevisionNotFoundError": (
+        "the repository has no such revision",
+        "see its branches and tags on its page",
+    ),
+    NOT_FOUND: (
+        "the repository does not exist, or it is private and the token has no access to it",
+        f"check the spelling; {_LOGIN}",
+    ),
+    _TOO_LARGE: (
+        "a file, or all of them together, is larger than the Hub takes",
+        "write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
+    ),
+}
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SHOWN = 300  # characters of what the Hub says
+_NO_XET = "HF_HUB_DISABLE_XET"
 logger = logging.getLogger("ckptkit.hub")
 
 
@@ -133,13 +164,6 @@ def _asked_pause(error: BaseException) -> float | None:
         return float(after)
     reset = _RESET.search(headers.get("RateLimit", ""))
     return float(reset[1]) if reset else None
-
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_SHOWN = 300  # characters of what the Hub says
-_NO_XET = "HF_HUB_DISABLE_XET"
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that has access"
 
 
 class Hub:
@@ -326,35 +350,6 @@ class Hub:
                 return HubError(text, where=self.repo_id, hint=hint)
         answered = "refused" if status is None else f"answered {status}"
         return HubError(f"the Hub {answered}{said}", where=self.repo_id)
-
-
-_BAD_REQUEST, _FORBIDDEN, _TOO_LARGE = 400, 403, 413
-_NO_TOKEN = "the Hub answered 401, and no token is set"  # noqa: S105  a message
-_LFS_ERRORS = "LFS batch API returned errors"  # what the client says of files that are refused
-# By the status, or by the name of the client's error, the most specific one first.
-_REFUSALS: Mapping[int | str, tuple[str, str]] = {
-    "GatedRepoError": (
-        "the owners of the repository have not granted access to this token",
-        "request access on its page, or pass another token",
-    ),
-    UNAUTHORIZED: ("the token is wrong or expired", _LOGIN),
-    _FORBIDDEN: (
-        "the token does not have the permission for this repository",
-        "use a repository of your own or of your organisation, or a token with write access",
-    ),
-    "RevisionNotFoundError": (
-        "the repository has no such revision",
-        "see its branches and tags on its page",
-    ),
-    NOT_FOUND: (
-        "the repository does not exist, or it is private and the token has no access to it",
-        f"check the spelling; {_LOGIN}",
-    ),
-    _TOO_LARGE: (
-        "a file, or all of them together, is larger than the Hub takes",
-        "write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
-    ),
-}
 
 
 def _offline(repo_id: str) -> HubError:
