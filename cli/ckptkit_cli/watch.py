@@ -21,7 +21,6 @@ from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.side_folders import SideChoice
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
-from ckptkit.hub.watch.versions import VersionSettings
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchEvent, WatchRequest, run_watch
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Resources, positive_number
@@ -43,17 +42,17 @@ _ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
 
 
-def _parse_number(text: str, option: str, least: float, most: float, example: int) -> float:
+def _parse_seconds(text: str) -> float:
     try:
-        number = float(text)
+        seconds = float(text)
     except ValueError:
-        number = math.nan
-    if least <= number <= most:
-        return number
+        seconds = math.nan
+    if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+        return seconds
     raise UsageError(
-        f"{text!r} is not a number from {least:g} to {most:,.0f}",
-        where=option,
-        hint=f"pass {option} {example}",
+        f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
+        where="--interval",
+        hint="pass --interval 10",
     )
 
 
@@ -187,13 +186,7 @@ _OPTIONS = (
         _TIMING,
         "Time between two looks at RUN.  [default: 5, for a URL 30]",
         "SECONDS",
-        parse=partial(
-            _parse_number,
-            option="--interval",
-            least=_LEAST_SECONDS,
-            most=_MOST_SECONDS,
-            example=10,
-        ),
+        parse=_parse_seconds,
     ),
     *options.RETENTION,
     replace(
@@ -260,7 +253,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
             where="--include",
             hint="pass --whole-step last-checkpoint as well",
         )
-    versions = _make_versions(values)
+    versions = _place_of_versions(values)
     # Training, which starts a watch too, checks metrics and names itself, and may end before its
     # first step.
     of_training = _is_of_training(values)
@@ -269,7 +262,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
     return WatchRequest(
         run=run,
-        repo_id=values["push"] if versions is None else os.fspath(versions.folder),
+        repo_id=values["push"] if versions is None else os.fspath(versions),
         state=state,
         choice=PushChoice(
             **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
@@ -280,6 +273,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         include=include,
         tag_prefix=values["tag_prefix"],
         versions=versions,
+        whole_every=values["delta"] or 1,
         retention=Retention(
             **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
         ),
@@ -300,7 +294,7 @@ def _is_of_training(values: Mapping[str, Any]) -> bool:
 _OF_THE_HUB = ("private", "revision", "whole_step", "adapter", "adapter_config")
 
 
-def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
+def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     """Returns where versions are published; None if steps are pushed to the Hub."""
     if (values["push"] is None) == (values["into"] is None):
         raise UsageError(
@@ -329,9 +323,7 @@ def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
             hint="leave it out",
         )
     folder = place_of(values["into"], values["dst_option"])
-    if not is_url(folder):
-        folder = folder.beside(str(local_path(folder).absolute()))
-    return VersionSettings(folder, values["delta"] or 1)
+    return folder if is_url(folder) else folder.beside(str(local_path(folder).absolute()))
 
 
 _OF_REQUEST = (

@@ -11,7 +11,6 @@ local_checkpoint.py of SGLang (`pull`).
 from __future__ import annotations
 
 import itertools
-import os
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     OutputError,
     RefusedError,
-    UsageError,
 )
 from ckptkit.core.manifest import Manifest
 from ckptkit.deltas.create import DeltaRequest, create_delta
@@ -41,42 +39,10 @@ from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.workdir import sweep_work_folders
 from ckptkit.storage.locations import WORK_INFIX, is_work_folder
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, is_url, local_path, open_source, place_of
 
 _PUBLISHED = "published"
 """In the source of a version's manifest: the run and the step that it was made from."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSettings:
-    """Where versions are published, and which of them are whole models.
-
-    Attributes:
-        folder: The folder of the versions: a path, or a URL.
-        every: One of so many versions is a whole model, the first of them; the others are deltas.
-            1 for whole models only.
-    """
-
-    folder: PathLike
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError(
-                f"is {self.every}, where a whole number of at least 1 was expected",
-                where="--delta",
-                hint="pass --delta 20 for a whole model and 19 deltas, then the next whole model",
-            )
-
-    def refuse_inside(self, run: PathLike) -> None:
-        """Refuses a folder in the run, whose versions would be found as further checkpoints."""
-        if find_overlap(self.folder, run) in {PlaceRelation.SAME, PlaceRelation.INSIDE}:
-            raise RefusedError(
-                f"is inside {os.fspath(run)}, where versions would be taken for checkpoints",
-                where=f"--into {os.fspath(self.folder)}",
-                hint="choose a place beside the run",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +75,15 @@ class PublishedVersions:
 
     def __init__(
         self,
-        settings: VersionSettings,
+        folder: PathLike,
+        every: int,
         run: WatchedRun,
         identity: str,
         build: BuildSettings,
         listener: Listener,
     ) -> None:
-        self._settings = settings
-        self._place = place_of(settings.folder)
+        self._place = place_of(folder)
+        self._every = every  # one of so many versions is a whole model, the first of them
         self._run = run
         self._identity = identity
         self._build = build
@@ -211,7 +178,7 @@ class PublishedVersions:
             deltas += 1
         else:  # no version, or none that an engine can begin with
             return None
-        if deltas + 1 >= self._settings.every:
+        if deltas + 1 >= self._every:
             return None
         newest = versions[-1]
         for step in self._run.look():

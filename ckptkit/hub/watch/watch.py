@@ -35,7 +35,7 @@ from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, check_tag, quiet_client
 from ckptkit.hub.secrets import redact_secrets
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
-from ckptkit.hub.watch.versions import PublishedVersions, VersionSettings
+from ckptkit.hub.watch.versions import PublishedVersions
 from ckptkit.hub.watch.watched_steps import (
     OF_NO_STEP,
     TAG_PREFIX,
@@ -59,7 +59,7 @@ from ckptkit.runs.push_journal import (
 from ckptkit.runs.run_paths import absent_folder
 from ckptkit.runs.save_order import Retention, unknown_metric
 from ckptkit.runs.steps import RunStep
-from ckptkit.storage.place_identity import PlaceIdentity
+from ckptkit.storage.place_identity import PlaceIdentity, PlaceRelation, find_overlap
 from ckptkit.storage.places import PathLike, is_url, local_path
 from ckptkit.storage.remote.errors import RetryPolicy
 
@@ -134,7 +134,8 @@ class WatchRequest:
         revision: The branch; `main` when None.
         include: Patterns of further files of a step that are pushed with it.
         tag_prefix: What comes before the number in the names of tags.
-        versions: The folder to publish versions into, instead of a repository.
+        versions: The path or URL to publish versions into, instead of a repository.
+        whole_every: One of so many versions is a whole model, the others are deltas.
         retention: Which steps stay in the run after a push; all without a rule.
         token: Of the Hub; that of the environment or of the last login by default.
         endpoint: Of the Hub; that of the environment by default.
@@ -159,7 +160,8 @@ class WatchRequest:
     revision: str | None = None
     include: Sequence[str] = ()
     tag_prefix: str = TAG_PREFIX
-    versions: VersionSettings | None = None
+    versions: PathLike | None = None
+    whole_every: int = 1
     retention: Retention = field(default_factory=Retention)
     token: str | None = field(default=None, repr=False)
     endpoint: str | None = None
@@ -188,8 +190,13 @@ def run_watch(
         The errors of the steps that could not be pushed.
     """
     check_tag(f"{request.tag_prefix}1")
-    if request.versions is not None:
-        request.versions.refuse_inside(request.run)
+    inside = {PlaceRelation.SAME, PlaceRelation.INSIDE}
+    if request.versions is not None and find_overlap(request.versions, request.run) in inside:
+        raise RefusedError(
+            f"is inside {os.fspath(request.run)}, where versions would be taken for checkpoints",
+            where=f"--into {os.fspath(request.versions)}",
+            hint="choose a place beside the run",
+        )
     state = _state_folder(request)
     with ExitStack() as stack:
         stack.enter_context(_take_lock(request, state, pauses, listener))
@@ -214,7 +221,7 @@ def run_watch(
         destination: PushedSteps | PublishedVersions
         if request.versions is not None:
             destination = PublishedVersions(
-                request.versions, run, identity, request.build, progress
+                request.versions, request.whole_every, run, identity, request.build, progress
             )
             stack.callback(destination.close)
         else:
