@@ -87,6 +87,12 @@ _OF_NANOTRON = re.compile(
 _DATA = re.compile(rf"[^.].*\.({_TENSORS[1:-1]}|csv|jinja|json|jsonl|model|npy|npz|txt|ya?ml)")
 _CODE = "*.py"
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
+_LOADS = frozenset({"safetensors", "torch"})  # formats
+_PUSHED = frozenset({"model", "adapter", "torch"})  # kinds of outputs
+_TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
+_DEPTH, _RUN_DEPTH, _WHOLE_DEPTH = 1, 2, 8  # of folders that are listed
+MAX_FILE_BYTES = 500_000_000_000
+"""The largest file that the Hub takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +103,6 @@ class Skipped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FileSelection:
-    """The files of a folder that are pushed, and those that are not."""
-
-    files: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
-
-
 def choose_files(
     paths: Iterable[str],
     consumer: Consumer,
@@ -112,7 +110,7 @@ def choose_files(
     code: bool,
     optimizer: bool,
     include: Sequence[str] = (),
-) -> FileSelection:
+) -> tuple[list[str], list[Skipped]]:
     """Decides by name which files of a model folder are pushed.
 
     Args:
@@ -122,7 +120,8 @@ def choose_files(
         optimizer: Whether the state of the optimizer, and of random numbers, is pushed too.
         include: Patterns of further files.
     """
-    files, skipped = [], []
+    files: list[str] = []
+    skipped: list[Skipped] = []
     for path in sorted(paths):
         reason = _reason(path, code=code, optimizer=optimizer)
         reason = "" if consumer.has_companion(path) else reason
@@ -133,17 +132,18 @@ def choose_files(
             skipped.append(Skipped(path, reason))
         else:
             files.append(path)
-    return FileSelection(tuple(files), tuple(skipped))
+    return files, skipped
 
 
 def choose_step_files(
     paths: Iterable[str], recorded: Collection[str], include: Sequence[str] = ()
-) -> FileSelection:
+) -> tuple[list[str], list[Skipped]]:
     """Decides which files of a step are pushed with it."""
     all_paths = sorted(paths)
     is_snapshot = _SNAPSHOT in all_paths
     is_nanotron = any(posixpath.basename(path) == _NANOTRON for path in all_paths)
-    files, skipped = [], []
+    files: list[str] = []
+    skipped: list[Skipped] = []
     for path in all_paths:
         name = posixpath.basename(path)
         wanted = any(fnmatchcase(path, pattern) for pattern in include)
@@ -160,7 +160,7 @@ def choose_step_files(
             files.append(path)
         else:
             skipped.append(Skipped(path, "not a known file of a step"))
-    return FileSelection(tuple(files), tuple(skipped))
+    return files, skipped
 
 
 def _is_of_step(path: str, name: str) -> bool:
@@ -220,13 +220,6 @@ def _reason(path: str, *, code: bool, optimizer: bool) -> str:
     if belongs or is_side_file(path):
         return ""
     return "not a file of a model, its tokenizer or its documents"
-
-
-_LOADS = frozenset({"safetensors", "torch"})
-_RUN_DEPTH = 2
-_PUSHED = frozenset({"model", "adapter", "torch"})
-MAX_FILE_BYTES = 500_000_000_000
-"""The largest file that the Hub takes."""
 
 
 def local_folder(place: PathLike) -> Path:
@@ -340,11 +333,6 @@ def check_complete(
             raise VerificationError("is not in the manifest", where=where, hint=hint)
 
 
-_DEPTH = 1
-_WHOLE_DEPTH = 8
-_TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
-
-
 class PushOptions(ProgressOptions, total=False):
     """The options of `push`; they are those of the command.
 
@@ -412,7 +400,7 @@ def prepare_package(
 ) -> Package:
     """Decides what is published, and refuses what must not be, such as `secrets` in use."""
     whole = options.get("whole", "")
-    step = _step_files(folder, whole, options)
+    step_files, skipped_of_step = _choose_of_step(folder, whole, options)
     paths = sorted(p for p in folder.walk(_DEPTH) if not (whole and p.startswith(f"{whole}/")))
     closed = tuple(
         Skipped(f"{path}/", "may not be entered")
@@ -424,7 +412,7 @@ def prepare_package(
     configs = [path for path in paths if path.endswith("config.json") and "/" not in path]
     known = _parse(_read(folder, stat_all(folder, configs)), folder.location)
     consumer = find_consumer(_mapping(known.get(CONFIG)), paths)
-    chosen = choose_files(
+    chosen, skipped = choose_files(
         paths,
         consumer,
         code=any(
@@ -433,11 +421,11 @@ def prepare_package(
         optimizer=options.get("include_optimizer", False),
         include=options.get("include", ()),
     )
-    refs = stat_all(folder, [*chosen.files, *step.files])
-    small = _read(folder, [path for path in chosen.files if _is_small(refs[path])])
+    refs = stat_all(folder, [*chosen, *step_files])
+    small = _read(folder, [path for path in chosen if _is_small(refs[path])])
     documents = _parse(small, folder.location)
-    large_paths = [path for path in chosen.files if path not in small]
-    check_complete(folder, manifest, chosen.files, documents)
+    large_paths = [path for path in chosen if path not in small]
+    check_complete(folder, manifest, chosen, documents)
     if manifest is not None:
         _check_digests(small, manifest, folder.location)
     config, adapter = _mapping(documents.get(CONFIG)), _mapping(documents.get(ADAPTER_CONFIG))
@@ -445,13 +433,13 @@ def prepare_package(
     contents = clean_contents(small, large_paths, base_model)
     large = _large(folder, large_paths, manifest)
     words = {file.path: file.words for file in large}
-    texts = _read_texts(folder, [refs[path] for path in step.files])
+    texts = _read_texts(folder, [refs[path] for path in step_files])
     where, names, tensors = folder.location, options.get("names", "auto"), dict[str, Any]()
     if adapter is None:
         tensors |= _list_tensors(folder, manifest)
     compared = _compare_names(where, config, adapter, manifest, tensors, names, consumer)
     compared += _find_untruths(small, tensors, consumer)
-    streamed = [path for path in step.files if path not in texts]
+    streamed = [path for path in step_files if path not in texts]
     texts = clean_contents(texts, streamed, base_model, whole)
     check_contents(contents | words | texts, folder.location, secrets, [*large_paths, *streamed])
     _search_unusual_files(folder, consumer, refs, [*large_paths, *streamed], whole, secrets)
@@ -461,7 +449,7 @@ def prepare_package(
         contents=contents | texts,
         large=large + tuple(LargeFile(path, refs[path].size_bytes, ()) for path in streamed),
         refs=refs,
-        skipped=chosen.skipped + step.skipped + closed,
+        skipped=(*skipped, *skipped_of_step, *closed),
         card=None if CARD in contents else write_card(facts),
         step=facts.step,
         notes=(*_notes(small, contents), *compared),
@@ -469,10 +457,12 @@ def prepare_package(
     )
 
 
-def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelection:
+def _choose_of_step(
+    folder: Folder, whole: str, options: PushOptions
+) -> tuple[list[str], list[Skipped]]:
     """Selects the files of the step that is pushed unchanged; paths are those in the repository."""
     if not whole:
-        return FileSelection((), ())
+        return [], []
     inside = [path for path in folder.walk(_WHOLE_DEPTH) if path.startswith(f"{whole}/")]
     closed = [path for path in folder.closed_folders if f"{path}/".startswith(f"{whole}/")]
     if closed:
@@ -486,11 +476,9 @@ def _step_files(folder: Folder, whole: str, options: PushOptions) -> FileSelecti
     if MANIFEST_NAME in paths:
         recorded = read_manifest(folder, whole).files
     patterns = [pattern.removeprefix(f"{whole}/") for pattern in options.get("include", ())]
-    chosen = choose_step_files(paths, recorded.keys(), patterns)
-    return FileSelection(
-        tuple(f"{whole}/{path}" for path in chosen.files),
-        tuple(Skipped(f"{whole}/{skip.path}", skip.reason) for skip in chosen.skipped),
-    )
+    files, skipped = choose_step_files(paths, recorded.keys(), patterns)
+    skipped = [Skipped(f"{whole}/{skip.path}", skip.reason) for skip in skipped]
+    return [f"{whole}/{path}" for path in files], skipped
 
 
 def _search_unusual_files(
@@ -505,9 +493,9 @@ def _search_unusual_files(
 
     The other files are searched while they are uploaded.
     """
-    usual = choose_files(paths, consumer, code=True, optimizer=True).files
+    usual, _ = choose_files(paths, consumer, code=True, optimizer=True)
     step = [path.removeprefix(f"{whole}/") for path in paths if path not in usual]
-    usual += tuple(f"{whole}/{path}" for path in choose_step_files(step, ()).files)
+    usual += [f"{whole}/{path}" for path in choose_step_files(step, ())[0]]
     found: list[str] = []
     for path in paths:
         if path not in usual:

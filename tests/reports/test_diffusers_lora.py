@@ -273,4 +273,4 @@ def test_a_push_takes_the_file_and_names_the_library(tmp_path: Path) -> None:
     files = names(tmp_path / "out")
     consumer = find_consumer(None, files)
     assert consumer is DIFFUSERS_LORA
-    assert set(choose_files(files, consumer, code=False, optimizer=False).files) == files
+    assert set(choose_files(files, consumer, code=False, optimizer=False)[0]) == files
