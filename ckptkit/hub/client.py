@@ -167,26 +167,10 @@ def _asked_pause(error: BaseException) -> float | None:
 
 
 class Hub:
-    """A repository of models on a Hub, as the holder of a token sees it.
-
-    Attributes:
-        api: The client.
-        repo_id: `owner/name`.
-        token: What is sent; None where the client knows none. Not shown anywhere.
-    """
+    """A repository of models on a Hub, as the holder of a token sees it."""
 
     def __init__(self, repo_id: str, *, token: str | None, endpoint: str | None) -> None:
-        """Prepares the client; nothing is sent.
-
-        Args:
-            repo_id: `owner/name`; the name alone means a repository of the user.
-            token: Left out, the client takes that of HF_TOKEN or of the last login.
-            endpoint: Left out, the client takes that of HF_ENDPOINT.
-
-        Raises:
-            UsageError: If it is no id of a repository.
-            HubError: In offline mode, and if the token cannot be one.
-        """
+        """Prepares the client, with what the environment says where None; sends nothing."""
         if not is_repo_id(repo_id):
             name, _, revision = repo_id.partition("@")
             hint = "write it as OWNER/NAME, with letters, digits, '-', '_' and '.'"
@@ -199,7 +183,7 @@ class Hub:
 
         if constants.HF_HUB_OFFLINE:
             raise _offline(repo_id)
-        self.token = token or get_token()
+        self.token = token or get_token()  # not shown anywhere
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise HubError(ODD_TOKEN, where=repo_id, hint=f"{_LOGIN}; copy it as the Hub shows it")
         self._was_reached = False
@@ -209,7 +193,7 @@ class Hub:
             library_name="ckptkit",
             library_version=__version__,
         )
-        self.repo_id = repo_id
+        self.repo_id = repo_id  # without an owner until `resolve_owner`
 
     @property
     def url(self) -> str:

@@ -30,11 +30,8 @@ def clean_contents(
 ) -> dict[str, bytes]:
     """Returns small files without paths of this machine, with a manifest that matches them.
 
-    Args:
-        files: Their contents, by path.
-        others: The other files that are published.
-        base_model: What takes the place of a path of the base.
-        folder: Where the manifest is, among these paths.
+    `base_model` takes the place of a path of the base; the manifest is in `folder`, and lists
+    `others` too.
     """
     contents = {path: scrub_content(path, data, base_model) for path, data in files.items()}
     front = f"{folder}/" if folder else ""
@@ -56,14 +53,7 @@ def clean_contents(
 def check_contents(
     contents: Mapping[str, bytes], where: str, known: Sequence[str], others: Iterable[str] = ()
 ) -> None:
-    """Refuses to publish keys and tokens.
-
-    Args:
-        contents: The content of files, by path.
-        where: The folder of the files.
-        known: Secrets that are in use.
-        others: Further files that are published; only their names are searched.
-    """
+    """Refuses to publish keys and tokens; of `others`, names are searched only."""
     paths = "\n".join([*contents, *others])
     secrets = [f"{kind} in the name of a file" for kind in find_secrets(paths.encode(), known)]
     if not secrets:
@@ -179,23 +169,14 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a card says.
+    """What a card says."""
 
-    Attributes:
-        title: The name of the repository, without its owner.
-        base_model: The repository of the base, or None.
-        adapter: `adapter_config.json`, where an adapter is pushed.
-        config: `config.json`; empty where there is none.
-        manifest: Of the folder; None where it has none.
-        library: That loads it, as the Hub calls it; empty where none is known.
-    """
-
-    title: str
-    base_model: str | None
-    adapter: Mapping[str, Any] | None
-    config: Mapping[str, Any]
+    title: str  # the name of the repository, without its owner
+    base_model: str | None  # the repository of the base
+    adapter: Mapping[str, Any] | None  # adapter_config.json, where an adapter is pushed
+    config: Mapping[str, Any]  # config.json; empty where there is none
     manifest: Manifest | None
-    library: str = ""
+    library: str = ""  # that loads it, as the Hub calls it
 
     @property
     def step(self) -> int | None:

@@ -32,7 +32,7 @@ from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Star
 from ckptkit.engine.progress import report_to
 from ckptkit.formats.discovery import ITSELF
 from ckptkit.hub.client import MAIN, Hub, commit_of, list_files, quiet_client
-from ckptkit.hub.large_files import CheckedReader, LargeFile, git_hash, large_file
+from ckptkit.hub.large_files import LargeFile, git_hash, large_file, read_checked
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, is_refused
 from ckptkit.storage.local.durable import sync_file, sync_folders
@@ -333,7 +333,7 @@ class _Download:
             size = source.stat(path).size_bytes
             file = large_file(source, path, manifest) if is_weights else LargeFile(path, size, ())
             whole = hashlib.sha256() if lfs else git_hash(size)
-            CheckedReader(source, file, ignore).read_into(whole.update)
+            read_checked(source, file, ignore, whole.update)
         self._listener(BytesWritten(size, path))
         if whole.hexdigest() != (lfs.sha256 if lfs else blob_id):
             raise VerificationError(

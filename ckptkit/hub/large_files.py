@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckptkit.core.checksums import Digest, digest_like, leaf_ranges
+from ckptkit.core.checksums import digest_like, leaf_ranges
 from ckptkit.core.errors import RefusedError, VerificationError
 from ckptkit.core.manifest import LEAF_BYTES, Manifest
 from ckptkit.engine.outcome import BytesWritten, Listener
@@ -32,19 +32,12 @@ class DigestRange:
 
 @dataclass(frozen=True, slots=True)
 class LargeFile:
-    """A file that is streamed, and never held in memory as a whole.
-
-    Attributes:
-        path: Relative to its folder.
-        size_bytes: Its size.
-        parts: The ranges that are checked while it is read, in the order of their bytes.
-        words: The metadata of its header.
-    """
+    """A file that is never held in memory as a whole."""
 
     path: str
     size_bytes: int
-    parts: tuple[DigestRange, ...]
-    words: bytes = b""
+    parts: tuple[DigestRange, ...]  # to check, in the order of their bytes
+    words: bytes = b""  # the metadata of its header
 
 
 def large_file(
@@ -90,59 +83,56 @@ def _match_tensors(
     return parts
 
 
-class CheckedReader:
-    """Reads a file once, checks its digests and searches it for secrets."""
+def read_checked(
+    source: Source,
+    file: LargeFile,
+    listener: Listener,
+    sink: Callable[[bytes], None],
+    secrets: Sequence[str] = (),
+) -> None:
+    """Reads a file once, checks its digests, and searches it for secrets.
 
-    def __init__(
-        self, source: Source, file: LargeFile, listener: Listener, secrets: Sequence[str] = ()
-    ) -> None:
-        self._source = source
-        self._file = file
-        self._listener = listener
-        self._search = SecretSearch(secrets)
-        self._digests: Mapping[int, Digest] = {
-            number: digest_like(part.digest) for number, part in enumerate(file.parts)
-        }
+    Every byte is passed to the sink, in blocks of 8 to 16 MiB.
+    """
+    search = SecretSearch(secrets)
+    digests = [digest_like(part.digest) for part in file.parts]
+    for block in _blocks(file):
+        start, stop = block[0][0], block[-1][1]
+        data = source.read(file.path, start, stop)
+        search.add(data)
+        refuse_secrets([f"{kind} in {file.path}" for kind in search.kinds], source.location)
+        sink(data)
+        view = memoryview(data)
+        for piece_start, piece_stop, number, leaf in block:
+            if number is not None:
+                digests[number].add(leaf, view[piece_start - start : piece_stop - start])
+        listener(BytesWritten(stop - start, file.path))
+    for digest, part in zip(digests, file.parts, strict=True):
+        if digest.value(part.stop - part.start) != part.digest:
+            raise VerificationError(
+                f"{part.what} has another digest than the manifest",
+                where=posixpath.join(source.location, file.path),
+                hint=_HINT,
+            )
 
-    def read_into(self, sink: Callable[[bytes], None]) -> None:
-        """Passes every byte to the sink, in blocks of 8 to 16 MiB, and checks the digests."""
-        for block in self._blocks():
-            start, stop = block[0][0], block[-1][1]
-            data = self._source.read(self._file.path, start, stop)
-            self._search.add(data)
-            where = self._source.location
-            refuse_secrets([f"{kind} in {self._file.path}" for kind in self._search.kinds], where)
-            sink(data)
-            view = memoryview(data)
-            for piece_start, piece_stop, number, leaf in block:
-                if number is not None:
-                    self._digests[number].add(leaf, view[piece_start - start : piece_stop - start])
-            self._listener(BytesWritten(stop - start, self._file.path))
-        for number, part in enumerate(self._file.parts):
-            if self._digests[number].value(part.stop - part.start) != part.digest:
-                raise VerificationError(
-                    f"{part.what} has another digest than the manifest",
-                    where=posixpath.join(self._source.location, self._file.path),
-                    hint=_HINT,
-                )
 
-    def _blocks(self) -> Iterator[list[tuple[int, int, int | None, int]]]:
-        """Yields `(start, stop, part, leaf)` of all bytes in order; no part for those between."""
-        ranges: list[tuple[int, int, int | None]] = []
-        at = 0
-        for number, part in enumerate(self._file.parts):
-            ranges += [(at, part.start, None), (part.start, part.stop, number)]
-            at = part.stop
-        ranges.append((at, self._file.size_bytes, None))
-        block: list[tuple[int, int, int | None, int]] = []
-        for start, stop, of_part in ranges:
-            for leaf, (first, last) in enumerate(leaf_ranges(stop - start)):
-                block.append((start + first, start + last, of_part, leaf))
-                if start + last - block[0][0] >= LEAF_BYTES:
-                    yield block
-                    block = []
-        if block:
-            yield block
+def _blocks(file: LargeFile) -> Iterator[list[tuple[int, int, int | None, int]]]:
+    """Yields `(start, stop, part, leaf)` of all bytes in order; no part for those between."""
+    ranges: list[tuple[int, int, int | None]] = []
+    at = 0
+    for number, part in enumerate(file.parts):
+        ranges += [(at, part.start, None), (part.start, part.stop, number)]
+        at = part.stop
+    ranges.append((at, file.size_bytes, None))
+    block: list[tuple[int, int, int | None, int]] = []
+    for start, stop, of_part in ranges:
+        for leaf, (first, last) in enumerate(leaf_ranges(stop - start)):
+            block.append((start + first, start + last, of_part, leaf))
+            if start + last - block[0][0] >= LEAF_BYTES:
+                yield block
+                block = []
+    if block:
+        yield block
 
 
 _AT_ONCE = 4
@@ -152,10 +142,9 @@ _MOST_REGULAR_BYTES = 100_000_000  # of files that a Hub may keep in git, withou
 def hash_files(
     folder: Folder, files: Sequence[LargeFile], listener: Listener, secrets: Sequence[str]
 ) -> dict[str, frozenset[str]]:
-    """Reads files, a few at once, checks them and searches them for secrets.
+    """Reads, checks and searches files, a few at once.
 
-    Returns:
-        The hashes that a Hub may report for each, by path: its SHA-256, or git's id.
+    Returns the hashes that a Hub may report for each, by path: its SHA-256, or git's id.
     """
     stopped = threading.Event()
 
@@ -170,7 +159,7 @@ def hash_files(
             for whole in hashes:
                 whole.update(data)
 
-        CheckedReader(folder, file, listener, secrets).read_into(add)
+        read_checked(folder, file, listener, add, secrets)
         return frozenset(whole.hexdigest() for whole in hashes)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="push") as pool:

@@ -113,12 +113,7 @@ def choose_files(
 ) -> tuple[list[str], list[Skipped]]:
     """Decides by name which files of a model folder are pushed.
 
-    Args:
-        paths: All files, relative to the folder.
-        consumer: The library that loads the folder.
-        code: Whether a configuration names Python files, which are then pushed too.
-        optimizer: Whether the state of the optimizer, and of random numbers, is pushed too.
-        include: Patterns of further files.
+    With `code`, Python files are, too; with `optimizer`, its states and those of random numbers.
     """
     files: list[str] = []
     skipped: list[Skipped] = []
@@ -183,12 +178,8 @@ def find_stale_files(remote: Iterable[str], local: Iterable[str], whole: str = "
     """Returns the files to delete from a repository so that it holds only the pushed model.
 
     Loaders would pick up weight files of another kind or number of shards; with an adapter's
-    configuration next to a model, they would load the adapter's base instead of the model.
-
-    Args:
-        remote: The files that the repository holds.
-        local: Those that are pushed.
-        whole: A folder that is pushed as it is; files of an earlier one are deleted.
+    configuration next to a model, they would load the adapter's base instead of the model. Of
+    `whole`, a folder that is pushed as it is, files of an earlier one are deleted.
     """
     new = set(local)
     if not any(is_weights(path) for path in new):
@@ -372,27 +363,16 @@ class PushOptions(ProgressOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What is to be published.
+    """What is to be published."""
 
-    Attributes:
-        contents: Small files by path, as they are published.
-        large: Files that are streamed.
-        refs: Sizes and times of the files when they were examined.
-        skipped: Files that are not published, and why.
-        card: The model card for a repository without one; None if the folder has one.
-        step: The step of training, where known.
-        notes: Messages for the user.
-        whole: The subfolder that is pushed unchanged; empty for none.
-    """
-
-    contents: Mapping[str, bytes]
+    contents: Mapping[str, bytes]  # of small files, as they are published
     large: tuple[LargeFile, ...]
-    refs: Mapping[str, FileRef]
+    refs: Mapping[str, FileRef]  # all files as they were when they were examined
     skipped: tuple[Skipped, ...]
-    card: str | None
+    card: str | None  # for a repository without one; None if the folder has one
     step: int | None
     notes: tuple[str, ...]
-    whole: str = ""
+    whole: str = ""  # the subfolder that is pushed unchanged
 
 
 def prepare_package(

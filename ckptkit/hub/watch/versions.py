@@ -47,21 +47,12 @@ _PUBLISHED = "published"
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
-    """A version in the folder.
-
-    Attributes:
-        version: Its number.
-        is_delta: Whether it is a delta to the version before.
-        step: The step that it was made from.
-        digest: The digest of that step.
-        size_bytes: Of its files.
-    """
+    """A version in the folder."""
 
     version: int
-    is_delta: bool
-    step: int
-    digest: str
-    size_bytes: int
+    is_delta: bool  # to the version before
+    step: int  # that it was made from
+    digest: str  # of that step
 
     @property
     def name(self) -> str:
@@ -262,5 +253,4 @@ def _describe(number: int, manifest: Manifest) -> PublishedVersion:
         manifest.kind == DELTA,
         int(published["step"]),
         str(published["digest"]),
-        manifest.size_bytes,
     )

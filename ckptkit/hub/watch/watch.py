@@ -122,57 +122,32 @@ class Pauses(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WatchRequest:
-    """A run to watch, where its steps go, and how.
-
-    Attributes:
-        run: The directory or URL that steps are saved in.
-        repo_id: The repository; with `versions`, the location of their folder.
-        state: The folder of journal and lock; by default inside a local run.
-        choice: Which steps are pushed.
-        build: What is built from a step.
-        private: Whether a new repository is private; None for the Hub's default.
-        revision: The branch; `main` when None.
-        include: Patterns of further files of a step that are pushed with it.
-        tag_prefix: What comes before the number in the names of tags.
-        versions: The path or URL to publish versions into, instead of a repository.
-        whole_every: One of so many versions is a whole model, the others are deltas.
-        retention: Which steps stay in the run after a push; all without a rule.
-        token: Of the Hub; that of the environment or of the last login by default.
-        endpoint: Of the Hub; that of the environment by default.
-        poll_seconds: The interval at which the run is listed.
-        retries: The waits between retries, and the number of retries at the end.
-        at_end: Whether nothing is pushed before the end.
-        settle_seconds: How long to wait at the end for steps that are still written to.
-        metrics: Metrics that a rule needs, by the option that names them. If no step has one, a
-            watch that is to end is refused, and any other one warns.
-        needs_steps: Whether it is an error if a watch ends without a complete step.
-        repeats_pushes: Whether pushes of earlier watches are reported too: that of an earlier job
-            may have pushed steps of this one.
-        waits_for_lock: Whether to wait for another watch of the run to end, instead of refusing.
-    """
+    """A run to watch, where its steps go, and how."""
 
     run: PathLike
-    repo_id: str
-    state: Path | None = None
+    repo_id: str  # with `versions`, the location of their folder
+    state: Path | None = None  # the folder of journal and lock; by default inside a local run
     choice: PushChoice = field(default_factory=PushChoice)
     build: BuildSettings = field(default_factory=BuildSettings)
-    private: bool | None = None
-    revision: str | None = None
-    include: Sequence[str] = ()
+    private: bool | None = None  # of a new repository; None for the Hub's default
+    revision: str | None = None  # the branch; `main` if None
+    include: Sequence[str] = ()  # patterns of further files of a step that are pushed with it
     tag_prefix: str = TAG_PREFIX
-    versions: PathLike | None = None
-    whole_every: int = 1
-    retention: Retention = field(default_factory=Retention)
+    versions: PathLike | None = None  # where versions are published, instead of a repository
+    whole_every: int = 1  # one of so many versions is a whole model, the others are deltas
+    retention: Retention = field(default_factory=Retention)  # of steps in the run after pushes
     token: str | None = field(default=None, repr=False)
     endpoint: str | None = None
     poll_seconds: float = 5.0
     retries: RetryPolicy = WATCH_RETRIES
-    at_end: bool = False
-    settle_seconds: float = 120.0
+    at_end: bool = False  # nothing is pushed before the end
+    settle_seconds: float = 120.0  # to wait at the end for steps that are still written to
+    # Metrics that a rule needs, by the option that names them. If no step has one, a watch that
+    # is to end is refused, and any other one warns.
     metrics: Mapping[str, str] = field(default_factory=dict)
-    needs_steps: bool = False
-    repeats_pushes: bool = False
-    waits_for_lock: bool = False
+    needs_steps: bool = False  # it is an error to end without a complete step
+    repeats_pushes: bool = False  # reports those of earlier jobs, which may be of steps of this one
+    waits_for_lock: bool = False  # for another watch of the run to end, instead of refusing
 
 
 def run_watch(
@@ -180,14 +155,7 @@ def run_watch(
 ) -> Mapping[int, CkptkitError]:
     """Watches a run until the end is requested and no step waits.
 
-    Args:
-        request: What to watch.
-        pauses: Waits between two listings, and requests the end.
-        listener: Receives all events.
-        progress: Receives progress events of builds and uploads.
-
-    Returns:
-        The errors of the steps that could not be pushed.
+    Returns the errors of the steps that could not be pushed, by their numbers.
     """
     check_tag(f"{request.tag_prefix}1")
     inside = {PlaceRelation.SAME, PlaceRelation.INSIDE}

@@ -50,21 +50,16 @@ _LISTED = 5
 
 
 class WatchedRun:
-    """Lists a run repeatedly, and reads no manifest twice.
-
-    Attributes:
-        absence: Why the last listing had no complete step; None if it had one.
-    """
+    """Lists a run repeatedly, and reads no manifest twice."""
 
     def __init__(self, run: PathLike, state: Path | None) -> None:
         self._run = run
         self._state = state
         self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest
-        self._unsettled: dict[
-            str, str
-        ] = {}  # steps without a manifest, with digests of the last listing
-        self._taken: set[str] = set()  # those of them that the last listing returned
-        self.absence: InputError | None = None
+        # Steps without a manifest, with their digests, and those that the last listing returned.
+        self._unsettled: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self.absence: InputError | None = None  # why the last listing had no complete step
 
     def look(self) -> tuple[RunStep, ...]:
         """Returns the complete steps, the lowest number first; none if the run does not exist yet.
@@ -144,20 +139,12 @@ def _short_digest(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepCommit:
-    """What was made of a step: a commit, or a version.
+    """What was made of a step: a commit, or a version."""
 
-    Attributes:
-        commit: Its hash; of a version, its name.
-        url: Of its page, or its place.
-        uploaded_bytes: Bytes that this watch uploaded for it.
-        is_new: Whether this watch made it.
-        warnings: What the user should know.
-    """
-
-    commit: str
-    url: str
-    uploaded_bytes: int = 0
-    is_new: bool = True
+    commit: str  # its hash, or the name of the version
+    url: str  # of its page, or its place
+    uploaded_bytes: int = 0  # by this watch
+    is_new: bool = True  # this watch has made it
     warnings: tuple[str, ...] = ()
 
 

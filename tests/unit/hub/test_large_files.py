@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.hub.large_files import CheckedReader, LargeFile
+from ckptkit.hub.large_files import LargeFile, read_checked
 from ckptkit.storage.local.source import LocalSource
 from tests.planted_secrets import SECRETS
 
@@ -24,7 +24,6 @@ def test_a_file_is_searched_while_it_is_read_and_the_block_with_the_secret_goes_
     sent: list[bytes] = []
     with LocalSource(tmp_path) as source:
         file = LargeFile("model.safetensors", len(data), ())
-        reading = CheckedReader(source, file, lambda _: None)
         with pytest.raises(RefusedError, match=r"a GitHub token in model\.safetensors"):
-            reading.read_into(sent.append)
+            read_checked(source, file, lambda _: None, sent.append)
     assert sum(map(len, sent)) <= LEAF_BYTES
