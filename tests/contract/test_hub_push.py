@@ -195,7 +195,6 @@ def test_a_lost_answer_is_found_below_a_commit_of_somebody_else(
     assert hub.repo("me/model").tags == {"t": ours.oid}
 
 
-@both_ways
 def test_weights_of_another_layout_are_deleted_in_the_same_commit(
     hub: HubServer, pushes: Push, tmp_path: Path
 ) -> None:
@@ -291,7 +290,6 @@ def test_a_local_base_in_a_card_or_an_adapter_is_taken_out_before_the_hub_sees_i
     assert any("--base-model" in note for note in pushed.notes)
 
 
-@both_ways
 def test_wrong_bytes_are_noticed_while_they_are_read_and_nothing_is_committed(
     hub: HubServer, pushes: Push, tmp_path: Path
 ) -> None:

@@ -264,17 +264,6 @@ def test_a_hub_that_is_down_is_tried_again_until_it_is_up(
         watch()
 
 
-def test_an_answer_that_was_lost_makes_no_second_commit(
-    hub: HubServer, run: Path, watch: Watch
-) -> None:
-    add(run, 1)
-    hub.fail("POST .*/commit/main", ["lost"])
-    hub.fail("POST .*/tag/", ["lost"])
-    watch()
-    assert titles(hub) == ["Step 1"]
-    assert list(hub.repo(REPO).tags) == ["step-1"]
-
-
 def test_a_wrong_token_ends_a_watch_before_there_is_a_step(hub: HubServer, watch: Watch) -> None:
     secret = "hf_" + "Bb2" * 12
     with pytest.raises(HubError) as raised:
