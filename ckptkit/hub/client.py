@@ -9,8 +9,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import quote
 
@@ -227,10 +225,16 @@ class Hub:
 
     def read(self, path: str, revision: str) -> bytes:
         """Returns the content of a small file."""
-        with TemporaryDirectory(prefix="ckptkit-") as folder:
-            download = self.api.hf_hub_download
-            self.call(download, self.repo_id, path, revision=revision, local_dir=folder)
-            return Path(folder, path).read_bytes()
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        url = f"{self.url}/resolve/{quote(revision, safe='')}/{quote(path)}"
+
+        def get() -> bytes:
+            response = get_session().get(url, headers=self._headers())
+            hf_raise_for_status(response)
+            return bytes(response.content)
+
+        return self.call(get)
 
     def check_card(self, text: str) -> None:
         """Lets the Hub validate a card's metadata, which the client does after an upload only."""
