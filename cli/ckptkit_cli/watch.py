@@ -29,30 +29,27 @@ if TYPE_CHECKING:
     from ckptkit.engine.outcome import Event
     from ckptkit.engine.progress import ProgressBar
     from ckptkit.hub.watch.build import BuildSettings
-    from ckptkit.hub.watch.events import EventName, WatchEvent, WatchMetrics
-    from ckptkit.hub.watch.versions import VersionSettings
-    from ckptkit.hub.watch.watch import WatchRequest
+    from ckptkit.hub.watch.watch import EventName, WatchEvent, WatchRequest
 
 _PUSHED = "Which steps are pushed"
 _TIMING = "When"
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
 _ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
-_MOST_PORT = 65_535
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
 
 
-def _parse_number(text: str, option: str, least: float, most: float, example: int) -> float:
+def _parse_seconds(text: str) -> float:
     try:
-        number = float(text)
+        seconds = float(text)
     except ValueError:
-        number = math.nan
-    if least <= number <= most:
-        return number
+        seconds = math.nan
+    if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+        return seconds
     raise UsageError(
-        f"{text!r} is not a number from {least:g} to {most:,.0f}",
-        where=option,
-        hint=f"pass {option} {example}",
+        f"{text!r} is not a number from {_LEAST_SECONDS:g} to {_MOST_SECONDS:,.0f}",
+        where="--interval",
+        hint="pass --interval 10",
     )
 
 
@@ -186,13 +183,7 @@ _OPTIONS = (
         _TIMING,
         "Time between two looks at RUN.  [default: 5, for a URL 30]",
         "SECONDS",
-        parse=partial(
-            _parse_number,
-            option="--interval",
-            least=_LEAST_SECONDS,
-            most=_MOST_SECONDS,
-            example=10,
-        ),
+        parse=_parse_seconds,
     ),
     *options.RETENTION,
     replace(
@@ -217,22 +208,6 @@ _OPTIONS = (
         parse=_parse_variable,
     ),
     Option(
-        "--metrics-port",
-        OUTPUT,
-        "Serve /metrics for Prometheus at this port; 0 takes a free one.",
-        "P",
-        parse=partial(
-            _parse_number, option="--metrics-port", least=0, most=_MOST_PORT, example=9100
-        ),
-    ),
-    Option(
-        "--metrics-host",
-        OUTPUT,
-        "Address to serve metrics at; 0.0.0.0 for all interfaces.",
-        "ADDRESS",
-        default="127.0.0.1",
-    ),
-    Option(
         "--json", OUTPUT, "Print one JSON document per event, on one line.", keyword="json_lines"
     ),
     options.QUIET,
@@ -252,28 +227,24 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
     loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule keeps are
     removed afterwards.
     """
-    from ckptkit.hub.watch.events import WatchMetrics
     from ckptkit.hub.watch.watch import run_watch
 
     output.quiet = output.quiet or json_lines
-    metrics = WatchMetrics()
-    page = WatchPage(output, metrics, as_json=json_lines)
+    page = WatchPage(output, as_json=json_lines)
     with _report_end(page) as end:
         values = parse_values(_OPTIONS, typed)
         request = _find_run(_make_request(values), page, values)
-        with _serve_metrics(metrics, values, page):
-            pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
-            done = run_watch(request, pauses, page.listen, page.progress)
-        if done.failures:
-            end["failed"] = list(done.failures)
-    for error in done.failures.values():
+        pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
+        failures = run_watch(request, pauses, page.listen, page.progress)
+        if failures:
+            end["failed"] = list(failures)
+    for error in failures.values():
         exit_with(error.exit_status)
 
 
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     from ckptkit.hub.watch.build import PushChoice
-    from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest, WatchSettings
-    from ckptkit.hub.watch.watched_steps import BranchSettings
+    from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest
     from ckptkit.runs.save_order import Retention
 
     run = Place(values["run"], values["src_option"] | (values["src_options_from"] or {}))
@@ -285,38 +256,36 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
             where="--include",
             hint="pass --whole-step last-checkpoint as well",
         )
-    versions = _make_versions(values)
+    versions = _place_of_versions(values)
     # Training, which starts a watch too, checks metrics and names itself, and may end before its
     # first step.
     of_training = _is_of_training(values)
     named = {"--best": values["best"], "--keep-best": values["keep_best"]}
     default_seconds = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
     retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
-    settings = WatchSettings(
+    return WatchRequest(
+        run=run,
+        repo_id=values["push"] if versions is None else os.fspath(versions),
+        state=state,
         choice=PushChoice(
             **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
         ),
         build=_make_output(values),
-        poll_seconds=default_seconds if values["interval"] is None else values["interval"],
-        at_end=values["at_end"],
-        retries=retries,
-        metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
-        needs_steps=not of_training,
-        repeats_pushes=of_training,
-    )
-    return WatchRequest(
-        run=run,
-        repo_id=values["push"] if versions is None else os.fspath(versions.folder),
-        state=state,
-        settings=settings,
-        branch=BranchSettings(
-            private=values["private"], revision=values["revision"], include=include
-        ),
+        private=values["private"],
+        revision=values["revision"],
+        include=include,
         tag_prefix=values["tag_prefix"],
+        versions=versions,
+        whole_every=values["delta"] or 1,
         retention=Retention(
             **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
         ),
-        versions=versions,
+        poll_seconds=default_seconds if values["interval"] is None else values["interval"],
+        retries=retries,
+        at_end=values["at_end"],
+        metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
+        needs_steps=not of_training,
+        repeats_pushes=of_training,
         waits_for_lock=values["wait_for_lock"],
     )
 
@@ -328,10 +297,8 @@ def _is_of_training(values: Mapping[str, Any]) -> bool:
 _OF_THE_HUB = ("private", "revision", "whole_step", "adapter", "adapter_config")
 
 
-def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
+def _place_of_versions(values: Mapping[str, Any]) -> Place | None:
     """Returns where versions are published; None if steps are pushed to the Hub."""
-    from ckptkit.hub.watch.versions import VersionSettings
-
     if (values["push"] is None) == (values["into"] is None):
         raise UsageError(
             "exactly one of --push and --into is needed",
@@ -359,9 +326,7 @@ def _make_versions(values: Mapping[str, Any]) -> VersionSettings | None:
             hint="leave it out",
         )
     folder = place_of(values["into"], values["dst_option"])
-    if not is_url(folder):
-        folder = folder.beside(str(local_path(folder).absolute()))
-    return VersionSettings(folder, values["delta"] or 1)
+    return folder if is_url(folder) else folder.beside(str(local_path(folder).absolute()))
 
 
 _OF_REQUEST = (
@@ -414,7 +379,8 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
 
     A watch without an end keeps the folder that it was given, which may get steps.
     """
-    from ckptkit.hub.watch.events import WatchEvent
+    from ckptkit.hub.watch.watch import WatchEvent
+
     from ckptkit.runs.run_paths import find_run
 
     if _is_of_training(values):
@@ -445,7 +411,7 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
 @contextmanager
 def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
     """Reports as the last event how the watch ended, with all facts that the block adds."""
-    from ckptkit.hub.watch.events import WatchEvent
+    from ckptkit.hub.watch.watch import WatchEvent
 
     facts: dict[str, Any] = {}
     try:
@@ -463,24 +429,6 @@ def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
         raise
     finally:
         page.listen(WatchEvent("stopped", None, facts))
-
-
-@contextmanager
-def _serve_metrics(
-    metrics: WatchMetrics, values: Mapping[str, Any], page: WatchPage
-) -> Iterator[None]:
-    """Serves the metrics, if a port was passed."""
-    if values["metrics_port"] is None:
-        yield
-        return
-    from ckptkit.hub.watch.events import MetricsServer, WatchEvent
-
-    server = MetricsServer(metrics, int(values["metrics_port"]), values["metrics_host"])
-    try:
-        page.listen(WatchEvent("serving", None, {"url": server.url}))
-        yield
-    finally:
-        server.close()
 
 
 _READ_BYTES = 4096
@@ -530,18 +478,22 @@ class WatchPage:
     an event too.
     """
 
-    def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
+    def __init__(self, output: Output, *, as_json: bool) -> None:
         self._output = output
-        self._metrics = metrics
         self._as_json = as_json
         self._shows = output.reports_progress or as_json
         self._lock = threading.RLock()
         self._bar: ProgressBar | None = None
+        self._phase = "idle"
+        self._step: int | None = None  # the one in progress
+        self._waiting = 0  # steps that wait for their push, with the one in progress
+        self._pushed = self._failed = 0
+        self._last_step: int | None = None  # that was pushed
 
     def listen(self, event: WatchEvent) -> None:
         """Counts and writes an event, and shows what follows it."""
-        self._metrics.listen(event)
         with self._lock:
+            self._count(event)
             bar, self._bar = self._bar, None
             if bar is not None:
                 bar.close()
@@ -554,6 +506,19 @@ class WatchPage:
         bar = self._bar
         if bar is not None:
             bar.listen(event)
+
+    def _count(self, event: WatchEvent) -> None:
+        self._waiting = event.facts.get("waiting", self._waiting)
+        if event.name in {"building", "pushing"}:
+            self._phase, self._step = event.name, event.step
+        elif event.name == "retrying":
+            self._phase = event.name
+        elif event.name in {"pushed", "failed", "passed", "stopped"}:
+            self._phase, self._step = "idle", None
+            self._waiting = max(self._waiting - (event.name != "stopped"), 0)
+        if event.name == "pushed":
+            self._pushed, self._last_step = self._pushed + 1, event.step
+        self._failed += event.name == "failed"
 
     def _write(self, event: WatchEvent) -> None:
         if self._as_json:
@@ -570,31 +535,26 @@ class WatchPage:
         self._output.lines([f"{at} {shown}"])
 
     def _record_progress(self, step: int | None, line: str) -> None:
-        from ckptkit.hub.watch.events import WatchEvent
+        from ckptkit.hub.watch.watch import WatchEvent
 
         self._write(WatchEvent("progress", step, {"message": line}))
 
     def _open_bar(self) -> ProgressBar | None:
         from ckptkit.engine.progress import ProgressBar, Stage, is_terminal
 
-        totals = self._metrics.totals
-        text = _DOING.get(totals.phase, totals.phase)
-        waiting = max(totals.waiting - (totals.step is not None), 0)
+        text = _DOING[self._phase]
+        waiting = max(self._waiting - (self._step is not None), 0)
         waits = f"{counted(waiting, 'step')} waiting" if waiting else ""
-        if totals.step is not None:
-            text += f" step {totals.step}" + (f", {waits}" if waits else "")
+        if self._step is not None:
+            text += f" step {self._step}" + (f", {waits}" if waits else "")
         elif self._as_json or not is_terminal():  # a log says nothing about a watch that only looks
             return None
         else:
-            failed = sum(totals.failures.values())
-            last = "" if totals.last_step is None else f", the last was step {totals.last_step}"
-            parts = [
-                text,
-                f"{totals.pushed:,} pushed{last}",
-                f"{failed:,} failed" if failed else "",
-            ]
-            text = "; ".join(filter(None, [*parts, waits]))
-        tell = partial(self._record_progress, totals.step) if self._as_json else None
+            last = "" if self._last_step is None else f", the last was step {self._last_step}"
+            failed = f"{self._failed:,} failed" if self._failed else ""
+            parts = [text, f"{self._pushed:,} pushed{last}", failed, waits]
+            text = "; ".join(filter(None, parts))
+        tell = partial(self._record_progress, self._step) if self._as_json else None
         bar = ProgressBar(text, tell)
         bar.begin(Stage(text, None))
         return bar
@@ -627,7 +587,6 @@ def _error(facts: Mapping[str, Any]) -> str:
 
 
 _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
-    "serving": lambda facts: f"serving metrics at {facts['url']}",
     "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
     "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
     "seen": lambda _: "waits to be pushed",

@@ -44,7 +44,7 @@ from ckptkit.training import Checkpointer
 from ckptkit.training.settings import check_options
 from ckptkit.writer.messages import Remote
 from tests.command_line import run_command
-from tests.hub_models import consolidated, running_hub
+from tests.hub_models import consolidated
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 from tests.s3_client import client_of
@@ -241,17 +241,10 @@ def test_commands_that_fail_at_a_store(
     assert found_in(result.stdout + result.stderr) == []
 
 
-@pytest.fixture(scope="module")
-def hub() -> Iterator[HubServer]:
-    with running_hub() as server:
-        yield server
-
-
 @pytest.mark.slow
 def test_commands_of_the_hub(
     hub: HubServer, bucket: Bucket, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    hub.clear()
     at_hub = environment | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
     model = consolidated(tmp_path / "made")
     state = tmp_path / "state"
@@ -315,7 +308,6 @@ def test_a_training_that_saves_to_a_store_and_pushes(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hub.clear()
     for name, value in (environment | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}).items():
         if name not in {"HOME", "HF_TOKEN"}:
             monkeypatch.setenv(name, value)

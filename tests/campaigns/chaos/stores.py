@@ -394,12 +394,13 @@ class Watching:
     status: int = 0
 
     def prepare(self, folder: Path) -> None:
-        from tests.crash.test_watch_kills import add_step
+        from tests.crash.test_watch_kills import STEP
+        from tests.hub_models import add_step
 
         folder.mkdir()
         self.hub.clear()
         for step in (1, 2):
-            add_step(folder, step)
+            add_step(folder, step, STEP)
 
     def play(self, folder: Path, fault: Fault) -> None:
         self.status = self._run(folder, fault)

@@ -91,7 +91,7 @@ def _run_model_config(data: bytes) -> None:
     write_card(ModelFacts("m", None, None, config, None)).encode()
     parse_model_config(model_config_to_json(config), where="what was written")
     for path in ("config.json", "ckptkit.json", "adapter_config.json", "tokenizer_config.json"):
-        scrub_content(path, data, json.loads(data), None)
+        scrub_content(path, data, None)
 
 
 def _run_card(data: bytes) -> None:

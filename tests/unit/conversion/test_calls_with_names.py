@@ -34,13 +34,13 @@ S3 = "requests of S3 by exact keys"
 
 ALLOWED = {
     ("ckptkit/consumers/table", "Consumer.has_companion", "fnmatchcase"): CONSTANT,
-    ("ckptkit/hub/folder_files", "_is_of_step", "fnmatchcase"): CONSTANT,
-    ("ckptkit/hub/folder_files", "choose_step_files", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/package", "_is_of_step", "fnmatchcase"): CONSTANT,
+    ("ckptkit/hub/package", "choose_step_files", "fnmatchcase"): GIVEN,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "fnmatchcase"): CONSTANT,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "folder.rglob"): CONSTANT,
     ("ckptkit/integrations/transformers/__init__", "_with_secrets", "glob.escape"): EXACT,
-    ("ckptkit/hub/folder_files", "_reason", "fnmatchcase"): GIVEN,
-    ("ckptkit/hub/folder_files", "choose_files", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/package", "_reason", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/package", "choose_files", "fnmatchcase"): GIVEN,
     ("ckptkit/hub/download", "PullFolder._files", "files.rglob"): CONSTANT,
     ("ckptkit/hub/watch/build", "_files_below", "folder.rglob"): CONSTANT,
     ("ckptkit/integrations/accelerate/accelerator_state", "obstacle", "folder.rglob"): CONSTANT,
