@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, KeyPath, Shape
+from ckptkit.core.wrapper_names import COMPILED, MODULE, WRAPPERS, without_wrappers
 from ckptkit.formats.discovery import parse_step
 from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest
 from ckptkit.hub_names.known_models import determine_need, explain_doubt
@@ -33,11 +34,8 @@ TRAINER_STATE = "trainer_state.json"
 logger = logging.getLogger(__name__)
 
 _COUNTED = "checkpoint_"  # with automatic_checkpoint_naming of accelerate
-_COMPILED = "_orig_mod"
 _PARALLEL = (DistributedDataParallel, DataParallel)
 _RUNNERS = (*_PARALLEL, FullyShardedDataParallel)
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED})
-"""The names under which FSDP1, activation checkpointing and `torch.compile` keep a module."""
 
 
 def name_save(step: int, folder: object) -> str:
@@ -121,14 +119,12 @@ def clean_fqn(name: str, parallel: Sequence[str] = ()) -> str:
     >>> clean_fqn("module.module.weight", ("",))
     'module.weight'
     """
-    clean = name
-    if "._" in name or name.startswith("_"):
-        clean = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    clean = without_wrappers(name)
     for prefix in parallel:
-        if clean == f"{prefix}module":
+        if clean == prefix + MODULE:
             return prefix.removesuffix(".")
-        if clean.startswith(f"{prefix}module."):
-            clean = prefix + clean[len(prefix) + len("module.") :]
+        if clean.startswith(f"{prefix}{MODULE}."):
+            clean = prefix + clean[len(f"{prefix}{MODULE}.") :]
     return clean
 
 
@@ -148,7 +144,7 @@ def wrapper_names(model: nn.Module) -> list[str]:
     kinds = [
         type(module).__name__
         for module in model.modules()
-        if isinstance(module, _PARALLEL) or not _WRAPPERS.isdisjoint(dict(module.named_children()))
+        if isinstance(module, _PARALLEL) or not WRAPPERS.isdisjoint(dict(module.named_children()))
     ]
     return list(dict.fromkeys(kinds))
 
@@ -157,7 +153,7 @@ def innermost(model: nn.Module) -> nn.Module:
     """Returns the model inside of its wrappers."""
     while True:
         is_wrapped = isinstance(model, _RUNNERS)
-        inner = model.module if is_wrapped else dict(model.named_children()).get(_COMPILED)
+        inner = model.module if is_wrapped else dict(model.named_children()).get(COMPILED)
         if not isinstance(inner, nn.Module):
             return model
         model = inner

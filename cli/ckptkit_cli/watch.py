@@ -29,7 +29,7 @@ from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Resources, positive_number
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
 from ckptkit.runs.run_paths import find_run
-from ckptkit.runs.save_order import Retention
+from ckptkit.runs.save_order import RETENTION_OPTIONS, Retention
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit_cli import _options as options
 from ckptkit_cli._command import Option, command, parse_values
@@ -309,9 +309,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
             private=values["private"], revision=values["revision"], include=include
         ),
         tag_prefix=values["tag_prefix"],
-        retention=Retention(
-            **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
-        ),
+        retention=Retention(**{name: values[name] for name in RETENTION_OPTIONS}),
         versions=versions,
         waits_for_lock=values["wait_for_lock"],
     )
