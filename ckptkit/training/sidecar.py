@@ -11,7 +11,9 @@ import copy
 import json
 import os
 import re
+import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, cast, runtime_checkable
@@ -19,12 +21,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import nn
 
 from ckptkit.consumers.table import ADAPTER_CONFIG, CONFIG, GENERATION
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.core.model_configs import CLASS_NAME, class_of, parse_model_config, to_json
 from ckptkit.core.text import a_kind
 from ckptkit.training.step_names import innermost
 from ckptkit.writer.messages import Inline
+from ckptkit.writer.process import as_failure
 
 _DEFAULT_ADAPTER = "default"  # PEFT's name for the adapter at the top
 _FSDP2_PREFIX = "FSDP"  # what `fully_shard` puts before the name of a module's class
@@ -300,3 +303,76 @@ def _is_relative(name: str) -> bool:
     if "\0" in name or "\\" in name or not name.isprintable():
         return False
     return all(part and not part.endswith((".", " ")) for part in name.split("/"))
+
+
+class SidecarFolders:
+    """Folders of sidecar files, which never change; the newest one is for the next save.
+
+    Commits under way copy from earlier ones, as many as saves may be in flight.
+
+    Attributes:
+        folder: The newest one.
+    """
+
+    def __init__(self, parents: Sequence[Path], in_flight: int) -> None:
+        """Creates nothing yet; folders are created in the first of `parents` that is writable.
+
+        `in_flight` is how many saves may be under way, including the next one.
+        """
+        self._parents = parents
+        self.folder = Path()
+        self._kept: deque[Path] = deque()
+        self._most = in_flight
+        self._count = 0
+        self._objects: tuple[object, ...] = ()
+        self._places: object = ()
+        self._files: Sequence[Inline] = ()
+
+    def describes(self, objects: Sequence[object], places: object) -> bool:
+        """Returns whether the newest folder is there and is of these objects and places.
+
+        The objects are the models and optimizers that the files describe, the places those of other
+        values, which they describe as well.
+        """
+        is_same = list(map(id, objects)) == list(map(id, self._objects)) and places == self._places
+        return self._exists and is_same
+
+    def write(self, files: Sequence[Inline], objects: Sequence[object], places: object) -> None:
+        """Writes files to a new folder if they differ from those of the newest one.
+
+        Removes the folders that no commit needs any more.
+        """
+        if not self._exists or tuple(files) != tuple(self._files):
+            self._count += 1
+            self.folder = self._create(str(self._count), files)
+            self._kept.append(self.folder)
+            self._files = files
+        self._objects, self._places = tuple(objects), places
+        while len(self._kept) > self._most:
+            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+
+    @property
+    def _exists(self) -> bool:
+        return bool(self._kept) and self.folder.is_dir()
+
+    def close(self) -> None:
+        """Removes all of them."""
+        for parent in self._parents:
+            shutil.rmtree(parent, ignore_errors=True)
+        self._kept.clear()
+
+    def _create(self, name: str, files: Sequence[Inline]) -> Path:
+        problems: list[CkptkitError] = []
+        for parent in self._parents:
+            new = parent / name
+            try:
+                for file in files:
+                    path = new / file.path
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(file.data)
+            except OSError as error:
+                shutil.rmtree(new, ignore_errors=True)
+                problems.append(as_failure(error, str(new)))
+            else:
+                return new
+        raise problems[-1]

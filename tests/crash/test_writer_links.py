@@ -23,7 +23,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError, UnsafePathError, WriterError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.commit import commit
 from ckptkit.writer.messages import ByteCounter, Link, Persist, Written
@@ -169,7 +169,7 @@ def test_a_writer_that_is_killed_between_link_and_record_costs_that_save_only(
     model[0].requires_grad_(False)
     run, state = tmp_path / "run", {"model": model}
     with (
-        mock.patch.object(save_slot, "WriterTimeouts", partial(WriterTimeouts, command=command)),
+        mock.patch.object(saves, "WriterTimeouts", partial(WriterTimeouts, command=command)),
         Checkpointer(run) as saver,
     ):
         reports = [saver.save(step, state).report(60) for step in (1, 2)]

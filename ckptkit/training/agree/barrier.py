@@ -6,12 +6,14 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import PeerError, UsageError
 from ckptkit.training.agree.key_values import KeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.save.attempts import SaveAttempt
+
+if TYPE_CHECKING:
+    from ckptkit.training.save.saver import Save
 
 _LOOK_SECONDS = 0.5
 _HINT = "call save on all ranks at the same steps"
@@ -46,14 +48,14 @@ class SaveBarrier:
 
     def agree(
         self,
-        attempt: SaveAttempt,
+        save: Save,
         value: Mapping[str, Any],
         decide: Decide,
         *,
         timeout_seconds: float,
     ) -> Mapping[str, Any]:
         """Lets rank 0 decide on the values of all ranks, as `Peers.agree` does."""
-        self._here = attempt.number + self._lead, attempt.step, attempt.name
+        self._here = save.number + self._lead, save.step, save.name
         number = self._here[0]
         self._publish()
 
@@ -69,12 +71,12 @@ class SaveBarrier:
             return {"number": number, "outcome": decide([report["value"] for report in reports])}
 
         answer: Mapping[str, Any] = self._peers.agree(
-            f"the {self._about} of step {attempt.step}, attempt {attempt.name}",
-            {"name": attempt.step_name, "value": value},
+            f"the {self._about} of step {save.step}, attempt {save.name}",
+            {"name": save.step_name, "value": value},
             decide_all,
             timeout_seconds=timeout_seconds,
         )
-        self._lead = answer["number"] - attempt.number
+        self._lead = answer["number"] - save.number
         outcome: Mapping[str, Any] = answer["outcome"]
         return outcome
 
@@ -141,18 +143,18 @@ class SharedAnswers:
         self._asked: deque[str] = deque()
 
     def answer(self, question: str, find: Callable[[], str]) -> str:
+        """Returns the answer of the rank that asked first; `find` is not called if there is one."""
+        answer = self._store.get(f"votes/{question}")
+        return self.first(question, find() if answer is None else "")
+
+    def first(self, question: str, own: str) -> str:
         """Returns the answer of the rank that asked first, without waiting for any other rank.
 
-        Args:
-            question: Names the question; a rank asks each question once.
-            find: Returns this rank's answer; not called if there is an answer already.
+        A rank asks each question once.
         """
         key = f"votes/{question}"
         self._asked.append(key)
         if len(self._asked) > _REMEMBERED:  # every rank has asked long ago
             self._store.delete(self._asked.popleft())
-        answer = self._store.get(key)
-        if answer is None:
-            own = f"={find()}"  # since an empty value means a missing key
-            answer = self._store.compare_set(key, b"", own.encode())
-        return answer.decode().removeprefix("=")
+        # "=", since an empty value means a missing key
+        return self._store.compare_set(key, b"", f"={own}".encode()).decode().removeprefix("=")

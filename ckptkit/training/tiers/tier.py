@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
-from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.training.save.saver import Save
 from ckptkit.writer.commit import clear
 from ckptkit.writer.process import as_failure
 from ckptkit.writer.record import RECORDS_FOLDER
@@ -81,16 +81,9 @@ class LocalTier:
     leads: bool
     lock: RunLock | None
 
-    def placed(self, attempt: SaveAttempt) -> SaveAttempt:
-        """Returns an attempt whose files this rank writes to the node's own disk first."""
-        return replace(attempt, folder=self.path / attempt.folder.name, shared=attempt.folder)
-
-    def final(self, attempt: SaveAttempt) -> Path:
+    def final(self, save: Save) -> Path:
         """Returns the folder of this node's part of a step once it is committed."""
-        return self.path / attempt.step_name
-
-    def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        return {**manifest, "source": {**manifest["source"], NODE_RUN: self.owner._asdict()}}
+        return self.path / save.step_name
 
     def copies(self) -> Iterator[NodeCopy]:
         return _copies_in(self.path)
