@@ -42,11 +42,7 @@ class _Pretrained(Protocol):
 
 
 def check_sidecar(sidecar: object) -> Mapping[str, object]:
-    """Returns the user's sidecar after a check that all of it can be stored.
-
-    Args:
-        sidecar: As for `collect_sidecar`; None for nothing.
-    """
+    """Returns the user's sidecar after a check that all of it can be stored."""
     if sidecar is None:
         return {}
     if not isinstance(sidecar, Mapping):
@@ -76,15 +72,12 @@ def collect_sidecar(
 ) -> tuple[Inline, ...]:
     """Collects the files that describe a step.
 
+    The user adds, by name: an object with `save_pretrained` (a tokenizer or processor), the path of
+    a file or folder, whose names are kept, or bytes, which are stored under the name.
+
     The first model with a Transformers configuration adds `config.json`, `generation_config.json`
     and the configuration of every PEFT adapter: the default one at the top, others in
     `adapters/NAME`. A model without one adds nothing.
-
-    Args:
-        models: The models of the state, wrapped or not.
-        sidecar: What the user adds, by name: an object with `save_pretrained` (a tokenizer or
-            processor), the path of a file or folder, whose names are kept, or bytes, which are
-            stored under the name.
 
     Returns:
         Files below `ckptkit/`, sorted by path.
@@ -111,12 +104,8 @@ def collect_sidecar(
 def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> Inline:
     """Returns the file that describes the layout of the run.
 
-    Args:
-        facts: JSON values that stay the same for a session: versions, world size, mesh,
-            strategy, tied names, wrappers, FSDP1's flat parameters.
-        models: The models of the state. `base_model` has, of the first one with a configuration,
-            the `id` under which it was loaded and the `commit_hash` on the Hub, which
-            `config.json` does not have.
+    `base_model` has, of the first model with a configuration, the `id` under which it was loaded
+    and the `commit_hash` on the Hub, which `config.json` does not have.
     """
     document = {**facts}
     for base in map(_base_of, map(innermost, models)):
@@ -255,12 +244,7 @@ class StepFile(bytes):
 
 
 def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tuple[Inline, ...]:
-    """Returns files of the user for a step's directory.
-
-    Args:
-        files: What each holds, by its name relative to the directory.
-        taken: Files and folders of this very step, beside those that every step may have.
-    """
+    """Returns files of the user for a step's directory."""
     if not isinstance(files, Mapping):
         raise UsageError(f"expected bytes by file name, got {a_kind(files)}", where="files")
     own = {name.casefold() for name in taken} - {""}

@@ -22,9 +22,6 @@ _HINT = 'pass names such as signals=("SIGTERM", "SIGUSR2"), or () for none'
 def signal_names(given: object) -> tuple[str, ...]:
     """Parses signals: names, numbers or members of `signal.Signals`.
 
-    Args:
-        given: One signal or several; None for none.
-
     Returns:
         The names, each once.
 
@@ -57,11 +54,7 @@ class SignalWatch:
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
-        """Installs the handlers.
-
-        Args:
-            names: Of the signals.
-        """
+        """Installs the handlers."""
         self._arrived: deque[str] = deque()
         self._earlier: dict[int, Any] = {}
         self._closed = False

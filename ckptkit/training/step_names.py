@@ -110,10 +110,6 @@ def values_file(rank: int) -> str:
 def clean_fqn(name: str, parallel: Sequence[str] = ()) -> str:
     """Returns a parameter's or module's name without the parts that wrappers add.
 
-    Args:
-        name: As `named_parameters`, `named_modules` or a state dict has it.
-        parallel: What `parallel_prefixes` returned for the model.
-
     >>> clean_fqn("_orig_mod.0._fsdp_wrapped_module.module.weight")
     '0.module.weight'
     >>> clean_fqn("module.module.weight", ("",))
@@ -174,13 +170,6 @@ def ask_disk_names(
 ) -> tuple[HubNames | None, str]:
     """Determines the names of a live model's tensors on disk, where they may differ.
 
-    Args:
-        model: The model, maybe wrapped.
-        config: Its parsed `config.json`, or None.
-        tensors: Element types and shapes of the tensors of the whole model.
-        base: The names in the folder that it is loaded from; without them those that loading has
-            left at the model count.
-
     Returns:
         The names, or None where they are the live ones or not known; why they are not known.
     """
@@ -211,13 +200,6 @@ def ask_live_class(
     is_converted: bool,
 ) -> tuple[bool, str]:
     """Asks the class of a live model, in this process, whether tensors are all that it has.
-
-    Args:
-        own: The class of the model.
-        config: Its parsed `config.json`, as it is written.
-        live: The shapes of the tensors of the whole model.
-        disk: The names on disk, each with the live tensors that it is made of.
-        is_converted: Whether these are names of `save_pretrained`; else they are the live ones.
 
     Returns:
         Whether that is certain; why transformers does not know the model, if so.

@@ -130,13 +130,7 @@ class ImageWriter:
         return any(not output.direct for output in self._outputs)
 
     def write(self, path: Path, image: Image, buffer: memoryview) -> None:
-        """Writes an image, and starts to make it durable.
-
-        Args:
-            path: A file that does not exist yet.
-            image: Its content.
-            buffer: The whole shared buffer, writable.
-        """
+        """Writes an image, and starts to make it durable."""
         stop = _check_image(image, len(buffer))
         output = DirectFile(path, stop - image.start, self._disk, sync_bytes=_SYNC_BYTES)
         self._outputs.append(output)

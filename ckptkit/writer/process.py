@@ -129,17 +129,10 @@ def attend(
     attempt: str,
     work: Callable[[ByteCounter], Answer],
 ) -> Answer:
-    """Runs `work` in a thread of its own and sends `WriteProgress` until it is done.
+    """Runs `work`, which raises nothing, in a thread and sends `WriteProgress` until it is done.
 
     The process exits at once, even in the middle of a write, if the connection is closed or the
     parent is gone.
-
-    Args:
-        connection: To the trainer.
-        channel: The same, for messages.
-        parent: The trainer.
-        attempt: Named in reports of progress.
-        work: Serves the request, updates the counter, and raises nothing.
 
     Returns:
         What `work` returned.
@@ -223,12 +216,7 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 def as_failure(error: BaseException, where: str) -> CkptkitError:
-    """Turns any exception of a writer into an error of ours, which says what to do.
-
-    Args:
-        error: What was raised.
-        where: The folder concerned, for exceptions that do not name a file.
-    """
+    """Turns any exception of a writer into an error of ours, which says what to do."""
     if isinstance(error, CkptkitError):
         return error
     if not isinstance(error, OSError):
@@ -274,10 +262,6 @@ def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
 
     It starts without site-packages and environment variables; only the library that computes
     CRC-32 fast is added if it is installed.
-
-    Args:
-        descriptor: Number of the inherited socket.
-        niceness: Added to its nice value.
     """
     spec = find_spec("isal")
     folders = (spec.submodule_search_locations if spec else None) or ()

@@ -53,9 +53,6 @@ def sweep(run: Path) -> tuple[str, ...]:
 
     Nothing may be saving into the run at the same time.
 
-    Args:
-        run: The run's directory.
-
     Returns:
         Notes for the log.
     """

@@ -30,12 +30,7 @@ class SaveBarrier:
     """
 
     def __init__(self, peers: Peers, about: str = "save") -> None:
-        """Publishes that this rank is at no save yet.
-
-        Args:
-            peers: The other ranks.
-            about: Names the barrier; unlike that of any other one.
-        """
+        """Publishes that this rank is at no save yet."""
         self.rank = peers.rank
         self._about = about
         self._store = peers.store

@@ -93,14 +93,10 @@ class Peers:
     ) -> Any:
         """Lets rank 0 decide on the values of all ranks, and returns its decision on every rank.
 
-        Every rank has to call this equally often for a topic. A round that fails on one rank fails
-        on all that wait for it, with the same error.
-
-        Args:
-            topic: Names the question.
-            value: This rank's value, JSON of at most 4 MiB.
-            decide: Called on rank 0 only, with the values in the order of the ranks; returns JSON.
-            timeout_seconds: How long rank 0 waits for the others, and about how long they wait.
+        Every rank has to call this equally often for a topic, with a value that is JSON of at most
+        4 MiB. `decide` is called on rank 0 only, with the values in the order of the ranks. A round
+        that fails on one rank fails on all that wait for it, with the same error. Rank 0 waits
+        `timeout_seconds` for the others, and they about as long.
 
         Returns:
             What `decide` returned.
@@ -122,13 +118,7 @@ class Peers:
     def raise_first(
         self, topic: str, error: CkptkitError | None, *, timeout_seconds: float
     ) -> None:
-        """Raises the first of the ranks' errors on all ranks, with its rank.
-
-        Args:
-            topic: As for `agree`.
-            error: What failed here, if anything.
-            timeout_seconds: As for `agree`.
-        """
+        """Raises the first of the ranks' errors on all ranks, with its rank."""
         own = None if error is None else error.to_json()
         documents = self.agree(topic, own, lambda all_of: all_of, timeout_seconds=timeout_seconds)
         for rank, document in enumerate(documents):
@@ -139,11 +129,6 @@ class Peers:
         """Takes part in a round with an error instead of a value, without waiting.
 
         All ranks that call `agree` in this round raise the error at once.
-
-        Args:
-            topic: As for `agree`.
-            error: What failed here.
-            timeout_seconds: As for `agree`.
         """
         key = self._next_round(topic)
         document = _error_json(f"rank {self.rank} failed before {topic!r}", error)
@@ -243,12 +228,8 @@ def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bo
     """Opens a new session with the other ranks of this training.
 
     All ranks of the default process group have to call this, in the same order. Without
-    torch.distributed there is one rank.
-
-    Args:
-        run: What the ranks work on; the same on all of them.
-        timeout_seconds: How long to wait for all ranks.
-        is_place: Whether `run` is a directory or a URL, which ranks may spell in different ways.
+    torch.distributed there is one rank. `run` is what they work on, the same on all of them; ranks
+    may spell a directory or a URL in different ways.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return Peers(0, 1, LocalKeyValueStore(), secrets.token_hex(_NONCE_BYTES))
@@ -370,11 +351,7 @@ Facts = Mapping[str, Any]
 
 
 def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns JSON values that identify a directory.
-
-    Args:
-        named: As the user named it; it need not exist yet.
-    """
+    """Returns JSON values that identify a directory."""
     if is_url(named):
         url = os.fspath(named).rstrip("/")
         return {"named": url, "machine": "", "path": url, "inode": []}
@@ -390,12 +367,7 @@ def place_facts(named: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_same_place(of_ranks: Sequence[Facts], where: str) -> None:
-    """Refuses directories that differ between ranks.
-
-    Args:
-        of_ranks: What `place_facts` returned on each rank.
-        where: Names the argument, for messages.
-    """
+    """Refuses directories that differ between ranks."""
     first = of_ranks[0]
     for rank, facts in enumerate(of_ranks):
         if not _are_same(first, facts):

@@ -84,15 +84,8 @@ class SaveRequestWatcher:
     ) -> None:
         """Installs the signal handlers and starts the thread.
 
-        Args:
-            peers: The ranks.
-            run: Has the requests of `ckptkit save-now`.
-            interval: When to save without a request; times are measured on rank 0.
-            signals: After which all ranks save and stop; see `SignalWatch`.
-            slurm_margin_seconds: How long before Slurm ends the job all ranks save and stop, at
-                most half of the time that is left now; 0 to ignore Slurm.
-            timeout_seconds: How long `should_save` may wait for other ranks, if less than
-                `LONGEST_WAIT_SECONDS`.
+        Times are measured on rank 0. All ranks save and stop `slurm_margin_seconds` before Slurm
+        ends the job, at most half of the time that is left now; 0 ignores Slurm.
         """
         self._peers = peers
         self._run = run
@@ -129,11 +122,7 @@ class SaveRequestWatcher:
         return False
 
     def request_save(self, *, stop: bool = False) -> None:
-        """Asks all ranks to save; from any thread, but not from a signal handler.
-
-        Args:
-            stop: Whether `stop_requested` is to become true at that save.
-        """
+        """Asks all ranks to save; from any thread, but not from a signal handler."""
         self._asked.append(SaveRequest(f"request_save on rank {self._peers.rank}", stop))
         self._wake.set()
 

@@ -191,14 +191,10 @@ def plan_save(
     limit_bytes: int | None = None,
     restless: Collection[Entry] = (),
 ) -> SavePlan:
-    """Lays out the pieces that this rank writes.
+    """Lays out the pieces that this rank writes: those of all its pieces that are `owned`.
 
-    Args:
-        pieces: All pieces of this rank.
-        owned: For each piece whether this rank writes it, rather than another one that has it too.
-        rank: For the names of files.
-        limit_bytes: Of the buffer; a larger state is cut into waves.
-        restless: Frozen weights that change nevertheless, and are written like trained ones.
+    A state that is larger than the limit of the buffer is cut into waves. `restless` are frozen
+    weights that change nevertheless, and are written like trained ones.
     """
     if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
         raise UsageError(
@@ -458,12 +454,7 @@ class _Unit:
 
 
 def check_storable(tensor: torch.Tensor, where: str) -> DType:
-    """Returns the type of a tensor's elements.
-
-    Args:
-        tensor: The elements on this rank.
-        where: Its name, for messages.
-    """
+    """Returns the type of a tensor's elements."""
     if tensor.layout is not torch.strided or tensor.is_quantized or not has_data(tensor):
         kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
         raise UnsupportedError(
@@ -512,11 +503,7 @@ class Signatures:
         self._signature: Signature = ()
 
     def of(self, pieces: Sequence[Piece]) -> tuple[tuple[bool, ...], Signature]:
-        """Returns which of the pieces this rank writes, and their signature.
-
-        Args:
-            pieces: All pieces of this rank; see `select_owned`.
-        """
+        """Returns which of the pieces this rank writes, and their signature."""
         known, origins = self._origins, [piece.origin for piece in pieces]
         if len(known) == len(pieces) and all(map(operator.is_, origins, known)):
             return self._owned, self._signature

@@ -99,13 +99,7 @@ class FrozenFiles:
     """
 
     def __init__(self, nonce: str, rank: int, in_flight: int) -> None:
-        """Creates nothing yet.
-
-        Args:
-            nonce: Names the job's folder in the run.
-            rank: Of this process.
-            in_flight: How many saves may be under way, including the next one.
-        """
+        """Creates nothing yet."""
         self._place = Path(MARKS_FOLDER, nonce, _FOLDER)
         self._rank = rank
         self._in_flight = in_flight

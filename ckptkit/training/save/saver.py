@@ -613,11 +613,6 @@ def objects_file(
 ) -> tuple[Inline, list[list[Any]]]:
     """Puts the objects of one DCP directory into a file of consecutive archives.
 
-    Args:
-        objects: At least one, all of one unit.
-        rank: For the name of the file.
-        file_number: Its index among the files that the rank writes into the directory.
-
     Returns:
         The file, and `[path, file_number, start, length]` for each object.
     """

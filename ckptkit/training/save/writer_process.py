@@ -62,13 +62,7 @@ class WriterProcess:
     def __init__(
         self, timeouts: WriterTimeouts, buffer: SharedBuffer | None = None, *, name: str = "writer"
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            timeouts: How long to wait, and what to start.
-            buffer: The memory that requests refer to; announced to every new process.
-            name: For messages.
-        """
+        """Starts nothing yet."""
         self._name = name
         self._timeouts = timeouts
         self._buffer = buffer

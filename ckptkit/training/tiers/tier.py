@@ -23,7 +23,7 @@ from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
 from ckptkit.training.save.saver import Save
-from ckptkit.writer.commit import clear
+from ckptkit.writer.commit import remove_steps
 from ckptkit.writer.process import as_failure
 from ckptkit.writer.record import RECORDS_FOLDER
 from ckptkit.writer.sweep import sweep
@@ -103,12 +103,9 @@ class LocalTier:
         return ""
 
     def keep_only(self, find_names: Callable[[], Collection[str]], undrained: str) -> None:
-        """Removes all parts of steps except some; only the leading rank does something.
+        """Removes all parts of steps but those that are named, on the leading rank.
 
-        Args:
-            find_names: Returns the names of those that stay; called after the directory was listed,
-                since a step may be added in between.
-            undrained: The name of a step that stays as well, until it is drained.
+        One step stays as well until it is drained.
         """
         if not self.leads:
             return
@@ -117,13 +114,13 @@ class LocalTier:
         except OSError as error:
             logger.warning("%s: old steps stay, since it cannot be listed: %s", self.path, error)
             return
-        names = find_names()
+        names = find_names()  # after the listing, since a step may be added in between
         old = [
             copy.path
             for copy in copies
             if copy.path.name not in names and (copy.path.name != undrained or copy.is_drained)
         ]
-        for note in clear(None, old)[1]:
+        for note in remove_steps(old)[1]:
             logger.warning("%s: %s", self.path, note)
 
     def close(self) -> None:
@@ -134,14 +131,7 @@ class LocalTier:
 def open_tier(
     local: Path, run: TrainingRun[Any], peers: Peers, *, timeout_seconds: float
 ) -> LocalTier:
-    """Opens, locks and sweeps the nodes' own directories; all ranks have to call this.
-
-    Args:
-        local: The directory of this rank; it may differ on others.
-        run: The run that is saved to.
-        peers: The ranks.
-        timeout_seconds: How long to wait for them.
-    """
+    """Opens, locks and sweeps the nodes' own directories; all ranks have to call this."""
     identity = peers.agree(
         "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
     )

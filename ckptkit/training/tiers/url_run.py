@@ -76,13 +76,7 @@ class NearPlace(Place):
 
 
 def with_near_files(far: Folder, near: Path, manifest: Manifest) -> Folder:
-    """Returns a step's source that reads from the node's own disk what it has of that save.
-
-    Args:
-        far: The step.
-        near: This node's part of it, which may not exist.
-        manifest: Of the step.
-    """
+    """Returns a step's source that reads from the node's own disk what it has of that save."""
     try:
         copy = read_local_manifest(near)
     except (CkptkitError, OSError):
@@ -164,14 +158,7 @@ class UploadProcess(WriterProcess):
     def __init__(
         self, timeouts: WriterTimeouts, name: str, remote: Remote, session: tuple[str, str]
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            timeouts: How long to wait, and what to start.
-            name: For messages.
-            remote: The run.
-            session: The job's nonce, and a local directory for temporary files.
-        """
+        """Starts nothing yet."""
         super().__init__(timeouts, name=name)
         self._remote = remote
         self._job, self._scratch = session
@@ -236,14 +223,7 @@ class UrlRun(TrainingRun[Place]):
     def __init__(
         self, place: Place, local: Path, nonce: str, prefix: str = STEP_PREFIXES[0]
     ) -> None:
-        """Sends no request yet.
-
-        Args:
-            place: The URL.
-            local: The directory on the node's own disk.
-            nonce: Of the session.
-            prefix: Of the names of its steps, before the number.
-        """
+        """Sends no request yet."""
         self.path = local.absolute()
         self.place = NearPlace.of(place, self.path)
         self.prefix = prefix
