@@ -24,7 +24,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.storage.local.disk import Closable
 from ckptkit.training.agree.peers import open_peers
-from ckptkit.training.agree.save_requests import open_requests
+from ckptkit.training.agree.save_requests import SaveRequestWatcher
 from ckptkit.training.export.export import Exporter, ExportHandle, ExportOptions, make_request
 from ckptkit.training.handle import SaveHandle, SkippedError
 from ckptkit.training.resume.resume import decline, resume, resume_from
@@ -130,7 +130,14 @@ class Checkpointer:
             undo.callback(self._peers.close)
             self._session: Session = open_session(run, self._peers, settings)
             undo.callback(self._session.close)
-            self._requests = open_requests(self._peers, self._session.run, settings)
+            self._requests = SaveRequestWatcher(
+                self._peers,
+                self._session.run,
+                interval=settings.interval,
+                signals=settings.signals,
+                slurm_margin_seconds=settings.slurm_margin_seconds,
+                timeout_seconds=settings.timeout_seconds,
+            )
             undo.callback(self._requests.close)
             self._backend = open_committer(self._session, self._peers, settings)
             undo.pop_all()

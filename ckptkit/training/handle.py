@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError
@@ -15,18 +15,7 @@ from ckptkit.core.text import size_text
 from ckptkit.training.save.staging import Staged
 from ckptkit.training.step_names import name_save
 
-
-class Reported(Protocol):
-    """The report of something that succeeded."""
-
-    @property
-    def path(self) -> Any:
-        """The directory that was written."""
-
-
-Report = TypeVar("Report", bound=Reported)
-
-
+Report = TypeVar("Report", "PushReport", "SaveReport", "ExportReport")
 _OF_CKPTKIT = frozenset(
     {"add_copy", "fail", "follow", "free", "mark_known", "set_local", "succeed"}
 )

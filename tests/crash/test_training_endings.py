@@ -318,13 +318,13 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
 ) -> None:
     with Checkpointer(run) as saver:
         barrier: Any = vars(saver._backend)["_barrier"]
-        agree = barrier.agree
+        agree = barrier.agree_on
 
         def fail(*arguments: Any, **options: Any) -> None:
             agree(*arguments, **options)
             raise PeerError("the store failed")
 
-        monkeypatch.setattr(barrier, "agree", fail)
+        monkeypatch.setattr(barrier, "agree_on", fail)
         report = saver.save(1, {"model": nn.Linear(2, 2)}).report(SECONDS)
     assert report.total_bytes > 1000
     assert ckptkit.verify(report.path).ok

@@ -144,12 +144,12 @@ import os, signal, sys
 sys.path.append({root!r})
 from ckptkit.writer import process as main
 from ckptkit.writer import persist
-def take(self, links, call=persist.Links.take):
-    call(self, links)
+def take(links, *arguments, call=persist.link_kept):
+    call(links, *arguments)
     if links and os.path.exists({file!r}):
         os.unlink({file!r})
         os.kill(os.getpid(), signal.SIGKILL)
-persist.Links.take = take
+persist.link_kept = take
 main.main()
 """
 

@@ -174,7 +174,7 @@ class Peers:
     def _collect(self, topic: str, key: str, value: Any, timeout_seconds: float) -> list[Any]:
         """Returns the values of all ranks; for rank 0."""
         keys = [f"{key}/{rank}" for rank in self._others]
-        texts = poll_until(lambda: self.store.get_all(keys), timeout_seconds) if keys else []
+        texts = poll_until(lambda: self._fetch(keys), timeout_seconds) if keys else []
         if texts is None:
             missing = [rank for rank, name in enumerate(keys, 1) if self.store.get(name) is None]
             raise PeerError(
@@ -184,6 +184,10 @@ class Peers:
         if refused is not None:
             raise error_from_json(json.loads(refused.removeprefix(_REFUSED)))
         return [json.loads(text) for text in [_encoded(value), *texts]]
+
+    def _fetch(self, keys: Sequence[str]) -> list[bytes] | None:
+        """Returns the values of keys, None if any is missing; called while this rank waits."""
+        return self.store.get_all(keys)
 
     def _publish(self, key: str, answer: bytes, timeout_seconds: float) -> None:
         if self.world_size > 1:
@@ -199,13 +203,14 @@ class Peers:
         except (TypeError, ValueError) as error:
             part = _REFUSED + _encoded(_error_json(f"rank {self.rank} has no answer", error))
         self.store.set(f"{key}/{self.rank}", part)
-        text = poll_until(lambda: self.store.get(f"{key}/answer"), timeout_seconds + _GRACE_SECONDS)
-        if text is None:
+        limit_seconds = timeout_seconds + _GRACE_SECONDS
+        texts = poll_until(lambda: self._fetch([f"{key}/answer"]), limit_seconds)
+        if texts is None:
             # Rank 0 may be about to read our value; without it, rank 0 would wait.
             self._forget(f"{key}/{self.rank}", timeout_seconds + 2 * _GRACE_SECONDS)
             raise PeerError(f"rank 0 did not decide within {timeout_seconds:g} s about {topic!r}")
         self.store.delete(f"{key}/{self.rank}")  # so that rank 0 knows that its answer was read
-        answer = json.loads(text)
+        answer = json.loads(texts[0])
         if "error" in answer:
             raise error_from_json(answer["error"])
         return answer["value"]

@@ -27,7 +27,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.training.agree.peers import Peers, name_ranks
 from ckptkit.training.environment import slurm_end_time
 from ckptkit.training.run_folders import TrainingRun
-from ckptkit.training.settings import Interval, Settings
+from ckptkit.training.settings import Interval
 from ckptkit.training.signals import SignalWatch
 
 logger = logging.getLogger(__name__)
@@ -198,18 +198,6 @@ def _job_ends(margin_seconds: float) -> float | None:
         return None
     left = max(end - time.time(), 0.0)
     return time.monotonic() + left - min(margin_seconds, left / 2)
-
-
-def open_requests(peers: Peers, run: TrainingRun[Any], settings: Settings) -> SaveRequestWatcher:
-    """Starts to gather requests to save; see `SaveRequestWatcher`."""
-    return SaveRequestWatcher(
-        peers,
-        run,
-        interval=settings.interval,
-        signals=settings.signals,
-        slurm_margin_seconds=settings.slurm_margin_seconds,
-        timeout_seconds=settings.timeout_seconds,
-    )
 
 
 _NEVER_POLLED = -1

@@ -229,7 +229,7 @@ class SaveCommitter:
         # Rank 0 commits after it has waited for all, so the others have to wait for both.
         timeout_seconds = self._timeout_seconds * (1 if self._process is not None else 2)
         try:
-            agreed = self._barrier.agree(
+            agreed = self._barrier.agree_on(
                 save, save.outcome(), decide, timeout_seconds=timeout_seconds
             )
         except CkptkitError as error:

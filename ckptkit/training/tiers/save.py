@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,29 +23,257 @@ from ckptkit.core.errors import (
     InputError,
     NoSpaceError,
     OutputError,
+    RefusedError,
     SaveError,
+    UsageError,
     error_from_json,
 )
-from ckptkit.core.manifest import NODE_RUN, source_of_all
+from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest, source_of_all
 from ckptkit.core.threads import WorkerThread
 from ckptkit.engine.progress import Stage
 from ckptkit.runs.marks import is_step_folder
+from ckptkit.runs.steps import save_number_of
+from ckptkit.storage.local.durable import remove_folder
+from ckptkit.storage.local.ownership import make_private, refuse_planted
+from ckptkit.storage.locations import MARKS_FOLDER
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.peers import Peers, name_ranks
-from ckptkit.training.run_folders import TrainingRun
+from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
 from ckptkit.training.save.saver import OURS, Save, SaveCommitter, fail
 from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.session import Session
 from ckptkit.training.settings import Settings
-from ckptkit.training.tiers.tier import LocalTier, open_tier
+from ckptkit.writer.commit import remove_steps
 from ckptkit.writer.drain import BESIDE
 from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
+from ckptkit.writer.process import as_failure
 from ckptkit.writer.record import RECORDS_FOLDER, parse_record
+from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
 _OF_STORAGE = frozenset({NoSpaceError.code, OutputError.code, SaveError.code})
 _NICENESS = 19  # the step is durable already
+_MARK = "node-"
+_DRAINED = f"{RECORDS_FOLDER}/drained"  # in a node's copy of a step that was drained
 _MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk has room for two steps
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCopy:
+    """The files of one node's ranks of a step.
+
+    Attributes:
+        path: Their folder.
+        manifest: Lists them.
+        ranks: The ranks of the node.
+        identity: Of the run that they belong to; empty if unknown.
+        run: Where that run was.
+    """
+
+    path: Path
+    manifest: Manifest
+    ranks: tuple[int, ...]
+    identity: str
+    run: str
+
+    @property
+    def is_drained(self) -> bool:
+        return (self.path / _DRAINED).exists()
+
+
+def _copies_in(folder: Path) -> Iterator[NodeCopy]:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        try:
+            manifest = read_local_manifest(path)
+        except (CkptkitError, OSError):
+            continue
+        ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
+        if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
+            run: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
+            names = str(run.get("identity", "")), str(run.get("path", ""))
+            yield NodeCopy(path, manifest, tuple(ranks), *names)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTier:
+    """A node's own disk, from the view of one of its ranks.
+
+    Attributes:
+        path: The directory.
+        ranks: The ranks that share it, in order.
+        run: The run that its steps are drained to.
+        identity: Of that run; a later one in the same place has another.
+        leads: Whether this rank, the first of them, acts for all.
+        lock: Of the directory; None on other ranks, and on file systems without locks.
+    """
+
+    path: Path
+    ranks: tuple[int, ...]
+    run: TrainingRun[Any]
+    identity: str
+    leads: bool
+    lock: RunLock | None
+
+    def final(self, save: Save) -> Path:
+        """Returns the folder of this node's part of a step once it is committed."""
+        return self.path / save.step_name
+
+    def copies(self) -> Iterator[NodeCopy]:
+        return _copies_in(self.path)
+
+    def note_drained(self, name: str) -> None:
+        """Marks a step as drained; only the leading rank does something."""
+        if self.leads:
+            with suppress(OSError):  # the step may not be here, and nothing depends on the mark
+                (self.path / name / _DRAINED).touch()
+
+    def newest_numbered(self) -> str:
+        """Returns the name of the newest step here that a resume would take; empty for none."""
+        with suppress(OSError):
+            numbered = [copy for copy in self.copies() if is_step_folder(copy.path.name)]
+            newest = max(numbered, key=lambda copy: save_number_of(copy.manifest), default=None)
+            return "" if newest is None else newest.path.name
+        return ""
+
+    def keep_only(self, find_names: Callable[[], Collection[str]], undrained: str) -> None:
+        """Removes all parts of steps but those that are named, on the leading rank.
+
+        One step stays as well until it is drained.
+        """
+        if not self.leads:
+            return
+        try:
+            copies = list(self.copies())
+        except OSError as error:
+            logger.warning("%s: old steps stay, since it cannot be listed: %s", self.path, error)
+            return
+        names = find_names()  # after the listing, since a step may be added in between
+        old = [
+            copy.path
+            for copy in copies
+            if copy.path.name not in names and (copy.path.name != undrained or copy.is_drained)
+        ]
+        for note in remove_steps(old)[1]:
+            logger.warning("%s: %s", self.path, note)
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+def open_tier(
+    local: Path, run: TrainingRun[Any], peers: Peers, *, timeout_seconds: float
+) -> LocalTier:
+    """Opens, locks and sweeps the nodes' own directories; all ranks have to call this.
+
+    Each rank leaves a mark in its directory: the marks show which ranks share it. An error of one
+    rank is raised on all.
+    """
+    path = local.absolute()
+    mark = path / MARKS_FOLDER / f"{_MARK}{peers.nonce}-{peers.rank}"
+
+    def run_on_all(topic: str, work: Callable[[], None]) -> None:
+        problem: CkptkitError | None = None
+        try:
+            work()
+        except CkptkitError as error:
+            problem = error
+        except OSError as error:
+            problem = as_failure(error, str(path))
+        peers.raise_first(topic, problem, timeout_seconds=timeout_seconds)
+
+    def unmark() -> None:
+        with suppress(OSError):
+            mark.unlink(missing_ok=True)
+
+    ranks: list[int] = []
+    locks: list[RunLock] = []  # on the leading rank, unless the file system has none
+
+    def find_ranks() -> None:
+        marks = mark.parent.glob(f"{_MARK}{peers.nonce}-*")
+        ranks.extend(sorted(int(found.name.rpartition("-")[2]) for found in marks))
+        if ranks[0] == peers.rank:
+            lock = _take_directory(path, run, identity)
+            if lock is not None:
+                undo.callback(lock.close)
+                locks.append(lock)
+
+    identity: str = peers.agree(
+        "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
+    )
+    with ExitStack() as undo:
+        undo.callback(unmark)
+        run_on_all("the nodes' own directories", lambda: _create_directory(path, run, mark))
+        run_on_all("whose they are", find_ranks)
+        peers.agree("who shares them", ranks, _check_groups, timeout_seconds=timeout_seconds)
+        unmark()
+        undo.pop_all()
+    leads = ranks[0] == peers.rank
+    return LocalTier(path, tuple(ranks), run, identity, leads, locks[0] if locks else None)
+
+
+def _create_directory(path: Path, run: TrainingRun[Any], mark: Path) -> None:
+    """Creates a node's directory, and leaves this rank's mark there."""
+    place = run.place
+    if isinstance(place, Path) and path.resolve().is_relative_to(place.resolve()):
+        raise UsageError(
+            f"is {str(path)!r}, which is the directory of the run, or inside of it",
+            where="local",
+            hint="pass a directory on the node's own disk",
+        )
+    try:  # private, as the run may be: other users of the node have access to its disk
+        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path)
+    except FileExistsError:
+        refuse_planted(path)
+    RunFolder(path, prefix=run.prefix)
+    mark.touch()
+
+
+def _take_directory(path: Path, run: TrainingRun[Any], identity: str) -> RunLock | None:
+    """Locks and sweeps a node's directory, and removes what other runs have drained from it."""
+    lock = RunFolder(path, prefix=run.prefix).lock()
+    try:
+        if lock is not None:
+            for note in sweep(path):
+                logger.info("%s: %s", path, note)
+        # A step of another run, or of an earlier one in the same place, must not be taken for a
+        # step of this run, and must not be removed before it is drained.
+        for copy in _copies_in(path):
+            if copy.identity == identity:
+                continue
+            name = copy.path.name
+            if lock is None or not copy.is_drained:
+                raise RefusedError(  # noqa: TRY301  the lock is closed
+                    f"has {name!r}, which was not drained yet, of another run, or an earlier"
+                    f" one, in {copy.run or 'an unknown place'}",
+                    where=f"local {path}",
+                    hint="give every run a directory of its own on the nodes; resume that run so"
+                    " that the step is drained, or remove what it left",
+                )
+            remove_folder(copy.path)
+            logger.info("%s: %s of the run %s was removed", path, name, copy.run)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+    return lock
+
+
+def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
+    """Refuses directories in which ranks see different marks."""
+    for rank, group in enumerate(of_ranks):
+        other = next((member for member in group if of_ranks[member] != group), None)
+        if other is not None:
+            raise UsageError(
+                f"expected a disk that the ranks of one node share, found different files on rank"
+                f" {rank} and on rank {other}",
+                where="local",
+                hint="pass a directory on the node's own disk",
+            )
 
 
 class TieredBackend(SaveCommitter):
@@ -131,7 +359,7 @@ class TieredBackend(SaveCommitter):
 
     def _agree_on_nodes(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
         can_rewrite = self._tier.run.takes_saves and save.rewrite is not None
-        return self._barrier.agree(
+        return self._barrier.agree_on(
             save,
             {"proof": None, "again": can_rewrite, **value},
             _decide,
@@ -142,7 +370,8 @@ class TieredBackend(SaveCommitter):
         """Commits the files of this node's ranks to its disk, if this rank leads."""
         if not self._tier.leads:
             return {}
-        source = {**save.manifest["source"], NODE_RUN: self._tier.owner._asdict()}
+        owner = {"identity": self._tier.identity, "path": str(self._tier.run.place)}
+        source = {**save.manifest["source"], NODE_RUN: owner}
         request = Commit(
             attempt=save.name,
             folder=str(save.folder),

@@ -36,7 +36,7 @@ class Rank:
         name = f"nonce-{step}-1"
         save = Save(self.count, name, step, Path(), Path(), {}, SaveHandle(step))
         return self.thread.submit(
-            lambda: self.barrier.agree(
+            lambda: self.barrier.agree_on(
                 save, {"step": step}, lambda values: {"all": values}, timeout_seconds=SECONDS
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -304,16 +304,16 @@ def test_the_host_of_the_store_does_not_leave_before_its_answer_was_heard() -> N
     heard = threading.Event()
     boards_of = [TorchKeyValueStore(store, "test") for _ in range(2)]
     host, other = (Peers(rank, 2, board, "nonce") for rank, board in enumerate(boards_of))
-    fetch = boards_of[1].get
+    fetch = boards_of[1].get_all
 
-    def late(key: str) -> bytes | None:
-        found = fetch(key)
-        if key.endswith("answer") and found:
+    def late(keys: Sequence[str]) -> list[bytes] | None:
+        found = fetch(keys)
+        if found and keys[0].endswith("answer"):
             time.sleep(SHORT)
             heard.set()
         return found
 
-    boards_of[1].get = late  # type: ignore[method-assign]
+    boards_of[1].get_all = late  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lambda: other.agree("topic", 1, sum, timeout_seconds=10))
         assert host.agree("topic", 1, sum, timeout_seconds=10) == 2
@@ -328,14 +328,14 @@ def test_the_host_of_the_store_does_not_leave_before_its_error_was_heard() -> No
     boards_of = [TorchKeyValueStore(store, "test") for _ in range(3)]
     host, other, refuser = (Peers(rank, 3, board, "nonce") for rank, board in enumerate(boards_of))
     is_closed = threading.Event()
-    fetch = boards_of[1].get
+    fetch = boards_of[1].get_all
 
-    def late(key: str) -> bytes | None:
+    def late(keys: Sequence[str]) -> list[bytes] | None:
         is_closed.wait(SHORT)
         assert not is_closed.is_set()
-        return fetch(key)
+        return fetch(keys)
 
-    boards_of[1].get = late  # type: ignore[method-assign]
+    boards_of[1].get_all = late  # type: ignore[method-assign]
     problem = NoSpaceError("the disk is full", where="/data")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lambda: other.agree("topic", 1, sum, timeout_seconds=10))
