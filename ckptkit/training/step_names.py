@@ -224,20 +224,14 @@ _PEFT_PREFIX = "base_model.model."  # of names in the base model
 
 @dataclass(frozen=True, slots=True)
 class TensorPlaces:
-    """The DCP directory and the key path of each tensor of a model.
+    """The DCP directory and the key path of each tensor of a model."""
 
-    Attributes:
-        unit: The directory.
-        path: The prefix of the key paths.
-        adapter: For a model that is split, as the Trainer does it: the names of the adapter's
-            tensors, which are in `unit` under their names in PEFT's files.
-        base_unit: For a model that is split, the directory of all other tensors.
-    """
-
-    unit: str
-    path: KeyPath
+    unit: str  # the directory
+    path: KeyPath  # the prefix of the key paths
+    # For a model that is split, as the Trainer does it: the names of the adapter's tensors, which
+    # are in `unit` under their names in PEFT's files
     adapter: AdapterNames | None = None
-    base_unit: str = ""
+    base_unit: str = ""  # for a model that is split, the directory of all other tensors
 
     def of(self, fqn: str) -> tuple[str, KeyPath]:
         """Returns the directory of a tensor, and its key path."""

@@ -151,19 +151,13 @@ class MergedUnit:
 
 
 class Merged(NamedTuple):
-    """All records in one.
+    """All records in one."""
 
-    Attributes:
-        units: The content of each DCP directory.
-        lost: What was left out because it is incomplete, by the user's name, with the reason.
-        empty: Directories whose whole content was left out.
-        notes: What everyone who reads the step should know.
-    """
-
-    units: Mapping[str, MergedUnit]
+    units: Mapping[str, MergedUnit]  # the content of each DCP directory
+    # What was left out because it is incomplete, by the user's name, with the reason
     lost: Mapping[str, str]
-    empty: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    empty: tuple[str, ...]  # directories whose whole content was left out
+    notes: tuple[str, ...] = ()  # what everyone who reads the step should know
 
 
 def with_findings(

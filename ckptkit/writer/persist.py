@@ -232,15 +232,10 @@ def keep_links(links: Sequence[Link], folder: Path, disk: Disk) -> str:
 
 @dataclass(slots=True)
 class _Parts:
-    """The files of an attempt so far, and what its record needs besides.
+    """The files of an attempt so far, and what its record needs besides."""
 
-    Attributes:
-        files: Those that are durable.
-        replica_sums: The CRC-32 of each sample of a replica.
-    """
-
-    files: list[WrittenFile] = field(default_factory=list)
-    replica_sums: tuple[int, ...] = ()
+    files: list[WrittenFile] = field(default_factory=list)  # those that are durable
+    replica_sums: tuple[int, ...] = ()  # the CRC-32 of each sample of a replica
 
 
 _MOST_ATTEMPTS = 8  # in flight at once; the oldest failed attempt is dropped

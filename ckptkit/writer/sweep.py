@@ -25,17 +25,11 @@ _LOCK = ".lock"  # in work folders of other commands, which sweep them themselve
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A hidden directory in a run.
+    """A hidden directory in a run."""
 
-    Attributes:
-        path: The directory.
-        step: The name of its step.
-        kind: `work`, `old` or `trash`.
-    """
-
-    path: Path
-    step: str
-    kind: str
+    path: Path  # the directory
+    step: str  # the name of its step
+    kind: str  # `work`, `old` or `trash`
 
 
 def leftovers(run: Path) -> tuple[Leftover, ...]:

@@ -206,15 +206,10 @@ _MARGIN_SECONDS = 0.3  # between those who give up one after another, who look n
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """A request for a save.
+    """A request for a save."""
 
-    Attributes:
-        reason: What asked for it, for the log.
-        stop: Whether training is to end after it.
-    """
-
-    reason: str
-    stop: bool = False
+    reason: str  # what asked for it, for the log
+    stop: bool = False  # whether training is to end after it
 
     def joined(self, other: SaveRequest | None) -> SaveRequest:
         """Returns one request for both, which stops if one of them does."""

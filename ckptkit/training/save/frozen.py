@@ -41,49 +41,31 @@ _MOST_LINKS = 1000  # fewer than any file system allows that has hard links at a
 
 @dataclass(frozen=True, slots=True)
 class WaveFiles:
-    """The files of one wave.
+    """The files of one wave."""
 
-    Attributes:
-        images: Files to write from the buffer.
-        links: Files of an earlier save to link.
-        keeps: Files among the images that later saves may link.
-        ranges: Byte ranges of the buffer to checksum.
-        kept: The frozen weights that are linked, or written to be linked later.
-        is_last: Whether it is the last wave of the save.
-    """
-
-    images: tuple[Image, ...]
-    links: tuple[Link, ...] = ()
-    keeps: tuple[Link, ...] = ()
-    ranges: Sequence[tuple[int, int]] = ()
+    images: tuple[Image, ...]  # files to write from the buffer
+    links: tuple[Link, ...] = ()  # files of an earlier save to link
+    keeps: tuple[Link, ...] = ()  # files among the images that later saves may link
+    ranges: Sequence[tuple[int, int]] = ()  # byte ranges of the buffer to checksum
+    # The frozen weights that are linked, or written to be linked later
     kept: _KeptFiles | None = None
-    is_last: bool = False
+    is_last: bool = False  # whether it is the last wave of the save
 
 
 @dataclass(slots=True)
 class _KeptFiles:
-    """Files of frozen weights that later saves may link.
+    """Files of frozen weights that later saves may link."""
 
-    Attributes:
-        folder: Has the files.
-        run: The run's directory.
-        epoch: Replaced by each load of a state dict.
-        layout: Of the files, as in `SavePlan.frozen`.
-        watches: The weights as they were, in the order of their first bytes.
-        links: The files.
-        marks: Numbers by which the files are recognised; see `_mark_of`.
-        sums: The CRC-32 of each part of each weight.
-        lent: Names of the attempts that are to link the files and have not done so yet.
-    """
-
-    folder: Path
-    run: Path
-    epoch: object
-    layout: tuple[object, ...]
-    watches: tuple[VersionWatch, ...]
-    links: list[Link] = field(default_factory=list)
+    folder: Path  # has the files
+    run: Path  # the run's directory
+    epoch: object  # replaced by each load of a state dict
+    layout: tuple[object, ...]  # of the files, as in `SavePlan.frozen`
+    watches: tuple[VersionWatch, ...]  # the weights as they were, in the order of their first bytes
+    links: list[Link] = field(default_factory=list)  # the files
+    # Numbers by which the files are recognised; see `_mark_of`
     marks: dict[Path, tuple[int, ...] | None] = field(default_factory=dict)
-    sums: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)  # the CRC-32 of each part of each weight
+    # Names of the attempts that are to link the files and have not done so yet
     lent: set[str] = field(default_factory=set)
 
 
@@ -276,19 +258,14 @@ def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class VersionWatch:
-    """The state of a frozen weight at a save, as plain values.
+    """The state of a frozen weight at a save, as plain values."""
 
-    Attributes:
-        layout: Where its elements are in memory, and how.
-        identities: Of the tensors whose version counters are compared.
-        versions: How often each of them was changed in place; None where torch does not count.
-        storages: Their memory. The references are weak; those to tensors would keep torch from
-            swapping the contents of these.
-    """
-
-    layout: tuple[Any, ...] | None
-    identities: tuple[int, ...]
+    layout: tuple[Any, ...] | None  # where its elements are in memory, and how
+    identities: tuple[int, ...]  # of the tensors whose version counters are compared
+    # How often each of them was changed in place; None where torch does not count
     versions: tuple[int, ...] | None
+    # Their memory. The references are weak; those to tensors would keep torch from swapping the
+    # contents of these.
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
 
     @classmethod

@@ -67,49 +67,30 @@ _VISIBLE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Save:
-    """One try to save one step. What names it is the same on every rank.
+    """One try to save one step. What names it is the same on every rank."""
 
-    Attributes:
-        number: Of the save in this session, as this rank counts them.
-        name: Unique in the run: the session's nonce, the step and the number of the try.
-        step: The training step.
-        folder: The working folder that this rank writes into.
-        final: The step's directory.
-        manifest: The manifest without the files.
-        handle: The caller's handle.
-        began: `time.perf_counter` at the call of `save`.
-        retires: Whether older steps are removed for it, by the rules of retention.
-        after: The previous save, which ends first, so that the later of two saves of a step stays.
-        beside: A folder whose files are copied next to the shards; empty for none.
-        shared: The working folder of all ranks, if this rank writes into another one first.
-        staged_bytes: Tensor bytes that this rank copies.
-        copy_limit: Bytes per second of a plain warm copy; 0 if unknown.
-        durable: `time.perf_counter` when this rank's files were durable.
-        local_seconds: From the call until the step was durable on the nodes' own disks.
-        answers: Of the writer, one for each wave.
-        error: What failed on this rank.
-        rewrite: Writes this rank's files again, into the current folder; None if the buffer does
-            not have all of them any more.
-    """
-
-    number: int
-    name: str
-    step: int
-    folder: Path
-    final: Path | Place
-    manifest: Mapping[str, Any]
-    handle: SaveHandle
-    began: float = 0.0
-    retires: bool = True
+    number: int  # of the save in this session, as this rank counts them
+    name: str  # unique in the run: the session's nonce, the step and the number of the try
+    step: int  # the training step
+    folder: Path  # the working folder that this rank writes into
+    final: Path | Place  # the step's directory
+    manifest: Mapping[str, Any]  # the manifest without the files
+    handle: SaveHandle  # the caller's handle
+    began: float = 0.0  # `time.perf_counter` at the call of `save`
+    retires: bool = True  # whether older steps are removed for it, by the rules of retention
+    # The previous save, which ends first, so that the later of two saves of a step stays
     after: SaveHandle | None = None
-    beside: str = ""
+    beside: str = ""  # a folder whose files are copied next to the shards; empty for none
+    # The working folder of all ranks, if this rank writes into another one first
     shared: Path | None = None
-    staged_bytes: int = 0
-    copy_limit: float = 0.0
-    durable: float = 0.0
-    local_seconds: float = 0.0
-    answers: list[Written] = field(default_factory=list)
-    error: CkptkitError | None = None
+    staged_bytes: int = 0  # tensor bytes that this rank copies
+    copy_limit: float = 0.0  # bytes per second of a plain warm copy; 0 if unknown
+    durable: float = 0.0  # `time.perf_counter` when this rank's files were durable
+    local_seconds: float = 0.0  # from the call until the step was durable on the nodes' own disks
+    answers: list[Written] = field(default_factory=list)  # of the writer, one for each wave
+    error: CkptkitError | None = None  # what failed on this rank
+    # Writes this rank's files again, into the current folder; None if the buffer does not have all
+    # of them any more
     rewrite: Callable[[], None] | None = None
 
     @property

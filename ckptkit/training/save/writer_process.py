@@ -40,17 +40,11 @@ Command = Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class WriterTimeouts:
-    """How long to wait for a writer, and what to start.
+    """How long to wait for a writer, and what to start."""
 
-    Attributes:
-        stall_seconds: A writer without any message for so long is killed.
-        idle_seconds: A writer that reports no further bytes for so long is killed.
-        command: The command to start; tests pass another one.
-    """
-
-    stall_seconds: float = 120.0
-    idle_seconds: float = 600.0
-    command: Command = writer_command
+    stall_seconds: float = 120.0  # a writer without any message for so long is killed
+    idle_seconds: float = 600.0  # a writer that reports no further bytes for so long is killed
+    command: Command = writer_command  # the command to start; tests pass another one
 
 
 class WriterProcess:

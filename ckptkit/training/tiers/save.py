@@ -61,21 +61,13 @@ _MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk has roo
 
 @dataclass(frozen=True, slots=True)
 class NodeCopy:
-    """The files of one node's ranks of a step.
+    """The files of one node's ranks of a step."""
 
-    Attributes:
-        path: Their folder.
-        manifest: Lists them.
-        ranks: The ranks of the node.
-        identity: Of the run that they belong to; empty if unknown.
-        run: Where that run was.
-    """
-
-    path: Path
-    manifest: Manifest
-    ranks: tuple[int, ...]
-    identity: str
-    run: str
+    path: Path  # their folder
+    manifest: Manifest  # lists them
+    ranks: tuple[int, ...]  # the ranks of the node
+    identity: str  # of the run that they belong to; empty if unknown
+    run: str  # where that run was
 
     @property
     def is_drained(self) -> bool:
@@ -99,23 +91,14 @@ def _copies_in(folder: Path) -> Iterator[NodeCopy]:
 
 @dataclass(frozen=True, slots=True)
 class LocalTier:
-    """A node's own disk, from the view of one of its ranks.
+    """A node's own disk, from the view of one of its ranks."""
 
-    Attributes:
-        path: The directory.
-        ranks: The ranks that share it, in order.
-        run: The run that its steps are drained to.
-        identity: Of that run; a later one in the same place has another.
-        leads: Whether this rank, the first of them, acts for all.
-        lock: Of the directory; None on other ranks, and on file systems without locks.
-    """
-
-    path: Path
-    ranks: tuple[int, ...]
-    run: TrainingRun[Any]
-    identity: str
-    leads: bool
-    lock: RunLock | None
+    path: Path  # the directory
+    ranks: tuple[int, ...]  # the ranks that share it, in order
+    run: TrainingRun[Any]  # the run that its steps are drained to
+    identity: str  # of that run; a later one in the same place has another
+    leads: bool  # whether this rank, the first of them, acts for all
+    lock: RunLock | None  # of the directory; None on other ranks, and on file systems without locks
 
     def final(self, save: Save) -> Path:
         """Returns the folder of this node's part of a step once it is committed."""
@@ -526,22 +509,14 @@ def _decide(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Drains what earlier jobs left on the nodes' disks.
+    """Drains what earlier jobs left on the nodes' disks."""
 
-    Attributes:
-        tier: This node's disk.
-        run: The run that is saved to.
-        peers: The ranks.
-        process: Copies, and commits on rank 0.
-        timeout_seconds: How long to wait for other ranks.
-        reported: The attempts that rank 0 has logged as lacking files.
-    """
-
-    tier: LocalTier
-    run: TrainingRun[Any]
-    peers: Peers
-    process: WriterProcess
-    timeout_seconds: float
+    tier: LocalTier  # this node's disk
+    run: TrainingRun[Any]  # the run that is saved to
+    peers: Peers  # the ranks
+    process: WriterProcess  # copies, and commits on rank 0
+    timeout_seconds: float  # how long to wait for other ranks
+    # The attempts that rank 0 has logged as lacking files
     reported: set[str] = field(default_factory=set)
 
     def run_all(self) -> int:
