@@ -123,7 +123,7 @@ class TrainingRun(Generic[PlaceT]):
         """Returns a process that writes to the run, not started yet."""
         raise NotImplementedError
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Checks that this rank can use the run."""
 
     def sweep(self) -> None:

@@ -7,7 +7,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, SupportsIndex, cast
@@ -70,7 +70,7 @@ class Session:
         # A slow shared storage must not block the training thread.
         places = [settings.local.absolute()] if settings.local is not None else []
         folders = [place / MARKS_FOLDER / peers.nonce for place in (*places, run.path)]
-        self._descriptions = SidecarFolders(folders, settings.max_in_flight)
+        self._sidecars = SidecarFolders(folders, settings.max_in_flight)
         self._saved_before = saved_before
         self._count = 0
         self._tries: Counter[int] = Counter()
@@ -172,10 +172,10 @@ class Session:
         objects = [*modules, *(entry.optimizer for entry in bound.optimizers)]
         places = [(other.key, other.position, other.kind, other.file) for other in bound.others]
 
-        if not self._descriptions.describes(objects, places):
+        if not self._sidecars.describes(objects, places):
             files = collect_sidecar(modules, self._settings.sidecar)
-            self._descriptions.write([*files, run_facts(bound.facts(), modules)], objects, places)
-        return str(self._descriptions.folder)
+            self._sidecars.write([*files, run_facts(bound.facts(), modules)], objects, places)
+        return str(self._sidecars.folder)
 
     def origin(self, step: int | None) -> Mapping[str, Any]:
         """Returns the origin of an export of the live state, after that last saved step."""
@@ -203,7 +203,7 @@ class Session:
         """Ends the committer, unlocks the run for the next job, and leaves pushes to themselves."""
         self.committer.close()
         if self._peers.rank == 0:
-            self._descriptions.close()
+            self._sidecars.close()
         if self._lock is not None:
             self._lock.close()
         if self._pushing is not None:
@@ -244,9 +244,18 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         saved_before = peers.agree(
             _LOCK, settings.shared(), take, timeout_seconds=settings.timeout_seconds
         )
-        opened = _open_on_all(make, peers, settings)
+        opened: list[TrainingRun[Any]] = []
+        problem: CkptkitError | None = None
+        try:
+            opened.append(make())
+            opened[0].check()
+        except CkptkitError as error:
+            problem = error
+        peers.raise_first(
+            "the directory of the run", problem, timeout_seconds=settings.timeout_seconds
+        )
         undo.pop_all()
-    return Session(opened, peers, settings, held[0] if held else None, saved_before)
+    return Session(opened[0], peers, settings, held[0] if held else None, saved_before)
 
 
 def _check_place(run: PathLike, settings: Settings) -> Path | Place:
@@ -269,22 +278,6 @@ def _check_place(run: PathLike, settings: Settings) -> Path | Place:
             " with room for two steps of its ranks",
         )
     return place
-
-
-def _open_on_all(
-    make: Callable[[], TrainingRun[Any]], peers: Peers, settings: Settings
-) -> TrainingRun[Any]:
-    """Opens the run that rank 0 has created; an error of one rank is raised on all."""
-    opened: list[TrainingRun[Any]] = []
-    problem: CkptkitError | None = None
-    try:
-        opened.append(make())
-        opened[0].look()
-    except CkptkitError as error:
-        problem = error
-    timeout = settings.timeout_seconds
-    peers.raise_first("the directory of the run", problem, timeout_seconds=timeout)
-    return opened[0]
 
 
 def _check_step(step: object) -> int:

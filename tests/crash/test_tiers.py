@@ -68,7 +68,7 @@ def processes(checkpointer: Checkpointer) -> tuple[WriterProcess, WriterProcess]
     """Returns what commits on the node, and what drains."""
     backend = checkpointer._backend
     assert isinstance(backend, TieredBackend)
-    return backend._keeper, backend._drain_queue._process
+    return backend._node_committer, backend._drain_queue._process
 
 
 def stop(process: WriterProcess) -> int:

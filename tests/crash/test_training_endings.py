@@ -190,11 +190,11 @@ def test_a_new_dict_is_saved_without_looking_at_everything_anew(run: Path) -> No
         saver.save(1, {"model": many, "extra": {"epoch": 1}}).result(SECONDS)
         bound = saver._binding._bound
         assert bound is not None
-        beside = saver._session._descriptions.folder
+        beside = saver._session._sidecars.folder
         saver.save(2, {"model": many, "extra": {"epoch": 2}}).result(SECONDS)
         assert saver._binding._bound is not None
         assert saver._binding._bound._walks is bound._walks
-        assert saver._session._descriptions.folder == beside
+        assert saver._session._sidecars.folder == beside
         many.append(second)
         path = saver.save(3, {"model": many, "extra": {"epoch": 3}}).result(SECONDS)
         extra = {"epoch": 0}
@@ -424,7 +424,7 @@ def test_a_forked_child_neither_delays_close_nor_keeps_writers_alive(run: Path) 
         saver.close()
         os._exit(0 if is_clean else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert saver._session._descriptions.folder.is_dir()
+    assert saver._session._sidecars.folder.is_dir()
     saver.save(2, {"model": nn.Linear(2, 2)}).result(SECONDS)
     began = time.monotonic()
     saver.close()
@@ -481,7 +481,7 @@ def test_what_lies_beside_the_shards_goes_to_a_new_folder_when_it_changes(
             note.write_text(str(step // 2))
             path = saver.save(step, {"model": nn.Linear(2, 2)}).result(SECONDS)
             assert (path / "ckptkit/note.txt").read_text() == str(step // 2)
-            folders.append(saver._session._descriptions.folder)
+            folders.append(saver._session._sidecars.folder)
         assert folders[1] == folders[2] != folders[0]
         assert not folders[0].exists()
         assert folders[2].is_dir()

@@ -159,7 +159,7 @@ class _Memory:
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors by all names; the memory is freed with the last of them."""
-        self._buffer.leave()
+        self._buffer.close_descriptor()
         self._is_kept = True
         state = dict(tensors)
         for part in self._held.parts:

@@ -44,27 +44,6 @@ _AGAIN_SECONDS = 60.0  # until the job's end is announced again, if ranks did no
 _CLOSE_SECONDS = 5.0
 
 
-@dataclass(slots=True)
-class _Clock:
-    """Requests that rank 0 makes when their time comes."""
-
-    interval_seconds: float | None
-    saved_at: float
-    job_ends: float | None
-    asked_at: float = float("-inf")
-
-    def request(self) -> SaveRequest | None:
-        """Returns the request that is due now."""
-        now = time.monotonic()
-        if self.job_ends is not None and now >= max(self.job_ends, self.asked_at + _AGAIN_SECONDS):
-            self.asked_at = now
-            return SaveRequest("the job is about to end", stop=True)
-        if self.interval_seconds is not None and now >= self.saved_at + self.interval_seconds:
-            self.saved_at = now  # the save itself will set it again
-            return SaveRequest(f"{self.interval_seconds:g} s have passed since the last save")
-        return None
-
-
 class SaveRequestWatcher:
     """Gathers requests to save on each rank and agrees on the step, in a thread of its own.
 
@@ -94,7 +73,9 @@ class SaveRequestWatcher:
         self._agreement = SaveStepAgreement(
             peers, limit_seconds=min(timeout_seconds, LONGEST_WAIT_SECONDS)
         )
-        self._clock = _Clock(interval.seconds, time.monotonic(), _job_ends(slurm_margin_seconds))
+        self._saved_at = time.monotonic()
+        self._job_ends = _job_ends(slurm_margin_seconds)
+        self._announced_at = float("-inf")  # the end of the job
         self._asked: deque[SaveRequest] = deque()
         self._wake = threading.Event()
         self._closed = False
@@ -115,9 +96,9 @@ class SaveRequestWatcher:
         due, stop = self._agreement.due(step)
         if stop:
             self._stop_requested = True
-            self._clock.job_ends = None
+            self._job_ends = None
         if due or self._interval.due_at_step(step):
-            self._clock.saved_at = time.monotonic()
+            self._saved_at = time.monotonic()
             return True
         return False
 
@@ -172,10 +153,21 @@ class SaveRequestWatcher:
         while (name := self._signals.take()) is not None:
             yield SaveRequest(f"{name} on rank {self._peers.rank}", stop=True)
         if self._peers.rank == 0:
-            for source in (self._clock.request, self._take_file):
-                request = source()
-                if request is not None:
+            for find in (self._due_request, self._take_file):
+                if (request := find()) is not None:
                     yield request
+
+    def _due_request(self) -> SaveRequest | None:
+        """Returns the request whose time has come, on rank 0."""
+        now, seconds = time.monotonic(), self._interval.seconds
+        ends = self._job_ends
+        if ends is not None and now >= max(ends, self._announced_at + _AGAIN_SECONDS):
+            self._announced_at = now
+            return SaveRequest("the job is about to end", stop=True)
+        if seconds is not None and now >= self._saved_at + seconds:
+            self._saved_at = now  # the save itself will set it again
+            return SaveRequest(f"{seconds:g} s have passed since the last save")
+        return None
 
     def _take_file(self) -> SaveRequest | None:
         now = time.monotonic()

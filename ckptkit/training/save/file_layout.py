@@ -155,11 +155,11 @@ def plan_save(
     *,
     rank: int,
     limit_bytes: int | None = None,
-    restless: Collection[Entry] = (),
+    changing: Collection[Entry] = (),
 ) -> SavePlan:
     """Lays out the pieces that this rank writes: those of all its pieces that are `owned`.
 
-    A state that is larger than the limit of the buffer is cut into waves. `restless` are frozen
+    A state that is larger than the limit of the buffer is cut into waves. `changing` are frozen
     weights that change nevertheless, and are written like trained ones.
     """
     if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
@@ -167,7 +167,7 @@ def plan_save(
             f"expected at least {MIN_LIMIT_BYTES:,} bytes, got {limit_bytes:,}",
             where="staging_limit",
         )
-    frozen = [piece.frozen and piece.entry not in restless for piece in pieces]
+    frozen = [piece.frozen and piece.entry not in changing for piece in pieces]
     waves = _Waves(limit_bytes)
     for number in sampled_replicas(pieces):
         waves.add_replica_sample(pieces[number], number)

@@ -76,7 +76,7 @@ class FrozenFiles:
     single operation.
 
     Attributes:
-        restless: Weights that changed in two saves in a row; new plans have to treat them as
+        changing: Weights that changed in two saves in a row; new plans have to treat them as
             trained ones.
     """
 
@@ -85,7 +85,7 @@ class FrozenFiles:
         self._place = Path(MARKS_FOLDER, nonce, _FOLDER)
         self._rank = rank
         self._in_flight = in_flight
-        self.restless: frozenset[Entry] = frozenset()
+        self.changing: frozenset[Entry] = frozenset()
         self._changed: frozenset[Entry] = frozenset()  # in the save before
         self._kept: _KeptFiles | None = None
         self._epoch = object()
@@ -208,7 +208,7 @@ class FrozenFiles:
         again = self._changed & changed
         self._changed = changed
         if again:
-            self.restless |= again
+            self.changing |= again
             logger.info(
                 "%d of them change from save to save and are written with each one from now on",
                 len(again),

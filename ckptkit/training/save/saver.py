@@ -361,7 +361,7 @@ class SaveSlot:
         self._frozen = frozen
         self._signatures = Signatures()
         self._plan: SavePlan | None = None
-        self._restless = frozen.restless
+        self._changing = frozen.changing
         self._copy_limit = 0.0
         self._last_note = ""
         self._guarded: tuple[nn.Module, ...] | None = None
@@ -523,13 +523,13 @@ class SaveSlot:
 
     def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
         owners, signature = self._signatures.of(pieces)
-        restless, plan = self._frozen.restless, self._plan
-        if plan is None or plan.signature != signature or self._restless != restless:
+        changing, plan = self._frozen.changing, self._plan
+        if plan is None or plan.signature != signature or self._changing != changing:
             limit = self._settings.staging_limit_bytes
             plan = plan_save(
-                pieces, owners, rank=self._peers.rank, limit_bytes=limit, restless=restless
+                pieces, owners, rank=self._peers.rank, limit_bytes=limit, changing=changing
             )
-            self._plan, self._restless = plan, restless
+            self._plan, self._changing = plan, changing
         return plan
 
     def _log_buffer_note(self) -> None:

@@ -110,8 +110,8 @@ class SharedBuffer:
             os.close(self.descriptor)
         self.descriptor = -1
 
-    def leave(self) -> None:
-        """In a forked child: closes its copy of the descriptor, and leaves the content alone."""
+    def close_descriptor(self) -> None:
+        """Closes the descriptor and leaves the content alone, as in a forked child."""
         if self.descriptor != -1:
             os.close(self.descriptor)
         self.descriptor = -1

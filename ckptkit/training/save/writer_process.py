@@ -66,7 +66,7 @@ class WriterProcess:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=weak_callback(self.leave))
+            os.register_at_fork(after_in_child=weak_callback(self.close_in_child))
 
     @property
     def pid(self) -> int | None:
@@ -215,12 +215,12 @@ class WriterProcess:
             return process.wait(_LEAVE_SECONDS)
         return None
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: closes its copies of descriptors, without effect on the parent."""
         if self._socket is not None:
             self._socket.close()
         if self._buffer is not None:
-            self._buffer.leave()
+            self._buffer.close_descriptor()
         if self._process is not None:
             self._process.returncode = 0  # only the parent can wait for it
         self._process = self._channel = self._socket = None

@@ -284,7 +284,7 @@ class TieredBackend(SaveCommitter):
         self._recovery = recovery
         self._barrier = barrier
         self._timeout_seconds = timeout_seconds
-        self._keeper = WriterProcess(timeouts, name=f"committer of {self._tier.path}")
+        self._node_committer = WriterProcess(timeouts, name=f"committer of {self._tier.path}")
         self._drain_queue = DrainQueue(self._tier, committer, timeouts)
 
     def place(self, save: Save) -> None:
@@ -313,13 +313,13 @@ class TieredBackend(SaveCommitter):
             self._discard_and_fail(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
 
     def kill(self) -> None:
-        self._keeper.kill()
+        self._node_committer.kill()
         self._drain_queue.kill()
 
     def close(self) -> None:
         """Waits for the last drain, and ends the thread and the processes."""
         self._drain_queue.close()
-        self._keeper.close()
+        self._node_committer.close()
         self._tier.close()
 
     def _commit_on_nodes(self, save: Save) -> bool:
@@ -365,7 +365,7 @@ class TieredBackend(SaveCommitter):
             node_ranks=self._tier.ranks,
         )
         try:
-            self._keeper.request(request)
+            self._node_committer.request(request)
         except CkptkitError as error:
             return {"error": error.to_json()}
         return {}
@@ -387,7 +387,7 @@ class TieredBackend(SaveCommitter):
         if not self._tier.leads:
             return
         try:
-            self._keeper.request(Discard(save.name, str(save.folder)))
+            self._node_committer.request(Discard(save.name, str(save.folder)))
         except CkptkitError as error:
             logger.warning("%s could not be removed: %s", save.folder, error)
 

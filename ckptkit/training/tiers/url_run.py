@@ -243,7 +243,7 @@ class UrlRun(TrainingRun[Place]):
         if count:
             logger.info("%s: %d unfinished uploads of earlier jobs were removed", self.place, count)
 
-    def look(self) -> None:
+    def check(self) -> None:
         run_identity(self.store)
 
     def sweep(self) -> None:

@@ -73,7 +73,7 @@ class Job:
             [True] * len(pieces),
             rank=0,
             limit_bytes=self._limit_bytes,
-            restless=self.files.restless,
+            changing=self.files.changing,
         )
 
     def begin(self) -> tuple[Save, SavePlan, list[Piece], list[WaveFiles], bool]:
