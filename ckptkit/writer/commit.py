@@ -64,7 +64,10 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
                 shutil.rmtree(folder / unit, ignore_errors=True)
             for name, content in merged.units.items():
                 path = f"{name}/{METADATA_NAME}" if name else METADATA_NAME
-                gathering.files[path] = _write_index(folder / path, content, counter)
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                with (folder / path).open("xb", buffering=1 << 20) as file:
+                    gathering.files[path] = write_index(file, content, counter)
+                    os.fsync(file.fileno())
     notes = [*merged.notes]
     if request.beside:
         sidecar = Path(request.beside)
@@ -101,20 +104,20 @@ def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
     )
 
 
-def _write_index(target: Path, unit: MergedUnit, counter: ByteCounter) -> FileRecord:
-    """Writes the `.metadata` of one DCP directory durably."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("xb", buffering=1 << 20) as file:
-        written = SummedWriter(file)
+def write_index(file: IO[bytes], unit: MergedUnit, counter: ByteCounter) -> FileRecord:
+    """Writes the `.metadata` of one DCP directory, which may be large."""
+    size_bytes = crc = 0
 
-        def write(data: bytes) -> None:
-            written.write(data)
-            counter.done_bytes += len(data)
+    def write(data: bytes) -> None:
+        nonlocal size_bytes, crc
+        file.write(data)
+        size_bytes += len(data)
+        crc = crc32(data, crc)
+        counter.done_bytes += len(data)
 
-        write_metadata(write, unit.tensors, unit.objects)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(written.size_bytes, crc_digest(written.crc32))
+    write_metadata(write, unit.tensors, unit.objects)
+    file.flush()
+    return FileRecord(size_bytes, crc_digest(crc))
 
 
 def _copy_sidecar(source: Path, folder: Path, counter: ByteCounter) -> dict[str, FileRecord]:
@@ -223,25 +226,6 @@ class _Folder:
             return os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
-
-
-class SummedWriter:
-    """Writes to a file, and counts and sums what is written.
-
-    Attributes:
-        size_bytes: How much it was.
-        crc32: Of all of it.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.size_bytes = self.crc32 = 0
-
-    def write(self, data: bytes) -> None:
-        """Writes some bytes, all of them."""
-        self._file.write(data)
-        self.size_bytes += len(data)
-        self.crc32 = crc32(data, self.crc32)
 
 
 def manifest_bytes(

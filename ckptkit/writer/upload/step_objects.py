@@ -26,14 +26,14 @@ from typing import Any
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
-from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
+from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME
 from ckptkit.storage.locations import MARKS_FOLDER
 from ckptkit.writer.commit import (
     RecordGatherer,
-    SummedWriter,
     VisibilityTimeout,
     crc_digest,
     manifest_bytes,
+    write_index,
 )
 from ckptkit.writer.merge import Merged, MergedUnit, few_collections, with_findings
 from ckptkit.writer.messages import ByteCounter, FinishUpload, StepCommitted
@@ -284,12 +284,10 @@ class _Step:
     def _put_index(self, path: str, unit: MergedUnit) -> None:
         """Writes an index, which may be large, to the local disk and uploads it."""
         with tempfile.TemporaryFile(dir=self._request.scratch or None) as file:
-            written = SummedWriter(file)
-            write_metadata(written.write, unit.tensors, unit.objects)
-            file.flush()
-            size_bytes = written.size_bytes
-            self._sender.send(_DescriptorFile(file.fileno()), size_bytes, f"{self._name}/{path}")
-        self._gathering.files[path] = FileRecord(size_bytes, crc_digest(written.crc32))
+            record = write_index(file, unit, ByteCounter())  # what is sent counts
+            source = _DescriptorFile(file.fileno())
+            self._sender.send(source, record.size_bytes, f"{self._name}/{path}")
+        self._gathering.files[path] = record
 
 
 class _DescriptorFile:
