@@ -144,7 +144,7 @@ class Checkpointer:
         self._frozen = FrozenFiles(self._peers.nonce, self._peers.rank, settings.max_in_flight)
         with plain_torch():
             self._slots = [
-                SaveSlot(self._peers, settings, self._backend, self._frozen)
+                SaveSlot(self._peers, settings, self._backend.end, self._frozen)
                 for _ in range(settings.max_in_flight)
             ]
         self._binding = Binding(

@@ -343,11 +343,15 @@ class SaveSlot:
     """
 
     def __init__(
-        self, peers: Peers, settings: Settings, committer: SaveCommitter, frozen: FrozenFiles
+        self,
+        peers: Peers,
+        settings: Settings,
+        end: Callable[[Save], None],
+        frozen: FrozenFiles,
     ) -> None:
         """Starts a thread; `prepare`, or the first save, allocates memory and starts the writer.
 
-        All slots share the committer and the files of frozen weights.
+        `end` commits what this rank has written. All slots share the files of frozen weights.
         """
         self._peers = peers
         self._settings = settings
@@ -357,7 +361,7 @@ class SaveSlot:
         )
         self._stager = Stager(self._buffer)
         self._worker = WorkerThread("ckptkit-saver")
-        self._committer = committer
+        self._end = end
         self._frozen = frozen
         self._signatures = Signatures()
         self._plan: SavePlan | None = None
@@ -420,7 +424,7 @@ class SaveSlot:
             self._log_buffer_note()
             if not save.handle.blocked_seconds:
                 save.handle.blocked_seconds = time.perf_counter() - save.began
-            self._worker.submit_unwatched(partial(self._end, save))
+            self._worker.submit_unwatched(partial(self._finish, save))
 
     def stage(self, save: Save, bound: BoundState) -> None:
         """Copies this rank's part of the state; the last wave is persisted in the background."""
@@ -517,9 +521,9 @@ class SaveSlot:
             logger.exception("saving %s", save)
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
 
-    def _end(self, save: Save) -> None:
+    def _finish(self, save: Save) -> None:
         save.durable = time.perf_counter()
-        self._committer.end(save)
+        self._end(save)
 
     def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
         owners, signature = self._signatures.of(pieces)

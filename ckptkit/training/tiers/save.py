@@ -259,7 +259,7 @@ def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
             )
 
 
-class TieredBackend(SaveCommitter):
+class TieredBackend:
     """Commits saves on the nodes' disks: each node commits its part, which is then drained.
 
     If a node's disk fails and the buffers still have everything, all ranks write to the shared
@@ -292,6 +292,7 @@ class TieredBackend(SaveCommitter):
         save.shared, save.folder = save.folder, self._tier.path / save.folder.name
 
     def recover(self) -> int:
+        """Drains steps that are durable on the nodes' disks only; returns the last save number."""
         return self._recovery.run_all()
 
     def end(self, save: Save) -> None:
@@ -313,6 +314,7 @@ class TieredBackend(SaveCommitter):
             self._discard_and_fail(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
 
     def kill(self) -> None:
+        """Makes queued saves fail soon."""
         self._node_committer.kill()
         self._drain_queue.kill()
 
@@ -735,7 +737,9 @@ def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
     }
 
 
-def open_committer(session: Session, peers: Peers, settings: Settings) -> SaveCommitter:
+def open_committer(
+    session: Session, peers: Peers, settings: Settings
+) -> SaveCommitter | TieredBackend:
     """Opens what commits a job's saves; all ranks have to call this.
 
     With nodes' own disks, steps that an earlier job left there are drained first.
