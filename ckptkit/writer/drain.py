@@ -84,11 +84,7 @@ class Drainer:
         self._shared: dict[str, tuple[Mark | None, Mark | None]] = {}
 
     def drain(self, request: Drain, counter: ByteCounter) -> Written:
-        """Copies files, then the records that prove them; everything is durable afterwards.
-
-        Returns:
-            The sizes and times.
-        """
+        """Copies files, then the records that prove them; everything is durable afterwards."""
         began, processor = time.monotonic(), time.process_time()
         folder, target = Path(request.folder), Path(request.target)
         if not target.parent.is_dir():  # a new one might be on the disk below a mount point

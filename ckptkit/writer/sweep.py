@@ -82,11 +82,7 @@ def sweep(run: Path) -> tuple[str, ...]:
 
 
 def discard(folder: str) -> tuple[str, ...]:
-    """Removes the working folder of an attempt.
-
-    Returns:
-        Notes on what could not be removed.
-    """
+    """Removes the working folder of an attempt; returns notes on what could not be removed."""
     path = Path(folder)
     match = _HIDDEN.fullmatch(path.name)
     if match is None or match["kind"] is not None:

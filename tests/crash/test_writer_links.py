@@ -27,21 +27,14 @@ from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.commit import commit
 from ckptkit.writer.messages import ByteCounter, Link, Persist, Written
-from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
+persist = writing.persist
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE = f"{writing.MODEL}/__0_0.distcp"
-
-
-def persist(memory: Any, request: Persist, disk: Any = NATIVE) -> Written:
-    persister = Persister(disk)
-    buffer = memory.share()
-    persister.attach(memory.descriptor, buffer.size_bytes)
-    return persister.persist(request, ByteCounter())
 
 
 def keeping(run: Path, disk: Any = NATIVE) -> tuple[Link, Written]:

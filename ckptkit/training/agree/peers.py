@@ -97,9 +97,6 @@ class Peers:
         4 MiB. `decide` is called on rank 0 only, with the values in the order of the ranks. A round
         that fails on one rank fails on all that wait for it, with the same error. Rank 0 waits
         `timeout_seconds` for the others, and they about as long.
-
-        Returns:
-            What `decide` returned.
         """
         self._sweep()
         key = self._next_round(topic)
