@@ -17,6 +17,8 @@ def without_wrappers(name: str) -> str:
 
     >>> without_wrappers("_orig_mod.0._fsdp_wrapped_module.module.weight")
     '0.module.weight'
+    >>> without_wrappers("_forward_module.0.weight")
+    '0.weight'
     """
     if "._" not in name and not name.startswith("_"):
         return name
