@@ -245,7 +245,7 @@ def watch(output: Output, json_lines: bool, **typed: Any) -> None:
 def _make_request(values: Mapping[str, Any]) -> WatchRequest:
     from ckptkit.hub.watch.build import PushChoice
     from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchRequest
-    from ckptkit.runs.save_order import Retention
+    from ckptkit.runs.save_order import RETENTION_OPTIONS, Retention
 
     run = Place(values["run"], values["src_option"] | (values["src_options_from"] or {}))
     state = None if values["state"] is None else Path(values["state"])
@@ -277,9 +277,7 @@ def _make_request(values: Mapping[str, Any]) -> WatchRequest:
         tag_prefix=values["tag_prefix"],
         versions=versions,
         whole_every=values["delta"] or 1,
-        retention=Retention(
-            **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
-        ),
+        retention=Retention(**{name: values[name] for name in RETENTION_OPTIONS}),
         poll_seconds=default_seconds if values["interval"] is None else values["interval"],
         retries=retries,
         at_end=values["at_end"],
@@ -380,7 +378,6 @@ def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any])
     A watch without an end keeps the folder that it was given, which may get steps.
     """
     from ckptkit.hub.watch.watch import WatchEvent
-
     from ckptkit.runs.run_paths import find_run
 
     if _is_of_training(values):

@@ -76,13 +76,7 @@ class NearPlace(Place):
 
 
 def with_near_files(far: Source, near: Path, manifest: Manifest) -> Source:
-    """Returns a step's source that reads from the node's own disk what it has of that save.
-
-    Args:
-        far: The step.
-        near: This node's part of it, which may not exist.
-        manifest: Of the step.
-    """
+    """Returns a step's source that reads from the node's own disk what it has of that save."""
     try:
         copy = read_local_manifest(near)
     except (CkptkitError, OSError):
@@ -154,14 +148,7 @@ class UploadProcess(WriterProcess):
     def __init__(
         self, timeouts: WriterTimeouts, name: str, remote: Remote, session: tuple[str, str]
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            timeouts: How long to wait, and what to start.
-            name: For messages.
-            remote: The run.
-            session: The job's nonce, and a local directory for temporary files.
-        """
+        """Starts nothing yet."""
         super().__init__(timeouts, name=name)
         self._remote = remote
         self._job, self._scratch = session
@@ -226,14 +213,7 @@ class UrlRun(TrainingRun[Place]):
     def __init__(
         self, place: Place, local: Path, nonce: str, prefix: str = STEP_PREFIXES[0]
     ) -> None:
-        """Sends no request yet.
-
-        Args:
-            place: The URL.
-            local: The directory on the node's own disk.
-            nonce: Of the session.
-            prefix: Of the names of its steps, before the number.
-        """
+        """Sends no request yet."""
         self.path = local.absolute()
         self.place = NearPlace.of(place, self.path)
         self.prefix = prefix
@@ -253,7 +233,7 @@ class UrlRun(TrainingRun[Place]):
         if count:
             logger.info("%s: %d unfinished uploads of earlier jobs were removed", self.place, count)
 
-    def look(self) -> None:
+    def check(self) -> None:
         run_identity(self.store)
 
     def sweep(self) -> None:

@@ -30,17 +30,17 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError, TruncatedFileError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
-from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
+from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME
 from ckptkit.storage.locations import MARKS_FOLDER, Place
 from ckptkit.storage.remote.errors import RetryPolicy, as_upload_error
 from ckptkit.storage.remote.s3 import S3Object, S3Uploads
 from ckptkit.storage.remote.store import ObjectInfo, RemoteFolder
 from ckptkit.writer.commit import (
     RecordGatherer,
-    SummedWriter,
     VisibilityTimeout,
     crc_digest,
     manifest_bytes,
+    write_index,
 )
 from ckptkit.writer.merge import Merged, MergedUnit, few_collections, with_findings
 from ckptkit.writer.messages import ByteCounter, FinishUpload, Remote, StepCommitted
@@ -424,14 +424,11 @@ class _Step:
     def _put_index(self, path: str, unit: MergedUnit) -> None:
         """Writes an index, which may be large, to the local disk and uploads it."""
         with tempfile.TemporaryFile(dir=self._request.scratch or None) as file:
-            written = SummedWriter(file)
-            write_metadata(written.write, unit.tensors, unit.objects)
-            file.flush()
-            size_bytes = written.size_bytes
+            record = write_index(file, unit, ByteCounter())  # what is sent counts
             descriptor, target = file.fileno(), f"{self._name}/{path}"
 
             def read(start: int, count: int) -> bytes:
                 return os.pread(descriptor, count, start)
 
-            send_file(self._store, self._counter, read, size_bytes, target)
-        self._gathering.files[path] = FileRecord(size_bytes, crc_digest(written.crc32))
+            send_file(self._store, self._counter, read, record.size_bytes, target)
+        self._gathering.files[path] = record

@@ -47,6 +47,13 @@ def names_of(model: nn.Module) -> list[str]:
 CLEAN = ["backbone.module.weight", "backbone.module.bias"]
 
 
+@pytest.mark.slow  # for the import
+def test_parameters_of_a_model_in_lightning_fabric_have_the_names_of_its_state_dict() -> None:
+    wrappers = pytest.importorskip("lightning.fabric.wrappers")
+    model = wrappers._FabricModule(Outer(Inner()), strategy=None)
+    assert [clean_fqn(name) for name, _ in model.named_parameters()] == list(model.state_dict())
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_data_parallel_wrapper_leaves_no_trace_wherever_it_is() -> None:
     assert names_of(DistributedDataParallel(Outer(Inner()))) == CLEAN

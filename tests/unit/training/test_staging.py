@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import SavePlan, plan_save
+from ckptkit.training.save.saver import record_of
 from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.slot import record_of
 from ckptkit.training.save.staging import (
     Stager,
     _CudaCopies,

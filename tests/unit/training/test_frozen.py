@@ -16,9 +16,10 @@ from torch import nn
 
 from ckptkit.core.index import Box
 from ckptkit.storage.local.disk import Disk
-from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save.file_layout import SavePlan, plan_save
-from ckptkit.training.save.frozen import FrozenFiles, SaveFiles
+from ckptkit.training.save.frozen import FrozenFiles, WaveFiles
+from ckptkit.training.save.saver import Save
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.memory_changes import watched_by
@@ -72,29 +73,29 @@ class Job:
             [True] * len(pieces),
             rank=0,
             limit_bytes=self._limit_bytes,
-            restless=self.files.restless,
+            changing=self.files.changing,
         )
 
-    def begin(self) -> tuple[SaveAttempt, SavePlan, list[Piece], SaveFiles]:
+    def begin(self) -> tuple[Save, SavePlan, list[Piece], list[WaveFiles], bool]:
         self._count += 1
         name = f"0123abcd-{self._count}-1"
         folder = self.run / f".checkpoint-{self._count}.ckptkit-0123abcd-1"
-        attempt = SaveAttempt(self._count, name, self._count, folder, folder, {})
+        save = Save(self._count, name, self._count, folder, folder, {}, SaveHandle(self._count))
         pieces = self.pieces()
         plan = self.planned(pieces)
-        return attempt, plan, pieces, self.files.files_for(plan, pieces, self.stager, attempt)
+        return save, plan, pieces, *self.files.files_for(plan, pieces, self.stager, save)
 
     def save(self) -> Path:
-        attempt, plan, pieces, files = self.begin()
+        save, plan, pieces, waves, with_frozen = self.begin()
         self.answers: list[Written] = []
-        for number, wave in enumerate(files.waves):
-            self.stager.stage(plan, pieces, number, frozen=files.frozen).wait()
+        for number, wave in enumerate(waves):
+            self.stager.stage(plan, pieces, number, frozen=with_frozen).wait()
             persister = Persister(self.disk)
             persister.attach(os.dup(self._buffer.descriptor), self._buffer.size_bytes)
             answer = persister.persist(
                 Persist(
-                    attempt.name,
-                    str(attempt.folder),
+                    save.name,
+                    str(save.folder),
                     wave.images,
                     links=wave.links,
                     keeps=wave.keeps,
@@ -103,9 +104,15 @@ class Job:
                 ByteCounter(),
             )
             self.answers.append(answer)
-            wave.on_written(answer)
+            self.files.take_answer(wave, save, answer)
         self.notes = tuple(note for answer in self.answers for note in answer.notes)
-        return attempt.folder
+        return save.folder
+
+    def begins_linked(self) -> bool:
+        """Begins a save whose writer answers at once, and tells whether frozen files are linked."""
+        save, _, _, waves, with_frozen = self.begin()
+        self.files.take_answer(waves[-1], save, Written("", 0, 0.0, 0.0))
+        return not with_frozen
 
     def linked(self) -> bool:
         """Saves, and tells whether the frozen files were linked."""
@@ -245,8 +252,7 @@ def test_a_change_of_a_single_row_that_torch_does_not_count_is_found_in_time(job
     job.save()
     job.base.data[200].add_(1)
     saves = 0
-    while not (files := job.begin()[-1]).frozen:
-        files.waves[-1].on_written(Written("", 0, 0.0, 0.0))
+    while job.begins_linked():
         saves += 1
         assert saves <= 128
     assert saves > 0  # it was not by chance in the first part that was looked at
@@ -267,7 +273,7 @@ def test_one_hundredth_of_the_bytes_is_looked_at_in_each_save(
 
     monkeypatch.setattr(job.stager, "fetch", fetch)
     for _ in range(128):
-        job.begin()[-1].waves[-1].on_written(Written("", 0, 0.0, 0.0))
+        job.begins_linked()
     size = 4 * (job.base.numel() + job.turned.numel())
     assert size <= sum(fetched) <= 3 * size  # small weights are cut into pages
     assert max(fetched) < size / 40
@@ -302,7 +308,8 @@ def test_where_links_are_refused_it_is_said_once_and_all_is_always_written(job: 
 
 def test_after_a_save_that_did_not_come_to_link_all_is_written(job: Job) -> None:
     job.save()
-    assert not job.begin()[-1].frozen
+    *_, with_frozen = job.begin()
+    assert not with_frozen
     assert not job.linked()
     assert job.linked()
 
@@ -310,7 +317,8 @@ def test_after_a_save_that_did_not_come_to_link_all_is_written(job: Job) -> None
 def test_two_saves_in_flight_may_link_the_same_file(tmp_path: Path) -> None:
     job = Job(tmp_path, in_flight=2)
     job.save()
-    assert not job.begin()[-1].frozen
+    *_, with_frozen = job.begin()
+    assert not with_frozen
     assert job.linked()
     job.close()
 
@@ -372,7 +380,7 @@ def test_weights_that_are_gone_are_not_kept_in_memory(job: Job) -> None:
     gc.collect()
     assert held() is None
     assert storage() is None
-    assert not job.begin()[-1].waves[0].links
+    assert not job.begin()[3][0].links
 
 
 def test_the_log_says_why_frozen_weights_are_written_again(

@@ -18,8 +18,7 @@ from ckptkit.training.agree.barrier import SaveBarrier
 from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
-from ckptkit.training.save.attempts import SaveAttempt
-from ckptkit.training.save.saver import CommitCoordinator, Save
+from ckptkit.training.save.saver import Save, SaveCommitter
 
 SECONDS = 20.0
 
@@ -34,10 +33,11 @@ class Rank:
 
     def save(self, step: int) -> Future[Any]:
         self.count += 1
-        attempt = SaveAttempt(self.count, f"nonce-{step}-1", step, Path(), Path(), {})
+        name = f"nonce-{step}-1"
+        save = Save(self.count, name, step, Path(), Path(), {}, SaveHandle(step))
         return self.thread.submit(
-            lambda: self.barrier.agree(
-                attempt, {"step": step}, lambda values: {"all": values}, timeout_seconds=SECONDS
+            lambda: self.barrier.agree_on(
+                save, {"step": step}, lambda values: {"all": values}, timeout_seconds=SECONDS
             )
         )
 
@@ -106,16 +106,16 @@ def test_a_rank_looks_for_the_step_before_it_says_that_a_save_failed(
     name = json.loads((step / "ckptkit.json").read_text())["source"]["attempt"]
     monkeypatch.setattr(peers, "_GRACE_SECONDS", 0.1)
     reports: list[SaveReport] = []
-    coordinator = CommitCoordinator(
+    committer = SaveCommitter(
         SaveBarrier(Peers(1, 2, LocalKeyValueStore(), "nonce")),
         None,
+        retire=lambda *_: (),
         timeout_seconds=0.1,
         listener=reports.append,
     )
     handle = SaveHandle(7)
-    written = SaveAttempt(1, attempt or name, 7, tmp_path / "work", step, {})
     with caplog.at_level(logging.INFO, logger="ckptkit"):
-        coordinator.end(Save(written, handle, time.perf_counter()))
+        committer.end(Save(1, attempt or name, 7, tmp_path / "work", step, {}, handle))
     if attempt:
         assert isinstance(handle.error, PeerError)
         assert "step 7 was not saved: rank 0 did not decide" in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.writer.commit import clear
+from ckptkit.writer.commit import remove_steps
 
 
 def test_of_a_retired_link_the_link_alone_goes(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ def test_of_a_retired_link_the_link_alone_goes(tmp_path: Path) -> None:
     link, broken = run / "checkpoint-1", run / "checkpoint-2"
     link.symlink_to(elsewhere)
     broken.symlink_to(run / "nothing")
-    assert clear(None, [link, broken]) == ([link, broken], [])
+    assert remove_steps([link, broken]) == ([link, broken], [])
     assert not list(run.iterdir())
     assert (elsewhere / "data").read_bytes() == b"1"
 
@@ -24,5 +24,5 @@ def test_a_directory_goes_with_all_that_is_in_it(tmp_path: Path) -> None:
     step = tmp_path / "checkpoint-1"
     (step / "unit").mkdir(parents=True)
     (step / "unit" / "data").write_bytes(b"1")
-    assert clear(None, [step, tmp_path / "checkpoint-2"]) == ([step], [])
+    assert remove_steps([step, tmp_path / "checkpoint-2"]) == ([step], [])
     assert not list(tmp_path.iterdir())

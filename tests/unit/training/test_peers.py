@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch._C import _distributed_c10d as distributed_c10d
 
-from ckptkit.core.errors import CkptkitError, NoSpaceError, PeerError
+from ckptkit.core.errors import CkptkitError, NoSpaceError, PeerError, UsageError
 from ckptkit.training.agree import key_values
 from ckptkit.training.agree.key_values import (
     MAX_VALUE_BYTES,
@@ -20,9 +20,15 @@ from ckptkit.training.agree.key_values import (
     LocalKeyValueStore,
     TorchKeyValueStore,
 )
-from ckptkit.training.agree.peers import Peers, name_ranks, open_peers, poll_until
+from ckptkit.training.agree.peers import Peers, meet, name_ranks, open_peers, poll_until
 
 SHORT = 0.3
+WORLD = 3
+
+
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.training.agree.peers._GRACE_SECONDS", 0.1)
 
 
 def tcp_store() -> Any:
@@ -188,8 +194,8 @@ def test_ranks_that_do_not_answer_are_named_to_all_others() -> None:
     assert isinstance(zero, PeerError)
 
 
-def test_without_rank_0_the_others_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.training.agree.peers._GRACE_SECONDS", 0.1)
+@pytest.mark.usefixtures("no_grace")
+def test_without_rank_0_the_others_end_in_time() -> None:
     began = time.monotonic()
     results = on_ranks(
         2, lambda peers: peers.rank and peers.agree("topic", 1, sum, timeout_seconds=SHORT)
@@ -304,16 +310,16 @@ def test_the_host_of_the_store_does_not_leave_before_its_answer_was_heard() -> N
     heard = threading.Event()
     boards_of = [TorchKeyValueStore(store, "test") for _ in range(2)]
     host, other = (Peers(rank, 2, board, "nonce") for rank, board in enumerate(boards_of))
-    fetch = boards_of[1].get
+    fetch = boards_of[1].get_all
 
-    def late(key: str) -> bytes | None:
-        found = fetch(key)
-        if key.endswith("answer") and found:
+    def late(keys: Sequence[str]) -> list[bytes] | None:
+        found = fetch(keys)
+        if found and keys[0].endswith("answer"):
             time.sleep(SHORT)
             heard.set()
         return found
 
-    boards_of[1].get = late  # type: ignore[method-assign]
+    boards_of[1].get_all = late  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lambda: other.agree("topic", 1, sum, timeout_seconds=10))
         assert host.agree("topic", 1, sum, timeout_seconds=10) == 2
@@ -328,14 +334,14 @@ def test_the_host_of_the_store_does_not_leave_before_its_error_was_heard() -> No
     boards_of = [TorchKeyValueStore(store, "test") for _ in range(3)]
     host, other, refuser = (Peers(rank, 3, board, "nonce") for rank, board in enumerate(boards_of))
     is_closed = threading.Event()
-    fetch = boards_of[1].get
+    fetch = boards_of[1].get_all
 
-    def late(key: str) -> bytes | None:
+    def late(keys: Sequence[str]) -> list[bytes] | None:
         is_closed.wait(SHORT)
         assert not is_closed.is_set()
-        return fetch(key)
+        return fetch(keys)
 
-    boards_of[1].get = late  # type: ignore[method-assign]
+    boards_of[1].get_all = late  # type: ignore[method-assign]
     problem = NoSpaceError("the disk is full", where="/data")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lambda: other.agree("topic", 1, sum, timeout_seconds=10))
@@ -361,3 +367,72 @@ def test_the_host_of_the_store_does_not_wait_for_ever(monkeypatch: pytest.Monkey
     began = time.monotonic()
     peers.close()
     assert SHORT / 2 < time.monotonic() - began < 5
+
+
+def opened(board: LocalKeyValueStore, ranks: list[int], seconds: float) -> list[str | Exception]:
+    def come(rank: int) -> str | Exception:
+        try:
+            return meet(board, rank, WORLD, timeout_seconds=seconds)
+        except PeerError as error:
+            return error
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        return list(pool.map(come, ranks))
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_all_ranks_get_one_name_for_each_session() -> None:
+    board = LocalKeyValueStore()
+    found = [opened(board, [0, 1, 2], 10) for _ in range(3)]
+    assert all(len(set(names)) == 1 for names in found)
+    assert len({names[0] for names in found}) == 3
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize("alone", [[0], [1], [0, 2], [1, 2]])
+@pytest.mark.parametrize("before", [0, 1])
+def test_after_some_ranks_came_alone_all_can_still_open_the_run(
+    alone: list[int], before: int
+) -> None:
+    board = LocalKeyValueStore()
+    for _ in range(before):
+        opened(board, [0, 1, 2], 10)
+    for _ in range(2):
+        assert all(isinstance(found, PeerError) for found in opened(board, alone, 0.1))
+    names = opened(board, [0, 1, 2], 10)
+    assert len({*map(str, names)}) == 1
+    assert isinstance(names[0], str)
+
+
+@pytest.mark.usefixtures("no_grace")
+def test_rank_0_names_those_that_did_not_come() -> None:
+    found = opened(LocalKeyValueStore(), [0, 2], 0.1)
+    assert all("rank 1 did not open the run within 0.1 s" in str(error) for error in found)
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize("refusing", [{0}, {1}, {1, 2}, {0, 2}])
+def test_a_rank_that_refuses_ends_the_round_on_all_ranks_at_once(refusing: set[int]) -> None:
+    def work(peers: Peers) -> Any:
+        if peers.rank in refusing:
+            peers.refuse("topic", UsageError("bad", where="key"), timeout_seconds=30)
+        else:
+            with pytest.raises(UsageError, match="key: bad"):
+                peers.agree("topic", 1, sum, timeout_seconds=30)
+        return peers.agree("topic", 1, sum, timeout_seconds=30)
+
+    began = time.monotonic()
+    assert on_ranks(WORLD, work) == [WORLD] * WORLD
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.usefixtures("no_grace")
+@pytest.mark.parametrize("value", ["x" * MAX_VALUE_BYTES, {1, 2}], ids=["too large", "no JSON"])
+def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks(value: object) -> None:
+    def work(peers: Peers) -> Any:
+        return peers.agree("topic", value if peers.rank == 1 else 0, len, timeout_seconds=30)
+
+    began = time.monotonic()
+    for error in on_ranks(WORLD, work):
+        assert "rank 1 has no answer" in str(error)
+    assert time.monotonic() - began < 5

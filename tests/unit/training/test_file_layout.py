@@ -15,8 +15,8 @@ import torch
 from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
 from ckptkit.core.index import Box
 from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
+from ckptkit.training.save.saver import objects_file, record_of
 from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.slot import objects_file, record_of
 from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
