@@ -41,6 +41,14 @@ DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 GGUF = "gguf"
+BestMode = Literal["min", "max"]
+PushKind = Literal["auto", "model", "adapter", "merged"]
+"""What is built from a step: `auto` is the adapter if PEFT trained one, else the model; `merged` is
+the base with the adapter of the step in it."""
+Encoding = Literal["xor", "overwrite"]
+ChecksumFormat = Literal["xxh3-128", "blake3", "adler32"]
+SOME_MODEL = "ORG/NAME"
+"""What stands in proposed commands for a model that is not known."""
 _LEAST_WITHOUT_UNIT = 1_000_000
 _MOST_DIGITS = 12
 _ALIKE = 0.5  # similarity that makes a proposal; that of 'fp16' and 'float16' is 0.55

@@ -20,8 +20,7 @@ from ckptkit.conversion.source.adapters import (
     read_config,
 )
 from ckptkit.conversion.source.model_folders import read_names
-from ckptkit.conversion.source.named_models import find_model
-from ckptkit.conversion.source.open import read_config_in
+from ckptkit.conversion.source.open import find_model, read_config_in
 from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -114,7 +113,7 @@ def prepare_extraction(
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
         if found.converted is not None:
-            from ckptkit.conversion.mapped_adapters import refuse_without_peft_form
+            from ckptkit.conversion.mapped_names import refuse_without_peft_form
 
             refuse_without_peft_form(found.converted)
         component = _find_component(found, request)

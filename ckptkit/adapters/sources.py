@@ -32,8 +32,12 @@ from ckptkit.conversion.source.adapters import (
     read_record,
     sort_trees,
 )
-from ckptkit.conversion.source.named_models import find_local
-from ckptkit.conversion.source.open import OpenedCheckpoint, open_checkpoint, read_config_in
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    find_local,
+    open_checkpoint,
+    read_config_in,
+)
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, InputError, RefusedError
@@ -70,7 +74,7 @@ from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.mapped_adapters import ConvertedAdapter
+    from ckptkit.conversion.mapped_names import ConvertedAdapter
 
 
 class AdapterRequest(Struct, frozen=True, kw_only=True):
@@ -272,7 +276,7 @@ class _Opening:
         if record is not None and is_of_all_layers(record.document):
             extent = "modules"
         config = self._read_model_config(record, foreign)
-        from ckptkit.conversion.mapped_adapters import convert_adapter  # few adapters need it
+        from ckptkit.conversion.mapped_names import convert_adapter  # few adapters need it
 
         converted = convert_adapter(checkpoint, entries, foreign, config, extent)
         self._checkpoint = converted.checkpoint

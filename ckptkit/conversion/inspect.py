@@ -45,7 +45,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
 )
 from ckptkit.core.geometry import distinct
-from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
+from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS
 from ckptkit.core.text import counted, size_text
 from ckptkit.engine.locate import Locator
@@ -64,7 +64,7 @@ from ckptkit.storage.locations import relative_path
 from ckptkit.storage.places import PathLike, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.map_report import MapReport
+    from ckptkit.conversion.mapped_names import MapReport
     from ckptkit.plan.shard_map import ShardMap
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
@@ -225,20 +225,7 @@ def run_inspection(
     shards: bool = False,
     lists: bool = False,
 ) -> Inspection:
-    """Describes the checkpoint at or under a path; reads headers, never tensor data.
-
-    Args:
-        path: Any path in or above a checkpoint.
-        select: Which of several checkpoints or models to take.
-        also: Further directories, which hold files of the same checkpoint.
-        model_config: A folder with the configuration of the model in flat parameters.
-        base: A model folder with the configuration, if the checkpoint has none.
-        choice: The map of names. None is that of a conversion without the option, whose refusal is
-            reported; one that is named is refused as a conversion refuses it.
-        shards: Whether to describe which ranks and files each tensor is in.
-        lists: Whether what there is is listed where no checkpoint can be chosen, instead of an
-            error.
-    """
+    """Describes the checkpoint at or under a path; reads headers, never tensor data."""
     with ExitStack() as stack:
         try:
             checkpoint = stack.enter_context(
@@ -337,7 +324,7 @@ def _add_map(
     report = replace(report, framework=framework)
     if choice == "none" or not (framework or choice not in {None, "auto"}):
         return report
-    from ckptkit.conversion.map_report import report_map  # few checkpoints need it
+    from ckptkit.conversion.mapped_names import report_map  # few checkpoints need it
 
     try:
         found = report_map(choice or "auto", framework, config, checkpoint, tensors)
@@ -392,6 +379,11 @@ def _report(
         and not _describes(path, base)
         and not consumer.has_companion(path.removeprefix(f"{base}/"))
     ]
+    shard_map = None
+    if shards:
+        from ckptkit.plan.shard_map import map_shards  # for reports alone
+
+        shard_map = map_shards(index, entries, frozenset(key for key, _ in problems))
     return Inspection(
         path=checkpoint.path,
         format=index.format,
@@ -418,7 +410,7 @@ def _report(
         saved_at=_text(saved.get("saved_at")),
         version=index.run.version,
         ignored=group_files(ignored, base=base, recognised=read),
-        shards=_map_shards(index, entries, [key for key, _ in problems]) if shards else None,
+        shards=shard_map,
         steps=tuple(checkpoint.steps),
         finals=dict(checkpoint.finals),
     )
@@ -432,14 +424,6 @@ def _add_up_ranks(entries: Sequence[TensorEntry]) -> Counter[int]:
         for rank in distinct(entry.chunks.rank).tolist():
             totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
     return totals
-
-
-def _map_shards(
-    index: TensorIndex, entries: Sequence[TensorEntry], unreadable: Sequence[str]
-) -> ShardMap:
-    from ckptkit.plan.shard_map import map_shards  # for reports alone
-
-    return map_shards(index, entries, frozenset(unreadable))
 
 
 def _line(entry: TensorEntry, role: Role) -> TensorLine:

@@ -103,7 +103,6 @@ class Manifest(Displayed, Struct, frozen=True):
 
     @property
     def unverified(self) -> list[str]:
-        """Names of tensors whose source stored no checksum."""
         return [name for name, t in self.tensors.items() if t.proof == UNVERIFIED]
 
     def _facts(self) -> Facts:
@@ -168,7 +167,6 @@ def check_manifest_size(size_bytes: int, *, where: str) -> None:
 
 
 def parse_manifest(data: bytes, *, where: str) -> Manifest:
-    """Parses a manifest."""
     check_manifest_size(len(data), where=where)
     try:
         document = _check_table(json.loads(data), "the file")
@@ -267,7 +265,6 @@ def _check_count(value: object) -> int:
 
 
 def _make_finite(value: Any) -> Any:
-    """Returns JSON values with null for each number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

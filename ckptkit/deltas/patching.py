@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ckptkit.conversion.prepare import ConversionJob
-from ckptkit.conversion.source.stored_digests import read_model_manifest
+from ckptkit.conversion.source.open import read_model_manifest
 from ckptkit.conversion.write import (
     PlannedOutput,
     SingleProcess,

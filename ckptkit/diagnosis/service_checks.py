@@ -180,7 +180,7 @@ def gather_store(place: Place, *, writes: bool) -> StoreFacts:
     """Lists a place in a store and, if `writes`, writes and removes three small objects there."""
     from ckptkit.storage.remote.errors import error_translator
     from ckptkit.storage.remote.s3 import S3Uploads
-    from ckptkit.storage.remote.s3_shared import S3Notes
+    from ckptkit.storage.remote.s3_target import S3Notes
     from ckptkit.storage.remote.store import get_store
 
     try:

@@ -69,7 +69,6 @@ from ckptkit.engine.reader import (
 )
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel
 from ckptkit.formats.pickle.torch_zip import WINDOW_BYTES
-from ckptkit.storage.base import distant
 
 _MOST_THREADS = 2
 _DISTANT_THREADS = 8  # which mostly wait for a store to answer
@@ -396,7 +395,7 @@ def read_chunks(
 
 
 def _threads_for(origin: Origin) -> int:
-    is_near = distant(origin.source) is None
+    is_near = not origin.source.is_remote
     return min(_MOST_THREADS, usable_cores()) if is_near else _DISTANT_THREADS
 
 
@@ -483,7 +482,7 @@ def _read_group(
     is_archive = first.container == "torch_zip"  # whose header has to be read as well
     if len(group) > 1 or (is_archive and group[0].size_bytes <= 2 * WINDOW_BYTES):
         reader.cache.fetch([FileRange(path, first.start, last.stop)])
-    elif reader.cache.is_distant and is_archive:
+    elif reader.cache.is_remote and is_archive:
         start, stop = first.start + WINDOW_BYTES, first.stop - WINDOW_BYTES
         ends = [FileRange(path, first.start, start), FileRange(path, stop, first.stop)]
         reader.cache.fetch(ends)

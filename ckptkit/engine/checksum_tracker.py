@@ -14,8 +14,8 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, join_pieces
-from ckptkit.core.crc import crc32
+from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, join_pieces
+from ckptkit.core.crc import crc32, crc32_combine
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.plan.plan import OutputFile, SegmentRange, ServerCopy, Trailer

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import aligned_buffer, numpy_dtype
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.engine.distant import PrefetchWindow
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import part_span
 from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.remote_reads import PrefetchWindow
 from ckptkit.plan.plan import (
     Compute,
     Copy,
@@ -48,6 +48,11 @@ class Inputs(Struct, frozen=True):
 
     origins: Mapping[str, Origin]
     folders: Mapping[str, Source]
+
+    def with_own_checksums(self) -> Inputs:
+        """Returns the same files, with checksums that only one reader of them adds to."""
+        origins = {name: Origin(name, o.source, o.index) for name, o in self.origins.items()}
+        return Inputs(origins, self.folders)
 
 
 class SegmentReader:

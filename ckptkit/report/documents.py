@@ -24,7 +24,7 @@ from ckptkit.version import __version__
 if TYPE_CHECKING:
     from ckptkit.conversion.diff import Difference, NumericDifference
     from ckptkit.conversion.inspect import Inspection, TensorLine
-    from ckptkit.conversion.values.stats import Statistics
+    from ckptkit.conversion.stats import Statistics
     from ckptkit.core.index import Problem
     from ckptkit.plan.shard_map import Shares
     from ckptkit.runs.listing import RunListing

@@ -44,7 +44,7 @@ from ckptkit.runs.steps import (
     series_of,
     step_of_manifest,
 )
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.places import PathLike, open_source
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class _Listing:
     """Lists the steps of one run."""
 
     def __init__(
-        self, source: Folder, store: RunStore, run: PathLike, state: PathLike | None
+        self, source: Source, store: RunStore, run: PathLike, state: PathLike | None
     ) -> None:
         self._source = source
         self._store = store

@@ -43,56 +43,33 @@ Replica = tuple[str, tuple[str | int, ...], tuple[int, ...], bool]
 
 
 class WrittenFile(Struct, frozen=True):
-    """A durable file of an attempt.
+    """A durable file of an attempt."""
 
-    Attributes:
-        path: Relative to the attempt's folder.
-        size_bytes: Its length.
-        crc32: Of all its bytes, or None for a data file.
-    """
-
-    path: str
-    size_bytes: int
-    crc32: int | None
+    path: str  # relative to the attempt's folder
+    size_bytes: int  # its length
+    crc32: int | None  # of all its bytes, or None for a data file
 
 
 class RecordedOptional(Struct, frozen=True):
-    """A part of the state that a step may lack.
+    """A part of the state that a step may lack."""
 
-    Attributes:
-        name: The user's name of it.
-        unit: The DCP directory.
-        path: The prefix of all its key paths.
-        problem: Why the rank could not save it; empty if it could.
-    """
-
-    name: str
-    unit: str
-    path: tuple[str | int, ...]
-    problem: str
+    name: str  # the user's name of it
+    unit: str  # the DCP directory
+    path: tuple[str | int, ...]  # the prefix of all its key paths
+    problem: str  # why the rank could not save it; empty if it could
 
 
 class RankRecord(Struct, frozen=True):
-    """A record whose outer structure was checked.
+    """A record whose outer structure was checked."""
 
-    Attributes:
-        rank: Of the rank that wrote it.
-        world_size: How many ranks there were.
-        attempt: The attempt that it belongs to.
-        units: The content of each directory; checked when merged.
-        files: All files of the rank, without the record itself.
-        dispensable: What the step may lack.
-        values: The names of entries that rank 0 writes for all ranks.
-        replicas: The CRC-32 of samples that several ranks hold.
-    """
-
-    rank: int
-    world_size: int
-    attempt: str
-    units: Mapping[str, Mapping[str, Any]]
-    files: tuple[WrittenFile, ...]
-    dispensable: tuple[RecordedOptional, ...] = ()
-    values: tuple[str, ...] = ()
+    rank: int  # of the rank that wrote it
+    world_size: int  # how many ranks there were
+    attempt: str  # the attempt that it belongs to
+    units: Mapping[str, Mapping[str, Any]]  # the content of each directory; checked when merged
+    files: tuple[WrittenFile, ...]  # all files of the rank, without the record itself
+    dispensable: tuple[RecordedOptional, ...] = ()  # what the step may lack
+    values: tuple[str, ...] = ()  # the names of entries that rank 0 writes for all ranks
+    # The CRC-32 of samples that several ranks hold
     replicas: Mapping[Replica, int] = field(default_factory=dict)
 
 

@@ -25,17 +25,11 @@ _LOCK = ".lock"  # in work folders of other commands, which sweep them themselve
 
 
 class Leftover(Struct, frozen=True):
-    """A hidden directory in a run.
+    """A hidden directory in a run."""
 
-    Attributes:
-        path: The directory.
-        step: The name of its step.
-        kind: `work`, `old` or `trash`.
-    """
-
-    path: Path
-    step: str
-    kind: str
+    path: Path  # the directory
+    step: str  # the name of its step
+    kind: str  # `work`, `old` or `trash`
 
 
 def leftovers(run: Path) -> tuple[Leftover, ...]:
@@ -52,9 +46,6 @@ def sweep(run: Path) -> tuple[str, ...]:
     """Restores a step whose replacement was interrupted, and removes all other leftovers.
 
     Nothing may be saving into the run at the same time.
-
-    Args:
-        run: The run's directory.
 
     Returns:
         Notes for the log.
@@ -91,11 +82,7 @@ def sweep(run: Path) -> tuple[str, ...]:
 
 
 def discard(folder: str) -> tuple[str, ...]:
-    """Removes the working folder of an attempt.
-
-    Returns:
-        Notes on what could not be removed.
-    """
+    """Removes the working folder of an attempt; returns notes on what could not be removed."""
     path = Path(folder)
     match = _HIDDEN.fullmatch(path.name)
     if match is None or match["kind"] is not None:

@@ -42,7 +42,6 @@ from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.commit import commit
 from ckptkit.writer.drain import Drainer
 from ckptkit.writer.messages import ByteCounter, Drain, RecordProof
-from ckptkit.writer.persist import Persister
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 writing: Any = importlib.import_module("writing")
@@ -69,7 +68,7 @@ def processes(checkpointer: Checkpointer) -> tuple[WriterProcess, WriterProcess]
     """Returns what commits on the node, and what drains."""
     backend = checkpointer._backend
     assert isinstance(backend, TieredBackend)
-    return backend._keeper, backend._drain_queue._process
+    return backend._node_committer, backend._drain_queue._process
 
 
 def stop(process: WriterProcess) -> int:
@@ -406,10 +405,7 @@ def kept_on_nodes(folder: Path, attempts: tuple[str, str]) -> tuple[list[Any], l
     proofs = []
     for rank, save in enumerate(saves):
         memory, request = save.persist(rank, writing.usual_units(rank, 2))
-        persister = Persister(NATIVE)
-        size_bytes = memory.share().size_bytes
-        persister.attach(memory.descriptor, size_bytes)
-        proof = persister.persist(request, ByteCounter()).proof
+        proof = writing.persist(memory, request).proof
         assert proof is not None
         proofs.append(proof)
         whole = save.commit([proof], node_ranks=(rank,))

@@ -35,7 +35,7 @@ from ckptkit.core.errors import (
 from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.training import Checkpointer, checkpointer
 from ckptkit.training.resume import resume as resuming
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
 from ckptkit.writer.messages import ByteCounter, Image
@@ -226,7 +226,7 @@ def test_a_folder_in_memory_that_is_too_small(
 ) -> None:
     small = mount("shm", "-t", "tmpfs", "-o", "size=64k")
     places = MemoryPlaces(anonymous=False, memory_folder=small)
-    monkeypatch.setattr(save_slot, "SharedBuffer", partial(SharedBuffer, places))
+    monkeypatch.setattr(saves, "SharedBuffer", partial(SharedBuffer, places))
     with Checkpointer(run) as saver:
         state = fresh()
         if prepared:
@@ -245,7 +245,7 @@ def test_memory_that_is_not_there(
 ) -> None:
     small = mount("shm", "-t", "tmpfs", "-o", "size=2m")
     places = MemoryPlaces(anonymous=False, memory_folder=small, disk_folder=small)
-    monkeypatch.setattr(save_slot, "SharedBuffer", partial(SharedBuffer, places))
+    monkeypatch.setattr(saves, "SharedBuffer", partial(SharedBuffer, places))
     state = fresh(1, 10_000)
     troubles.train(state)
     with Checkpointer(run) as saver:

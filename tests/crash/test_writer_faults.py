@@ -40,7 +40,6 @@ from ckptkit.writer.messages import (
     ByteCounter,
     Commit,
     Discard,
-    Persist,
     RecordProof,
     StepCommitted,
     Written,
@@ -50,13 +49,7 @@ from ckptkit.writer.persist import STRIDE_BYTES, Persister
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
 KEY = ("model", "a.weight")
-
-
-def persist(memory: Any, request: Persist, disk: Disk = NATIVE) -> Written:
-    persister = Persister(disk)
-    buffer = memory.share()
-    persister.attach(memory.descriptor, buffer.size_bytes)
-    return persister.persist(request, ByteCounter())
+persist = writing.persist
 
 
 def persist_all(save: Any, **further: Any) -> list[RecordProof]:

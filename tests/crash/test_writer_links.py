@@ -24,25 +24,18 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError, UnsafePathError, WriterError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
-from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save import saver as saves
 from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.commit import commit
 from ckptkit.writer.messages import ByteCounter, Link, Persist, Written
-from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
+persist = writing.persist
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE = f"{writing.MODEL}/__0_0.distcp"
-
-
-def persist(memory: Any, request: Persist, disk: Any = NATIVE) -> Written:
-    persister = Persister(disk)
-    buffer = memory.share()
-    persister.attach(memory.descriptor, buffer.size_bytes)
-    return persister.persist(request, ByteCounter())
 
 
 def keeping(run: Path, disk: Any = NATIVE) -> tuple[Link, Written]:
@@ -145,12 +138,12 @@ import os, signal, sys
 sys.path.append({root!r})
 from ckptkit.writer import process as main
 from ckptkit.writer import persist
-def take(self, links, call=persist.Links.take):
-    call(self, links)
+def take(links, *arguments, call=persist.link_kept):
+    call(links, *arguments)
     if links and os.path.exists({file!r}):
         os.unlink({file!r})
         os.kill(os.getpid(), signal.SIGKILL)
-persist.Links.take = take
+persist.link_kept = take
 main.main()
 """
 
@@ -170,7 +163,7 @@ def test_a_writer_that_is_killed_between_link_and_record_costs_that_save_only(
     model[0].requires_grad_(False)
     run, state = tmp_path / "run", {"model": model}
     with (
-        mock.patch.object(save_slot, "WriterTimeouts", partial(WriterTimeouts, command=command)),
+        mock.patch.object(saves, "WriterTimeouts", partial(WriterTimeouts, command=command)),
         Checkpointer(run) as saver,
     ):
         reports = [saver.save(step, state).report(60) for step in (1, 2)]

@@ -21,8 +21,13 @@ from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.consumers.table import CONFIG
 from ckptkit.conversion.names_on_disk import DiskNames, find_disk_names
 from ckptkit.conversion.source.model_folders import read_pretrained_index
-from ckptkit.conversion.source.named_models import find_model
-from ckptkit.conversion.source.open import OpenedCheckpoint, is_anything, is_folder, open_checkpoint
+from ckptkit.conversion.source.open import (
+    OpenedCheckpoint,
+    find_model,
+    is_anything,
+    is_folder,
+    open_checkpoint,
+)
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
     AmbiguousSourceError,

@@ -18,8 +18,7 @@ from ckptkit.adapters.merge.base_model import (
 from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
-from ckptkit.conversion.source.named_models import find_model
-from ckptkit.conversion.source.open import is_folder, resolve_path
+from ckptkit.conversion.source.open import find_model, is_folder, resolve_path
 from ckptkit.conversion.source.side_folders import find_component
 from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destination, write_output
 from ckptkit.core.errors import AmbiguousSourceError, RefusedError, UsageError

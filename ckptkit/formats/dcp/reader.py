@@ -83,7 +83,7 @@ from ckptkit.formats.trees import (
     problem_of,
     read_lightning_meta,
 )
-from ckptkit.storage.base import Source, prefetch
+from ckptkit.storage.base import Source
 
 _Image = Mapping[str, tuple[HeaderTensor, Shape]]  # by name the tensor and its offsets
 
@@ -114,8 +114,8 @@ class Images(Struct):
             for file, start in zip(tensor.file.tolist(), tensor.start.tolist(), strict=True)
             if start < self.files[file].size_bytes
         }
-        prefetch(
-            self.source, [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
+        self.source.prefetch(
+            [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
         )
         rows = [self._locate(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
         records = np.array(rows, np.int64).reshape(len(rows), 3)
@@ -286,7 +286,7 @@ def _read_objects(source: Source, index: TensorIndex) -> _Objects:
         and "param_groups" not in ".".join(map(str, path))
     ]
     some = sorted(some, key=lambda item: len(item[0]))[:_MOST_OBJECTS]
-    prefetch(source, [FileRange(blob.path, blob.start, blob.stop) for _, blob in some])
+    source.prefetch([FileRange(blob.path, blob.start, blob.stop) for _, blob in some])
     found: _Objects = {}
     for path, blob in some:
         where = f"{posixpath.join(source.location, blob.path)}, object {path!r}"

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
 from ckptkit.core.index import Box, Shape
+from ckptkit.core.wrapper_names import COMPILED
 from ckptkit.engine.reader import slices_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.save.shared_memory import SharedBuffer
@@ -38,7 +39,6 @@ _TOPIC = "the whole state of a model"
 _ALIGNMENT = 64
 _TOKEN_BYTES = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # identifies the machine and its last boot
-_COMPILED = "_orig_mod"
 
 
 class _SharedTensor(Struct, frozen=True):
@@ -158,7 +158,7 @@ class _Memory:
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the tensors by all names; the memory is freed with the last of them."""
-        self._buffer.leave()
+        self._buffer.close_descriptor()
         self._is_kept = True
         state = dict(tensors)
         for part in self._held.parts:
@@ -215,7 +215,7 @@ class _Memory:
 
 
 def _plan(model: torch.nn.Module, peers: Peers) -> _GatherPlan:
-    if any(_COMPILED in name for name, _ in model.named_modules()):
+    if any(COMPILED in name for name, _ in model.named_modules()):
         return _GatherPlan(reason="the model was compiled")
     units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]
     casts = any(unit.mixed_precision.buffer_dtype is not None for unit in units)

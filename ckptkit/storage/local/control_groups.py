@@ -34,9 +34,6 @@ def available_bytes(root: Path = _ROOT) -> int | None:
     """Returns how much memory is available, None if that is unknown.
 
     A control group with a limit, as Slurm and containers set it, kills a process that exceeds it.
-
-    Args:
-        root: The folder of `proc` and `sys`.
     """
     limits = []
     with suppress(OSError, KeyError, ValueError):
@@ -52,7 +49,6 @@ def available_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_bytes(root: Path = _ROOT) -> int | None:
-    """Returns the memory of this machine, or of the group of this process if that is less."""
     sizes = []
     with suppress(OSError, KeyError, ValueError):
         sizes.append(_numbers(root / "proc/meminfo")["MemTotal:"] * 1024)

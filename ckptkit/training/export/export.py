@@ -36,7 +36,7 @@ from ckptkit.options import (
 )
 from ckptkit.plan.plan import Plan
 from ckptkit.storage.base import Row
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.target import SharedTarget
 from ckptkit.storage.locations import current_directory
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import find_filesystem_type, why_not_shared

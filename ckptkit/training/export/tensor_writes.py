@@ -41,8 +41,7 @@ from ckptkit.plan.load_report import EXPORT
 from ckptkit.plan.plan import Literal, Plan
 from ckptkit.storage.base import Row
 from ckptkit.storage.local.disk import PAGE_BYTES
-from ckptkit.storage.local.shared_target import PartFile, SharedTarget
-from ckptkit.storage.local.target import MIN_DIRECT_BYTES
+from ckptkit.storage.local.target import MIN_DIRECT_BYTES, PartFile, SharedTarget
 from ckptkit.training.agree.peers import name_ranks, poll_until
 from ckptkit.training.export.output_plan import (
     ExportRequest,

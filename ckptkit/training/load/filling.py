@@ -13,8 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ckptkit.conversion.source.open import OpenedCheckpoint
-from ckptkit.conversion.source.stored_digests import StoredDigest
+from ckptkit.conversion.source.open import OpenedCheckpoint, StoredDigest
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import (
     CkptkitError,

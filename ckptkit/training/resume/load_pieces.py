@@ -19,7 +19,7 @@ import torch
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from ckptkit.core.checksums import crc32_combine
+from ckptkit.core.crc import crc32_combine
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ChecksumError, ResumeError
 from ckptkit.core.geometry import flat_offset

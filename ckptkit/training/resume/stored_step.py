@@ -23,7 +23,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.runs.step_manifests import Findings, read_findings
 from ckptkit.runs.stored_proofs import digest_problems
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import step_names
@@ -217,7 +217,7 @@ class StoredStep(Closing):
             manifest: Its manifest, where that is known.
         """
         self.manifest = manifest
-        self.source: Folder = open_source(place)
+        self.source: Source = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
         self._facts: SavedFacts | None = None
         self._structures: dict[tuple[str, KeyPath], Nodes] | None = None
