@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,18 @@ def try_model(model: Any, folder: Path, **options: Any) -> Result:
 
 
 def equal_classes() -> list[str]:
-    """Returns the classes that the page says are equal."""
-    rows = PAGE.read_text(encoding="utf-8").partition("\n## Equal\n")[2].splitlines()[3:]
-    return [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[2])]
+    """Returns the classes of the installed Transformers that are no exceptions on the page."""
+    return [name for name in model_classes() if name not in exceptions()]
+
+
+@cache
+def exceptions() -> dict[str, str]:
+    """Returns the outcome of each exception on the page, by the name of its class."""
+    text = PAGE.read_text(encoding="utf-8").partition("\n## Exceptions\n")[2]
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| (`.*) \|$", text.partition("\n## ")[0], re.MULTILINE
+    )
+    return {name: outcome for outcome, names in rows for name in re.findall(r"`(\w+)`", names)}
 
 
 def load_folder(folder: Path) -> dict[str, Any]:
@@ -256,14 +266,13 @@ def main() -> None:
 
 HEADER = """# Model families
 
-For a small model of every class that transformers {version} exports, the output of
-`ckptkit consolidate` is compared with that of `save_pretrained`: names, element types, shapes and
-bytes of all tensors, and `config.json`. Then `from_pretrained` loads the output. It must find every
-tensor, ignore none, and return the values of the trained model.
+A small model of every class that transformers {version} exports was tried. `ckptkit consolidate`
+has to write what `save_pretrained` writes: names, element types, shapes and bytes of all tensors,
+and `config.json`. `from_pretrained` has to load the output, find every tensor, ignore none, and
+return the values of the trained model.
 
-This page is written by
-`python -m tests.all_model_types --results results.jsonl --page docs/reference/model-families.md`.
-The tests run a sample of the classes.
+`python -m tests.all_model_types --results results.jsonl --page docs/reference/model-families.md`
+writes this page. The tests run a sample of the classes.
 
 | outcome | classes | model types |
 |---|--:|--:|
@@ -281,34 +290,44 @@ OUTCOMES = {
 
 
 def page_of(results: Sequence[Result]) -> str:
-    """Returns the page as Markdown: totals, exceptions with their reasons, and all types."""
+    """Returns the page as Markdown: totals, and the exceptions with their reasons."""
     rows = [HEADER.format(version=transformers.__version__)]
     for outcome, words in OUTCOMES.items():
         found = [result for result in results if result.outcome == outcome]
         if found:
             types = len({result.model_type for result in found})
             rows.append(f"| {words} | {len(found):,} | {types:,} |\n")
-    rows.append("\n## Exceptions\n\n| class | outcome | reason |\n|---|---|---|\n")
+    rows.append("\n## Exceptions\n\nEvery class that is not listed is equal.\n\n")
+    rows.append("| outcome | reason | classes |\n|---|---|---|\n")
+    by_reason: dict[tuple[str, str], list[str]] = {}
     for result in sorted(results, key=lambda r: (list(OUTCOMES).index(r.outcome), r.name)):
         if result.outcome != "ok":
-            reason = result.reason.replace("|", "\\|")
-            rows.append(f"| `{result.name}` | {OUTCOMES[result.outcome]} | {reason} |\n")
+            cause = (OUTCOMES[result.outcome], shorten(result.reason))
+            by_reason.setdefault(cause, []).append(f"`{result.name}`")
+    rows += [f"| {words} | {why} | {', '.join(n)} |\n" for (words, why), n in by_reason.items()]
     rows += _not_compared(results)
-    rows.append("\n## Equal\n\n| model type | classes |\n|---|---|\n")
-    by_type: dict[str, list[str]] = {}
-    for result in sorted(results, key=lambda r: (r.model_type, r.name)):
-        if result.outcome == "ok":
-            by_type.setdefault(result.model_type, []).append(f"`{result.name}`")
-    rows += [f"| `{kind}` | {', '.join(names)} |\n" for kind, names in by_type.items()]
     return "".join(rows)
 
 
+def shorten(reason: str) -> str:
+    """Returns a reason without what differs between classes that fail alike."""
+    if library := re.search(r"requires the (\w+) library", reason):
+        return f"`{library[1]}` is not installed"
+    if "smallest configuration has" in reason:
+        return "the smallest configuration is too large"
+    return re.split(r"\. |\n", reason.replace("|", "\\|"))[0]
+
+
 def _not_compared(results: Sequence[Result]) -> Iterator[str]:
-    found = [r for r in results if r.not_compared]
+    found: dict[str, list[str]] = {}
+    for result in results:
+        if result.not_compared:
+            why = result.not_compared.rpartition(": ")[2]
+            found.setdefault(why, []).append(f"`{result.name}`")
     if found:
         yield "\n## Classes whose names `consolidate` did not compare with `config.json`\n\n"
-        yield "| class | reason |\n|---|---|\n"
-        yield from (f"| `{r.name}` | {r.not_compared.rpartition(': ')[2]} |\n" for r in found)
+        yield "| reason | classes |\n|---|---|\n"
+        yield from (f"| {why} | {', '.join(names)} |\n" for why, names in found.items())
 
 
 def _main_first() -> list[str]:

@@ -333,8 +333,9 @@ BASES = {"trl": base_in, "qlora": dequantized_base_of}
 @pytest.mark.slow
 def test_a_model_with_names_of_its_own_becomes_one_that_transformers_loads(tmp_path: Path) -> None:
     page = (EXAMPLES.parent / "docs" / "reference" / "name-maps.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert shown == (EXAMPLES / "own_names" / "own.toml").read_text(encoding="utf-8")
+    shown = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    own_map = (EXAMPLES / "own_names" / "own.toml").read_text(encoding="utf-8")
+    assert [part in own_map for part in shown] == [True, True]
     lines = [line[2:] for line in page.splitlines() if line.startswith("$ ")]
     commands = [line.split() for line in lines if "own_names" in line]
     assert len(commands) == 4
