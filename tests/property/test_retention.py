@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from ckptkit.runs.steps import RunStep, abandoned
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 STEPS = st.lists(
     st.builds(
-        RunStep,
+        partial(RunStep),  # whose annotations Hypothesis could not resolve
         step=st.integers(0, 60),
         complete=st.booleans(),
         metrics=METRICS,
